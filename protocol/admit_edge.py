@@ -1,0 +1,90 @@
+"""detokenizer <-> coordinator -> scheduler: a request looks for a rank.
+
+The coordinator passes `Work` through unread but for its prompt ids and priority. Abort takes the same road as the request, so
+it can never overtake it.
+"""
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.sampling import SamplingParams
+
+
+class Work(Struct, frozen=True, omit_defaults=True):
+    """Everything a scheduler must know of one request."""
+
+    request_id: RequestId
+    handle: Handle  # the detokenizer's; new for each attempt, so late deltas of an older one find nobody
+    prompt_token_ids: bytes  # int32, at least one
+    sampling: SamplingParams
+    attempt: int = 0
+    emitted: bytes = b""  # int32: output ids that exist already (resume); sampling goes on after them
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_s: float = 0.0  # wall clock
+    deadline_s: float = 0.0  # wall clock; 0: none
+
+
+class Admit(Struct, frozen=True, tag="admit"):
+    work: Work
+    dp_rank: int = -1  # -1: the coordinator chooses
+
+
+class AbortRequests(Struct, frozen=True, tag="abort"):
+    """End these requests wherever they are; unknown ids are ignored. No terminal message is sent for them."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+DetokenizerToCoordinator = Admit | AbortRequests
+
+
+class Routed(Struct, frozen=True, tag="routed"):
+    """The request now belongs to this rank; if that scheduler dies, the detokenizer admits it again."""
+
+    handle: Handle
+    scheduler: Identity
+    incarnation: Incarnation
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The terminal message of a request that no rank took."""
+
+    handle: Handle
+    kind: ErrorKind
+    message: str
+
+
+CoordinatorToDetokenizer = Routed | Refused
+
+
+class Assign(Struct, frozen=True, tag="assign"):
+    """The scheduler owns this request from now on, and answers to `detokenizer`."""
+
+    work: Work
+    detokenizer: Identity
+    incarnation: Incarnation  # of the detokenizer: a request whose detokenizer was replaced is dropped
+
+
+CoordinatorToScheduler = Assign | AbortRequests
+
+
+class Load(Struct, frozen=True, tag="load"):
+    """A rank's state, sent after a step that changed it and at least every second while requests run."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    outstanding_prefill_tokens: int
+    ended: tuple[RequestId, ...] = ()  # since the last Load
+    steps: int = 0
+    prefix_cache_queries: int = 0  # tokens, since start
+    prefix_cache_hits: int = 0  # tokens, since start
+    num_preemptions: int = 0  # since start
+    prompt_tokens: int = 0  # computed, since start
+    generation_tokens: int = 0  # since start
+    serving: bool = True  # its workers are ready
+
+
+SchedulerToCoordinator = Load

@@ -1,0 +1,74 @@
+"""Who talks to whom, with which messages, and what happens when a queue is full.
+
+Every process binds one inbox (PULL) and connects one PUSH to each peer's inbox; a *link* is the pair of directions
+between two processes, with session rules on top (session.py). This table alone decides which links exist, who opens
+them, how much may be in flight, and what a full queue means.
+"""
+
+from enum import Enum
+from types import UnionType
+from typing import NamedTuple
+
+from meshlm.protocol import admit_edge as admit
+from meshlm.protocol import control_edge as control
+from meshlm.protocol import step_edge as step
+from meshlm.protocol import text_edge as text
+from meshlm.protocol import token_edge as token
+from meshlm.protocol.ids import Role
+
+
+class WhenFull(Enum):
+    """What sending does when `window` messages are unacknowledged and `max_queued` wait behind them."""
+
+    REFUSE = "refuse"  # raise LinkFull: the sender answers its request with 503
+    DROP_PEER = "drop peer"  # the peer does not read: treat it as dead
+
+
+class Channel(NamedTuple):
+    """One direction of a link. `messages` is a Struct type or a union of tagged ones."""
+
+    sender: Role
+    receiver: Role
+    messages: type | UnionType
+    window: int  # messages in flight, unacknowledged
+    max_queued: int  # messages waiting for credit
+    when_full: WhenFull
+
+
+MAX_FRAME_BYTES = 64 << 20  # anything longer is refused by the socket (ZMQ_MAXMSGSIZE)
+
+_F, _D, _C, _S, _W, _SUP = (
+    Role.FRONTEND,
+    Role.DETOKENIZER,
+    Role.COORDINATOR,
+    Role.SCHEDULER,
+    Role.WORKER,
+    Role.SUPERVISOR,
+)
+_ANY = (_F, _D, _S, _W)
+
+CHANNELS: tuple[Channel, ...] = (
+    Channel(_F, _D, text.FrontendToDetokenizer, 4096, 65536, WhenFull.REFUSE),
+    Channel(_D, _F, text.DetokenizerToFrontend, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(_D, _C, admit.DetokenizerToCoordinator | control.Join | control.Leave, 4096, 65536, WhenFull.REFUSE),
+    Channel(_C, _D, admit.CoordinatorToDetokenizer | control.Members, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(_C, _S, admit.CoordinatorToScheduler | control.Members, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(_S, _C, admit.SchedulerToCoordinator | control.Join | control.Leave, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(_S, _D, token.SchedulerToDetokenizer, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(_D, _S, token.DetokenizerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
+    Channel(_S, _W, step.SchedulerToWorker, 64, 64, WhenFull.DROP_PEER),
+    Channel(_W, _S, step.WorkerToScheduler, 64, 64, WhenFull.DROP_PEER),
+    Channel(_F, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_C, _F, control.Members | control.MeshStats, 256, 1024, WhenFull.DROP_PEER),
+    Channel(_W, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),
+    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (*_ANY, _C)),
+    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (*_ANY, _C)),
+)
+
+BY_DIRECTION: dict[tuple[Role, Role], Channel] = {(c.sender, c.receiver): c for c in CHANNELS}
+
+
+def peers_of(role: Role) -> frozenset[Role]:
+    """The roles that a process of `role` keeps links with."""
+    return frozenset(c.receiver for c in CHANNELS if c.sender is role)

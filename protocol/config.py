@@ -1,0 +1,158 @@
+"""The whole configuration as one frozen Struct tree, checked when it is built.
+
+The command line and the TOML file are generated from it: a field's flag is its name with dashes unless `extra_json_schema`
+says otherwise ({"flag": "--kv-cache-memory", "short": "-tp"}); its description is the help text. The supervisor writes the resolved tree
+to `mesh.json` in the run directory; every child reads only that.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from meshlm.protocol.model import ModelSpec
+
+Positive = Meta(ge=1)
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, and how to read it."""
+
+    model: Annotated[str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct")] = ""
+    served_model_name: Annotated[tuple[str, ...], Meta(description="names that clients use; the first is shown")] = ()
+    tokenizer: Annotated[str, Meta(description="folder or file of the tokenizer, where it is not the model's own")] = ""
+    chat_template: Annotated[str, Meta(description="file with a Jinja template, or the template itself")] = ""
+    generation_config: Annotated[
+        str, Meta(description="'auto': defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "half", "float"],
+        Meta(description="of weights and activations; auto: the model's on a GPU, float32 on the CPU"),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, Meta(ge=1, description="context length, prompt + output; default: the model's")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
+    ] = "auto"
+    seed: Annotated[int, Meta(ge=0, description="of dummy weights")] = 0
+
+
+class CacheConfig(Struct, frozen=True, kw_only=True):
+    """KV memory."""
+
+    block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block")] = 16
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all")
+    ] = 0.92
+    kv_cache_memory: Annotated[
+        int | None, Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True})
+    ] = None
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """Batching."""
+
+    max_num_seqs: Annotated[
+        int | None, Meta(ge=1, le=8192, description="requests in one step at most (GPU 1024, CPU 64)")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)")
+    ] = None
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
+    max_waiting: Annotated[int, Meta(ge=1, description="queued requests beyond which new ones get 503")] = 4096
+    async_depth: Annotated[int, Meta(ge=1, le=4, description="steps in flight; 1: plan only when the last is back")] = 2
+    enable_chunked_prefill: Annotated[bool, Meta(description="split prompts over steps")] = True
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True):
+    """The data plane."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda", "fake"], Meta(description="where the model runs")] = "auto"
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs")] = False
+    cudagraph_mode: Annotated[
+        Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"],
+        Meta(description="CUDA graph mode"),
+    ] = "FULL_DECODE_ONLY"
+    cudagraph_capture_sizes: Annotated[
+        tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
+    ] = ()
+    attention_backend: Annotated[Literal["auto", "torch", "triton"], Meta(description="attention implementation")] = (
+        "auto"
+    )
+    cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core")] = 0
+    fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step")] = 0.0
+
+
+class ParallelConfig(Struct, frozen=True, kw_only=True):
+    """How many ranks."""
+
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="schedulers", extra={"short": "-dp"})] = 1
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="workers per scheduler", extra={"short": "-tp"})
+    ] = 1
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True):
+    """HTTP."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
+    port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
+    api_key: Annotated[tuple[str, ...], Meta(description="clients must send one of these as Bearer token")] = ()
+    frontends: Annotated[int, Meta(ge=1, le=256, description="HTTP processes")] = 1
+    detokenizers: Annotated[int, Meta(ge=1, le=256, description="text processes")] = 1
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="larger bodies get 413", extra={"bytes": True})] = 32 << 20
+    max_concurrent_requests: Annotated[
+        int, Meta(ge=1, description="open requests per frontend beyond which it answers 503")
+    ] = 8192
+    max_logprobs: Annotated[int, Meta(ge=0, description="largest logprobs / top_logprobs")] = 20
+    allowed_origins: Annotated[tuple[str, ...], Meta(description="CORS origins")] = ("*",)
+    disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
+
+
+class RunConfig(Struct, frozen=True, kw_only=True):
+    """The process group."""
+
+    run_dir: Annotated[str, Meta(description="directory for sockets and state, mode 0700; default: one per port")] = ""
+    drain_timeout: Annotated[float, Meta(ge=0, description="seconds that SIGTERM lets running requests finish")] = 30.0
+    startup_timeout: Annotated[float, Meta(gt=0, description="seconds until all processes must be ready")] = 600.0
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one process within a minute before all is given up")
+    ] = 5
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="of the processes' logs")] = (
+        "info"
+    )
+    log_format: Annotated[Literal["console", "json"], Meta(description="of the processes' logs")] = "console"
+
+
+class MeshConfig(Struct, frozen=True, kw_only=True):
+    """What every process reads at start."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    server: ServerConfig = ServerConfig()
+    run: RunConfig = RunConfig()
+    resolved: "Resolved | None" = None  # set by the supervisor before any child starts
+
+
+class Resolved(Struct, frozen=True, kw_only=True):
+    """What the supervisor found out once, so that no child has to: never a flag."""
+
+    spec: ModelSpec
+    model_path: str  # folder or .gguf file
+    tokenizer_path: str  # folder, tokenizer.json or .gguf file
+    chat_template: str  # Jinja source, "" if the model has none
+    served_names: tuple[str, ...]
+    generation_defaults: dict[str, float | int]  # temperature, top_p, top_k, min_p, repetition_penalty, max_tokens
+    load_format: Literal["safetensors", "gguf", "pt", "dummy"]
+    device: Literal["cpu", "cuda", "fake"]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    digest: str  # of everything above and the flags: names a run's configuration in logs

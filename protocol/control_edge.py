@@ -1,0 +1,105 @@
+"""everyone <-> supervisor and everyone <-> coordinator: life, death and membership.
+
+The supervisor knows processes (pids, restarts); the coordinator knows members (who may be talked to, at which address).
+"""
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Epoch, Identity, Incarnation
+
+
+class Progress(Struct, frozen=True, tag="progress"):
+    """Start-up news for the terminal: phase "weights" 12/100 "MB", "KV blocks", "graphs" ..."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """This process does its job from now on. `facts` are shown to the user ("KV cache: 9,000 blocks")."""
+
+    facts: dict[str, str] = {}
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """This process cannot go on, in the words that the user should read last."""
+
+    message: str
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """Twice a second, sent by the thread that works. `step` and `phase` tell alive from stuck."""
+
+    step: int
+    phase: str
+    rss_bytes: int = 0
+
+
+ChildToSupervisor = Progress | Ready | Failed | Beat
+
+
+class Died(Struct, frozen=True, tag="died"):
+    """A process of this host is gone (seen by its pidfd). Drop its link at once."""
+
+    identity: Identity
+    incarnation: Incarnation
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Refuse new work, finish what is running for up to drain_s, then end."""
+
+    drain_s: float
+
+
+SupervisorToChild = Died | Shutdown
+
+
+class Member(Struct, frozen=True):
+    """One living process: where to reach its inbox, and whether it does its job yet."""
+
+    identity: Identity
+    incarnation: Incarnation
+    address: str
+    ready: bool = False
+
+
+class Join(Struct, frozen=True, tag="join"):
+    """Sent to each new incarnation of the coordinator, and again when `ready` changes."""
+
+    member: Member
+
+
+class Leave(Struct, frozen=True, tag="leave"):
+    """This process ends in good order and takes no new work."""
+
+
+class Members(Struct, frozen=True, tag="members"):
+    """The whole list, sent to all on each change. An older epoch of the same coordinator life is ignored."""
+
+    epoch: Epoch
+    members: tuple[Member, ...]
+
+
+class RankStats(Struct, frozen=True):
+    """One scheduler's figures for /metrics."""
+
+    dp_rank: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # 0 .. 1
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class MeshStats(Struct, frozen=True, tag="stats"):
+    """To every frontend, once a second and when `serving` changes: what /ready and /metrics answer."""
+
+    serving: bool
+    reason: str = ""  # while not serving: what is missing
+    ranks: tuple[RankStats, ...] = ()
+    max_waiting: int = 0

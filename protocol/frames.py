@@ -1,0 +1,87 @@
+"""The bytes on the wire: a fixed header, then one msgpack message.
+
+    magic 2 | version 1 | kind 1 | sender role 1 | receiver role 1 | sender index 2 | receiver index 2 | pad 6 |
+    sender incarnation 8 | receiver incarnation 8 (0: unknown) | seq 8 | ack 8
+
+Little-endian, 48 bytes. `seq` numbers DATA frames of one (sender incarnation, receiver incarnation) pair from 1; `ack` is the last
+seq received in order from the other side, on every frame. A malformed frame raises FrameError, never anything else.
+"""
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from meshlm.protocol.ids import Identity, Incarnation, Role
+
+MAGIC = b"ML"
+VERSION = 1
+_HEADER = struct.Struct("<2sBBBBHH6xQQQQ")
+HEADER_BYTES = _HEADER.size
+
+_ROLES = tuple(Role)
+_ROLE_NUMBER = {role: number for number, role in enumerate(_ROLES)}
+
+
+class FrameError(ValueError):
+    """These bytes are no frame of ours; the text says why. They are logged and dropped."""
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    HELLO = 1  # opens a session; body: schema digest. Repeated on a timer until WELCOME
+    WELCOME = 2  # answers HELLO; body: schema digest
+    DATA = 3  # body: one message of the channel
+    ACK = 4  # no body: the header's ack is the news
+    REFUSE = 5  # body: UTF-8 text, why there will be no session
+
+
+class Header(NamedTuple):
+    kind: Kind
+    sender: Identity
+    receiver: Identity
+    sender_incarnation: Incarnation
+    receiver_incarnation: Incarnation
+    seq: int
+    ack: int
+
+
+def pack(header: Header, body: bytes = b"") -> bytes:
+    """Header + body as one frame."""
+    return (
+        _HEADER.pack(
+            MAGIC,
+            VERSION,
+            header.kind,
+            _ROLE_NUMBER[header.sender.role],
+            _ROLE_NUMBER[header.receiver.role],
+            header.sender.index,
+            header.receiver.index,
+            header.sender_incarnation,
+            header.receiver_incarnation,
+            header.seq,
+            header.ack,
+        )
+        + body
+    )
+
+
+def unpack(frame: bytes) -> tuple[Header, memoryview]:
+    """Header and body of a frame. FrameError when it is none."""
+    if len(frame) < HEADER_BYTES:
+        raise FrameError(f"{len(frame)} bytes are shorter than a header")
+    magic, version, kind, role, to_role, index, to_index, life, to_life, seq, ack = _HEADER.unpack_from(frame)
+    if magic != MAGIC or version != VERSION:
+        raise FrameError(f"not a frame of version {VERSION}")
+    if not (1 <= kind <= 5 and role < len(_ROLES) and to_role < len(_ROLES)):
+        raise FrameError(f"kind {kind} or roles {role}, {to_role} unknown")
+    header = Header(
+        Kind(kind),
+        Identity(_ROLES[role], index),
+        Identity(_ROLES[to_role], to_index),
+        Incarnation(life),
+        Incarnation(to_life),
+        seq,
+        ack,
+    )
+    return header, memoryview(frame)[HEADER_BYTES:]

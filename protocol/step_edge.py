@@ -1,0 +1,92 @@
+"""scheduler <-> worker: what to compute, what came out.
+
+A plan carries only what changed. The worker holds persistent rows: token ids, block tables, sampling state. The
+order of a plan's columns is the batch order, and results come back in that order, without names. Plans may be
+sent before the results of earlier ones are back (asynchronous scheduling): where a row's next input token is
+not known to the scheduler yet, it is the one that the worker itself sampled for that row in the step before.
+"""
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.token_edge import LogprobColumns
+
+
+class Reset(Struct, frozen=True, tag="reset"):
+    """A scheduler's first word in each session: forget all rows. The worker answers WorkerReady once it can step."""
+
+    session: int
+
+
+class NewRow(Struct, frozen=True, omit_defaults=True):
+    """A request takes a row: new, or resumed after preemption (then with all its tokens so far)."""
+
+    row: Row
+    token_ids: bytes  # int32: prompt + output so far
+    num_prompt_tokens: int  # of the original prompt: output token i sits at num_prompt_tokens + i
+    block_ids: bytes  # int32: the table so far, cached prefix included
+    sampling: SamplingParams
+
+
+class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
+    """One step. Apply removed_rows, then new_rows, then the appended blocks, then compute.
+
+    Request i of the batch: row rows[i], computes tokens at positions starts[i] .. starts[i] + counts[i] - 1, and,
+    where samples[i], samples the token at position starts[i] + counts[i] (output index that minus
+    num_prompt_tokens), which becomes the row's known token there.
+    """
+
+    session: int
+    step: StepId
+    rows: bytes  # int32[n]; uniform decodes (count 1) first, then the rest
+    starts: bytes  # int32[n]
+    counts: bytes  # int32[n]; b"" means one each
+    samples: bytes  # uint8[n]; b"" means all
+    num_tokens: int  # sum(counts)
+    removed_rows: bytes = b""  # int32
+    new_rows: list[NewRow] = []
+    block_rows: bytes = b""  # int32[m]: row that grows
+    block_ids: bytes = b""  # int32[m]: its next block
+    planned_ns: int = 0  # monotonic clock, for the step timeline
+    sent_ns: int = 0
+
+
+SchedulerToWorker = Reset | StepPlan
+
+
+class WorkerReady(Struct, frozen=True, tag="ready"):
+    """The worker's facts, in answer to Reset (again after each)."""
+
+    session: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int  # rows
+    max_num_batched_tokens: int
+    vocab_size: int
+
+
+class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
+    """The tokens of one step, in batch order, one per sampling request."""
+
+    session: int
+    step: StepId
+    token_ids: bytes  # int32[number of samples]
+    logprobs: dict[int, LogprobColumns] = {}  # batch place (among all requests of the plan) -> its sampled token
+    prompt_logprobs: dict[
+        int, LogprobColumns
+    ] = {}  # batch place -> positions starts+1 .. starts+counts within the prompt
+    received_ns: int = 0
+    launched_ns: int = 0
+    done_ns: int = 0
+
+
+class StepFailed(Struct, frozen=True, tag="failed"):
+    """The step could not run; the worker goes on living. Every request of the step ends with this message."""
+
+    session: int
+    step: StepId
+    message: str
+
+
+WorkerToScheduler = WorkerReady | StepResult | StepFailed

@@ -1,0 +1,179 @@
+"""frontend <-> detokenizer: prompts go in, text comes out.
+
+A `Submit` may carry several choices of one prompt; each is a request of its own with its own id, handle and
+seed. The frontend's handles are echoed in every answer, so a batch of deltas needs no strings for names.
+"""
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.protocol.sampling import SamplingParams
+
+
+class TextPrompt(Struct, frozen=True, tag="text"):
+    """A prompt to be tokenized; `add_special_tokens` as in Hugging Face tokenizers."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+class TokenPrompt(Struct, frozen=True, tag="tokens"):
+    """A prompt already in token ids (int32 column)."""
+
+    token_ids: bytes
+
+
+class ChatPrompt(Struct, frozen=True, tag="chat"):
+    """A conversation for the chat template. The JSON is the client's, validated in outline by the frontend."""
+
+    messages_json: bytes
+    tools_json: bytes = b""
+    chat_template: str = ""  # empty: the model's own
+    template_kwargs_json: bytes = b""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+class TextParams(Struct, frozen=True, omit_defaults=True):
+    """What the detokenizer does with the output, beyond decoding it."""
+
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int = 0  # keep the last k prompt tokens; 0: all
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """Ask for one prompt's choices. Sent again with `attempt` + 1 and `delivered` after a detokenizer's death."""
+
+    handles: tuple[Handle, ...]
+    request_ids: tuple[RequestId, ...]
+    prompt: Prompt
+    sampling: SamplingParams  # choice i uses seed + i
+    text: TextParams = TextParams()
+    max_tokens: int | None = None  # None: whatever the context leaves; else overrides sampling.max_tokens
+    attempt: int = 0
+    delivered: bytes = b""  # resume (one choice): output ids the client has, int32
+    want_prompt: bool = False  # Accepted carries the prompt's ids and text (echo, prompt_logprobs, token ids)
+    priority: int = 0  # lower is sooner
+    cache_salt: str = ""
+    arrival_s: float = 0.0  # wall clock, for FCFS across processes and for queue time
+    deadline_s: float = 0.0  # wall clock; 0: none
+    dp_rank: int = -1  # -1: the coordinator chooses
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """The client left: end these choices. Unknown ids are ignored."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class Attach(Struct, frozen=True, tag="attach"):
+    """Send this request's deltas again from output token `from_index`, to the asking frontend under `handle`."""
+
+    handle: Handle
+    request_id: RequestId
+    from_index: int = 0
+
+
+class Tokenize(Struct, frozen=True, tag="tokenize"):
+    handle: Handle
+    prompt: Prompt
+    want_strings: bool = False
+
+
+class Detokenize(Struct, frozen=True, tag="detokenize"):
+    handle: Handle
+    token_ids: bytes
+
+
+FrontendToDetokenizer = Submit | Abort | Attach | Tokenize | Detokenize
+
+
+class Accepted(Struct, frozen=True, tag="accepted"):
+    """The prompt is encoded and journalled; deltas follow."""
+
+    handles: tuple[Handle, ...]
+    num_prompt_tokens: int
+    prompt_token_ids: bytes = b""  # with want_prompt
+    prompt_text: str = ""  # with want_prompt
+    prompt_token_strings: tuple[str, ...] = ()  # with want_prompt
+
+
+class Rejected(Struct, frozen=True, tag="rejected"):
+    """The terminal message of requests that were never started."""
+
+    handles: tuple[Handle, ...]
+    kind: ErrorKind
+    message: str
+    param: str = ""
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A token with its log-probability (natural log), its text and its place among all tokens (1 = likeliest)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+    token_bytes: bytes
+
+
+class PositionLogprobs(Struct, frozen=True, array_like=True):
+    """The sampled (or prompt) token of one position, and the k likeliest there."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Finished(Struct, frozen=True, omit_defaults=True):
+    """The end of one request. `row` is its place in the batch of deltas that carries it."""
+
+    row: int
+    reason: FinishReason
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched
+    num_output_tokens: int = 0
+    message: str = ""  # with ERROR: what happened
+    kind: ErrorKind = ErrorKind.INTERNAL
+
+
+class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
+    """One step's news for one frontend, in batch order; row i is handles[i].
+
+    The text sent so far is a pure function of the token ids sent so far, so a resumed stream repeats nothing.
+    """
+
+    handles: bytes  # int32[n]
+    starts: bytes  # int32[n]: output index of the row's first token here
+    counts: bytes  # int32[n]: tokens of the row; b"" means one each
+    token_ids: bytes  # int32[sum(counts)], rows after each other
+    texts: list[str]  # [n]; "" while a character or a possible stop string is incomplete
+    finished: list[Finished] = []
+    logprobs: dict[int, list[PositionLogprobs]] = {}  # row -> one per token
+    prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # row -> one per prompt token, first is None
+    num_cached_tokens: dict[int, int] = {}  # row -> prompt tokens found in the prefix cache; with the first token
+    timings_ns: tuple[int, ...] = ()  # monotonic clock: planned, sent, worker received, launched, done, scheduler, here
+
+
+class TokenizeReply(Struct, frozen=True, tag="tokenized"):
+    handle: Handle
+    token_ids: bytes = b""
+    strings: tuple[str, ...] = ()
+    max_model_len: int = 0
+    error: str = ""
+    param: str = ""
+
+
+class DetokenizeReply(Struct, frozen=True, tag="detokenized"):
+    handle: Handle
+    text: str = ""
+    error: str = ""
+    param: str = ""
+
+
+DetokenizerToFrontend = Accepted | Rejected | TextDeltas | TokenizeReply | DetokenizeReply

@@ -1,0 +1,55 @@
+"""scheduler <-> detokenizer: one batched frame of new tokens per step and detokenizer, columns in batch order."""
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
+
+
+class Ended(Struct, frozen=True, omit_defaults=True):
+    """The end of the request in `row` of the batch that carries this."""
+
+    row: int
+    reason: FinishReason
+    stop_token_id: int = -1  # the token id that stopped it; -1: none. It is the last of the row's tokens.
+    message: str = ""
+    kind: ErrorKind = ErrorKind.INTERNAL
+
+
+class LogprobColumns(Struct, frozen=True):
+    """Log-probabilities of some positions, natural log. k may differ between requests; width is the largest.
+
+    For position p: the sampled token's logprob and rank (1 = likeliest), and its k likeliest tokens in order.
+    """
+
+    width: int
+    logprobs: bytes  # float32[p]
+    ranks: bytes  # int32[p]
+    top_ids: bytes = b""  # int32[p * width], -1 past a request's own k
+    top_logprobs: bytes = b""  # float32[p * width]
+
+
+class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
+    """New output tokens. Row i belongs to handles[i]; its tokens have output indices starts[i] .. + counts[i] - 1."""
+
+    handles: bytes  # int32[n]
+    starts: bytes  # int32[n]
+    counts: bytes  # int32[n]; b"" means one each
+    token_ids: bytes  # int32[sum(counts)]
+    ended: list[Ended] = []
+    logprobs: dict[int, LogprobColumns] = {}  # row -> its new tokens
+    prompt_logprobs: dict[int, LogprobColumns] = {}  # row -> prompt positions 1 .. len-1, with its first token
+    num_cached_tokens: dict[int, int] = {}  # row -> prompt tokens found cached; with its first token
+    timings_ns: tuple[int, ...] = ()  # monotonic: planned, sent, received, launched, done, result handled
+
+
+SchedulerToDetokenizer = TokenDeltas
+
+
+class AttachTokens(Struct, frozen=True, tag="attach"):
+    """A gap was seen: send this request's tokens again from `from_index`."""
+
+    handle: Handle
+    from_index: int
+
+
+DetokenizerToScheduler = AttachTokens
