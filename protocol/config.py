@@ -1,8 +1,8 @@
 """The whole configuration as one frozen Struct tree, checked when it is built.
 
-The command line and the TOML file are generated from it: a field's flag is its name with dashes unless `extra_json_schema`
-says otherwise ({"flag": "--kv-cache-memory", "short": "-tp"}); its description is the help text. The supervisor writes the resolved tree
-to `mesh.json` in the run directory; every child reads only that.
+The command line and the TOML file are generated from it: a field's flag is its name with dashes, its description the help
+text; `extra` may add a short flag ({"short": "-tp"}) or say that the value is a size ({"bytes": True}: 4G, 512M). The
+supervisor writes the resolved tree to `mesh.json` in the run directory; every child reads only that.
 """
 
 from typing import Annotated, Literal

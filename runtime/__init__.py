@@ -1,0 +1,1 @@
+"""What every process does alike: links over ZeroMQ, start-up, signals, heartbeats, logging."""

@@ -1,0 +1,31 @@
+"""The errors that cross module borders. Each says how much it ends."""
+
+from meshlm.protocol.ids import ErrorKind, Identity
+
+
+class ProcessFatal(Exception):
+    """Ends this process; the text is one line for the user."""
+
+
+class RequestError(Exception):
+    """Ends one request. `param` names the field at fault, "" if none."""
+
+    def __init__(self, kind: ErrorKind, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.message, self.param = kind, message, param
+
+
+class LinkDown(Exception):
+    """There is no open session with this peer."""
+
+    def __init__(self, peer: Identity) -> None:
+        super().__init__(f"no session with {peer}")
+        self.peer = peer
+
+
+class LinkFull(Exception):
+    """This peer takes no more messages now; answer the request with 503."""
+
+    def __init__(self, peer: Identity) -> None:
+        super().__init__(f"the queue to {peer} is full")
+        self.peer = peer

@@ -1,0 +1,101 @@
+"""Frames over ZeroMQ: one bound inbox per process, one outgoing socket per peer.
+
+Used by mesh.py only. Knows nothing of sessions or messages. MESH.md's measurements behind the choices: PUSH/PULL read through
+add_reader (zmq.asyncio costs ten times more), single frames, bounded reads, one socket per direction.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from meshlm.protocol.channels import MAX_FRAME_BYTES
+
+READ_AT_MOST = 128  # frames per turn of the loop, so that timers are not starved
+RECONNECT_MS = 2
+
+
+class Inbox:
+    """The process's one bound PULL socket."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        on_frame: Callable[[bytes], None],
+        on_drained: Callable[[], None],
+    ) -> None:
+        """Bind. zmq.ZMQError when the address is taken. Reading starts with `start`."""
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # flow control is the sessions'
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.bind(address)
+        self._on_frame, self._on_drained = on_frame, on_drained
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduled = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read whenever something is there; what came before is read at once."""
+        self._loop = loop
+        loop.add_reader(self._socket.FD, self._read)
+        loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Read until empty or READ_AT_MOST. The FD is edge-triggered: stopping early needs another turn."""
+        receive, on_frame = self._socket.recv, self._on_frame
+        if self._loop is None:
+            return
+        for _ in range(READ_AT_MOST):
+            try:
+                frame = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            on_frame(frame)
+            if self._loop is None:
+                return  # closed by what the frame said
+        else:
+            self._loop.call_soon(self._read)
+        self._on_drained()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+            self._loop = None
+        self._socket.close(0)
+
+
+class Outbox:
+    """Frames to one peer, in order. What the socket does not take waits in `pending` for the next `flush`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.address = address
+        self.pending: deque[bytes] = deque()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 10 * RECONNECT_MS)
+        self._socket.connect(address)
+
+    def flush(self, frames: deque[bytes]) -> None:
+        """Put `frames` on the wire after what is pending; takes them out of the deque."""
+        pending = self.pending
+        if pending or not frames:
+            pending.extend(frames)
+            frames.clear()
+            frames = pending
+        send = self._socket.send
+        try:
+            while frames:
+                send(frames[0], zmq.NOBLOCK)
+                frames.popleft()
+        except zmq.Again:
+            if frames is not pending:
+                pending.extend(frames)
+                frames.clear()
+
+    def close(self) -> None:
+        self._socket.close(0)

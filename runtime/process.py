@@ -1,0 +1,188 @@
+"""The life of a process: arguments, start-up, signals, heartbeat, orderly end.
+
+Every role's main.py calls `main`. What the process does is its App; this module never looks inside messages other than
+the supervisor's Shutdown.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+import setproctitle
+import uvloop
+from msgspec import Struct
+
+from meshlm.protocol import control_edge as control
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime import logs
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.mesh import SUPERVISOR, Mesh
+
+BEAT_S = 0.5
+LAST_WORDS_S = 0.5  # how long a failing process waits for its words to be taken
+_PR_SET_PDEATHSIG = 1
+
+
+class App(Protocol):
+    """What a role implements, in its io.py. All methods run in the event loop."""
+
+    async def start(self, mesh: Mesh) -> dict[str, str]:
+        """Load what is needed; return facts for the user. ProcessFatal when it cannot be."""
+        ...
+
+    def on_message(self, peer: Identity, message: Struct) -> None: ...
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None: ...
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...
+    def flush(self) -> None:
+        """Called once after each batch of messages: send what piled up."""
+        ...
+
+    def beat(self) -> tuple[int, str]:
+        """Step count and phase, as the thread that works left them."""
+        ...
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new work and finish what runs, for `limit_s` at most."""
+        ...
+
+    async def stop(self) -> None:
+        """Release everything."""
+        ...
+
+
+def main(role: Role, make_app: Callable[[], App], argv: list[str] | None = None) -> NoReturn:
+    """Run a process of the mesh to its end. Exit code 0 after an orderly stop, 1 after a failure."""
+    parser = argparse.ArgumentParser(prog=f"meshlm {role.value}")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--identity", type=Identity.parse, required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    _die_with_parent()
+    setproctitle.setproctitle(f"meshlm: {arguments.identity}")
+    config = msgspec.json.decode(arguments.config.read_bytes(), type=MeshConfig)
+    logs.configure(config.run)
+    _dump_stacks_on_request(Path(config.run.run_dir), arguments.identity)
+    process = _Process(config, arguments.identity, Incarnation(arguments.incarnation), make_app())
+    sys.exit(uvloop.run(process.run()))
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is gone."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _dump_stacks_on_request(run_dir: Path, identity: Identity) -> None:
+    """SIGUSR1 writes all threads' stacks to a file in the run directory."""
+    path = run_dir / f"{identity.role.value}-{identity.index}.stacks.txt"
+    faulthandler.register(signal.SIGUSR1, path.open("a"))  # the file stays open as long as the process
+    faulthandler.enable()
+
+
+class _Process:
+    """One run of one App."""
+
+    def __init__(self, config: MeshConfig, identity: Identity, incarnation: Incarnation, app: App) -> None:
+        self._config, self._identity, self._incarnation, self._app = config, identity, incarnation, app
+        self._mesh = Mesh(identity, incarnation, config, self)
+        self._facts: dict[str, str] | None = None
+        self._shutdown: asyncio.Event | None = None
+        self._drain_s = config.run.drain_timeout
+
+    async def run(self) -> int:
+        """Start, serve until told to stop, end."""
+        loop = asyncio.get_running_loop()
+        self._shutdown = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            self._mesh.on_fatal = loop.create_future()
+            await self._mesh.open()
+            await self._start_and_serve()
+        except ProcessFatal as error:
+            return await self._fail(str(error))
+        except Exception as error:
+            self._mesh.log.exception("process failed")
+            return await self._fail(f"{self._identity}: {type(error).__name__}: {error}")
+        await self._mesh.close()
+        return 0
+
+    async def _start_and_serve(self) -> None:
+        assert self._shutdown is not None
+        assert self._mesh.on_fatal is not None
+        starting = asyncio.ensure_future(self._app.start(self._mesh))
+        shutdown = asyncio.ensure_future(self._shutdown.wait())
+        fatal = self._mesh.on_fatal
+        await asyncio.wait({starting, shutdown, fatal}, return_when=asyncio.FIRST_COMPLETED)
+        if fatal.done():
+            fatal.result()
+        if starting.done():
+            self._facts = starting.result()
+            self._mesh.set_ready()
+            self._mesh.tell_supervisor(control.Ready(self._facts))
+            self._beat()
+            await asyncio.wait({shutdown, fatal}, return_when=asyncio.FIRST_COMPLETED)
+            if fatal.done():
+                fatal.result()
+            await self._app.drain(self._drain_s)
+        else:
+            starting.cancel()
+        await self._app.stop()
+
+    async def _fail(self, message: str) -> int:
+        """Say why, give the supervisor a moment to take it, end."""
+        if not self._mesh.peers(Role.SUPERVISOR):
+            print(f"{self._identity}: {message}", file=sys.stderr)
+        self._mesh.tell_supervisor(control.Failed(message))
+        await asyncio.sleep(LAST_WORDS_S)
+        await self._mesh.close()
+        sys.stderr.flush()
+        os._exit(1)  # threads of a failed start must not hold the process
+
+    def _on_signal(self) -> None:
+        assert self._shutdown is not None
+        if self._shutdown.is_set():
+            os._exit(1)
+        self._shutdown.set()
+
+    def _beat(self) -> None:
+        step, phase = self._app.beat()
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            rss = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        self._mesh.tell_supervisor(control.Beat(step, phase, rss))
+        self._mesh.call_later(BEAT_S, self._beat)
+
+    # --- Listener: the App's events, less what concerns the process itself ---
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        if type(message) is control.Shutdown:
+            assert self._shutdown is not None
+            self._drain_s = message.drain_s
+            self._shutdown.set()
+        else:
+            self._app.on_message(peer, message)
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        if peer == SUPERVISOR:
+            if self._facts is not None:
+                self._mesh.tell_supervisor(control.Ready(self._facts))
+        else:
+            self._app.on_peer_up(peer, incarnation)
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        if peer != SUPERVISOR:
+            self._app.on_peer_down(peer, incarnation, reason)
+
+    def flush(self) -> None:
+        self._app.flush()

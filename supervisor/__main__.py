@@ -1,0 +1,6 @@
+"""`meshlm`: the command line."""
+
+from meshlm.supervisor.cli import main
+
+if __name__ == "__main__":
+    main()

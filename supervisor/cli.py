@@ -1,0 +1,57 @@
+"""The command line: finds the subcommand, turns errors into one line and an exit code.
+
+Subcommands live in their own modules and are imported when they are asked for.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from meshlm import __version__
+from meshlm.supervisor.errors import StartError, UsageError
+
+COMMANDS = ("serve", "launch", "status", "bench", "chat", "collect_env")
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """An argparse whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Exit codes: 0 done, 1 the mesh failed, 2 wrong usage, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    parser = _parser(argv)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except UsageError as error:
+        print(f"meshlm: error: {error}", file=sys.stderr)
+        return 2
+    except StartError as error:
+        print(f"meshlm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = _OneLineParser(prog="meshlm", description="Serve large language models from a mesh of processes.")
+    parser.add_argument("--version", action="version", version=f"meshlm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
+    wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
+    for name in COMMANDS if wanted not in COMMANDS else (wanted,):
+        importlib.import_module(f"meshlm.supervisor.{name}").add_parser(commands)
+    return parser

@@ -1,0 +1,9 @@
+"""What ends a command with a message for its user."""
+
+
+class UsageError(Exception):
+    """The command line or a file it names is wrong; the text is one line for the user. Exit code 2."""
+
+
+class StartError(Exception):
+    """The mesh could not start or go on; the text is the failing process's own. Exit code 1."""

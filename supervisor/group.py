@@ -1,0 +1,260 @@
+"""The process group's pure core: which process should run, and what to do when one does not.
+
+Called by io.py with what it saw (pidfds, messages, timers); answers with what to do. Never spawns or kills itself.
+
+A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Later a dead
+process is started again, at once the first time and then with exponential backoff, until `max_restarts` within
+`WINDOW_S` seconds are used up.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Identity, Incarnation, Role
+
+WINDOW_S = 60.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+STALL_S = 30.0  # a ready process without a beat for so long is stuck
+
+
+class State(Enum):
+    """Of one process; the value is what `meshlm status` shows."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"  # dead, will be started at `restart_at`
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class Exited(Struct, frozen=True, tag="exited"):
+    """The operating system says that this life is over. `code` < 0: killed by that signal."""
+
+    identity: Identity
+    incarnation: Incarnation
+    code: int
+
+
+class BecameReady(Struct, frozen=True, tag="ready"):
+    identity: Identity
+    incarnation: Incarnation
+
+
+class Beaten(Struct, frozen=True, tag="beat"):
+    identity: Identity
+    incarnation: Incarnation
+    step: int
+    phase: str
+
+
+class SaidFailed(Struct, frozen=True, tag="failed"):
+    """The process's last words."""
+
+    identity: Identity
+    incarnation: Incarnation
+    message: str
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """Start everything."""
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """End everything in good order."""
+
+
+class Tick(Struct, frozen=True, tag="tick"):
+    """Time went on."""
+
+
+Event = Exited | BecameReady | Beaten | SaidFailed | Start | Stop | Tick
+
+
+class Spawn(Struct, frozen=True, tag="spawn"):
+    identity: Identity
+    incarnation: Incarnation
+
+
+class TellDied(Struct, frozen=True, tag="tell_died"):
+    """Tell every other process."""
+
+    identity: Identity
+    incarnation: Incarnation
+
+
+class AskToStop(Struct, frozen=True, tag="ask_to_stop"):
+    identity: Identity
+
+
+class Replace(Struct, frozen=True, tag="replace"):
+    """Stuck: dump its stacks, then kill it; its Exited follows."""
+
+    identity: Identity
+    reason: str
+
+
+class AllReady(Struct, frozen=True, tag="all_ready"):
+    """Every process was ready at the same time, for the first time."""
+
+
+class AllStopped(Struct, frozen=True, tag="all_stopped"):
+    pass
+
+
+class GiveUp(Struct, frozen=True, tag="give_up"):
+    """Kill all and end with this text."""
+
+    message: str
+
+
+Effect = Spawn | TellDied | AskToStop | Replace | AllReady | AllStopped | GiveUp
+
+
+@dataclass(slots=True)
+class Process:
+    """What the group knows of one place."""
+
+    identity: Identity
+    state: State = State.STOPPED
+    incarnation: Incarnation = Incarnation(0)
+    started_at: float = 0.0
+    beaten_at: float = 0.0
+    step: int = 0
+    phase: str = ""
+    restarts: int = 0
+    restart_at: float = 0.0
+    deaths: list[float] = field(default_factory=list)
+    last_words: str = ""
+
+
+class Group:
+    """All processes of one host's mesh."""
+
+    def __init__(self, identities: Iterable[Identity], max_restarts: int, start_deadline_s: float) -> None:
+        self.processes = {identity: Process(identity) for identity in identities}
+        self.max_restarts = max_restarts
+        self.start_deadline_s = start_deadline_s
+        self.was_ready = False
+        self.stopping = False
+        self.gave_up = False
+        self._started_at = 0.0
+        self._last_incarnation = 0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """`now` in seconds; any clock that does not go back, near enough to the epoch for incarnations."""
+        if self.gave_up:
+            return []
+        match event:
+            case Start():
+                self._started_at = now
+                return [self._spawn(process, now) for process in self.processes.values()]
+            case Stop():
+                return self._stop()
+            case Tick():
+                return self._tick(now)
+        process = self.processes.get(event.identity)
+        if process is None or process.incarnation != event.incarnation:
+            return []  # of a life that is over
+        match event:
+            case Exited():
+                return self._exited(process, event.code, now)
+            case BecameReady():
+                return self._ready(process, now)
+            case Beaten():
+                process.beaten_at, process.step, process.phase = now, event.step, event.phase
+            case SaidFailed():
+                process.last_words = event.message
+        return []
+
+    def _spawn(self, process: Process, now: float) -> Spawn:
+        self._last_incarnation = max(self._last_incarnation + 1, int(now * 1e9))
+        process.incarnation = Incarnation(self._last_incarnation)
+        process.state = State.STARTING
+        process.started_at = process.beaten_at = now
+        process.last_words = ""
+        return Spawn(process.identity, process.incarnation)
+
+    def _ready(self, process: Process, now: float) -> list[Effect]:
+        if process.state is not State.STARTING:
+            return []
+        process.state, process.beaten_at = State.READY, now
+        if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
+            self.was_ready = True
+            return [AllReady()]
+        return []
+
+    def _exited(self, process: Process, code: int, now: float) -> list[Effect]:
+        if self.stopping:
+            process.state = State.STOPPED
+            return [AllStopped()] if self._all_stopped() else self._ask_next()
+        words = process.last_words or f"{process.identity} ended without a word ({exit_text(code)})"
+        if not self.was_ready:
+            return self._give_up(words)
+        process.deaths = [at for at in process.deaths if now - at < WINDOW_S] + [now]
+        if len(process.deaths) > self.max_restarts:
+            return self._give_up(f"{process.identity} died {len(process.deaths)} times in {WINDOW_S:.0f} s; the last time: {words}")
+        process.state = State.BACKOFF
+        process.restarts += 1
+        nth = len(process.deaths) - 1
+        process.restart_at = now + (min(FIRST_BACKOFF_S * 2 ** (nth - 1), MAX_BACKOFF_S) if nth else 0.0)
+        died = TellDied(process.identity, process.incarnation)
+        return [died, *self._tick(now)]
+
+    def _tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.stopping:
+            return effects
+        if not self.was_ready and now - self._started_at > self.start_deadline_s:
+            late = ", ".join(str(p.identity) for p in self.processes.values() if p.state is not State.READY)
+            return self._give_up(f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {late}")
+        for process in self.processes.values():
+            if process.state is State.BACKOFF and now >= process.restart_at:
+                effects.append(self._spawn(process, now))
+            elif process.state is State.READY and now - process.beaten_at > STALL_S:
+                process.beaten_at = now
+                effects.append(Replace(process.identity, f"no sign of life for {STALL_S:.0f} s in phase {process.phase!r}"))
+        return effects
+
+    def _stop(self) -> list[Effect]:
+        if self.stopping:
+            return []
+        self.stopping = True
+        for process in self.processes.values():
+            if process.state is State.BACKOFF:
+                process.state = State.STOPPED
+        return [AllStopped()] if self._all_stopped() else self._ask_next()
+
+    def _ask_next(self) -> list[Effect]:
+        """Frontends end first: they let running requests finish, which needs everybody else."""
+        living = [p for p in self.processes.values() if p.state is not State.STOPPED]
+        frontends = [p for p in living if p.identity.role is Role.FRONTEND]
+        asked: list[Effect] = []
+        for process in frontends or living:
+            if process.state is not State.STOPPING:
+                process.state = State.STOPPING
+                asked.append(AskToStop(process.identity))
+        return asked
+
+    def _give_up(self, message: str) -> list[Effect]:
+        self.gave_up = True
+        return [GiveUp(message)]
+
+    def _all_stopped(self) -> bool:
+        return all(process.state is State.STOPPED for process in self.processes.values())
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        lives = [p.incarnation for p in self.processes.values() if p.incarnation]
+        assert len(set(lives)) == len(lives), "two processes share an incarnation"
+        for process in self.processes.values():
+            assert len(process.deaths) <= self.max_restarts + 1, f"{process.identity} died too often to be alive"
+            assert not (self.stopping and process.state is State.BACKOFF)
+
+
+def exit_text(code: int) -> str:
+    """'exit code 1' or 'signal 9'."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,239 @@
+"""The supervisor's processes, links and timers. The decisions are group.py's.
+
+Used by `meshlm serve` and by the Python API, each in an event loop of its own.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from meshlm import __version__
+from meshlm.protocol import control_edge as edge
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.mesh import Mesh
+from meshlm.supervisor import control, group, rundir
+from meshlm.supervisor.children import Child
+from meshlm.supervisor.display import StartDisplay
+from meshlm.supervisor.errors import StartError
+
+TICK_S = 0.1
+KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
+
+
+def identities(config: MeshConfig) -> list[Identity]:
+    """All processes of a single-host mesh, in the order of starting: slow ones first."""
+    parallel, server = config.parallel, config.server
+    counts = {
+        Role.WORKER: parallel.data_parallel_size * parallel.tensor_parallel_size,
+        Role.COORDINATOR: 1,
+        Role.SCHEDULER: parallel.data_parallel_size,
+        Role.DETOKENIZER: server.detokenizers,
+        Role.FRONTEND: server.frontends,
+    }
+    return [Identity(role, index) for role, count in counts.items() for index in range(count)]
+
+
+class Supervisor:
+    """Runs one host's process group until `stop` is called or a process cannot be kept alive."""
+
+    def __init__(self, config: MeshConfig, members: list[Identity], display: StartDisplay) -> None:
+        self.config = config
+        self.ready = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._display = display
+        self._run_dir = Path(config.run.run_dir)
+        self._children: dict[Identity, Child] = {}
+        self._beats: dict[Identity, edge.Beat] = {}
+        self._group = group.Group(members, config.run.max_restarts, config.run.startup_timeout)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._mesh: Mesh | None = None
+        self._status: asyncio.Server | None = None
+        self._drain_s = config.run.drain_timeout
+
+    async def start(self) -> None:
+        """Write mesh.json, open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
+        file = self._run_dir / rundir.CONFIG_FILE
+        file.touch(mode=0o600)
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(self.config)))
+        incarnation = Incarnation(time.time_ns())
+        self._mesh = Mesh(Identity(Role.SUPERVISOR, 0), incarnation, self.config, self)
+        await self._mesh.open()
+        self._status = await control.serve(self._run_dir, self._answer)
+        self._do(group.Start())
+        self._tick()
+
+    def stop(self, drain_s: float | None = None) -> None:
+        """End all in good order: frontends drain for `drain_s` (--drain-timeout), then the rest."""
+        if drain_s is not None:
+            self._drain_s = drain_s
+        self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
+        self._do(group.Stop())
+
+    def kill(self) -> None:
+        """End all at once."""
+        for child in self._children.values():
+            child.kill()
+        self._finish(None)
+
+    async def close(self) -> None:
+        """Release sockets and files, after `ended`."""
+        if self._timer:
+            self._timer.cancel()
+        for child in list(self._children.values()):
+            child.kill()
+        if self._status:
+            self._status.close()
+        if self._mesh:
+            await self._mesh.close()
+
+    # --- what the mesh tells us (runtime App) ---
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        child = self._children.get(peer)
+        if child is None:
+            return
+        life = child.incarnation
+        match message:
+            case edge.Progress():
+                self._display.progress(peer, message)
+            case edge.Ready():
+                facts = ", ".join(f"{name} {value}" for name, value in message.facts.items())
+                self._display.line(f"{peer} is ready" + (f": {facts}" if facts else ""))
+                self._do(group.BecameReady(peer, life))
+            case edge.Failed():
+                self._do(group.SaidFailed(peer, life, message.message))
+            case edge.Beat():
+                self._beats[peer] = message
+                self._do(group.Beaten(peer, life, message.step, message.phase))
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        """A child's link is open; it speaks first."""
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        """Deaths are the pidfds' to see."""
+
+    def flush(self) -> None:
+        """Nothing is batched here."""
+
+    # --- the group's decisions ---
+
+    def _do(self, event: group.Event) -> None:
+        for effect in self._group.handle(event, time.time()):
+            self._perform(effect)
+
+    def _perform(self, effect: group.Effect) -> None:
+        match effect:
+            case group.Spawn():
+                self._spawn(effect.identity, effect.incarnation)
+            case group.TellDied():
+                self._display.line(f"{effect.identity} died and is started again")
+                self._tell_all(edge.Died(effect.identity, effect.incarnation))
+            case group.AskToStop():
+                self._ask_to_stop(effect.identity)
+            case group.Replace():
+                self._display.line(f"{effect.identity} is replaced: {effect.reason}")
+                child = self._children[effect.identity]
+                child.send_signal(signal.SIGUSR1)  # faulthandler writes its stacks
+                self._loop.call_later(0.2, child.kill)
+            case group.AllReady():
+                self.ready.set()
+            case group.AllStopped():
+                self._finish(None)
+            case group.GiveUp():
+                self._finish(effect.message)
+
+    def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
+        child = Child(identity, incarnation, self._run_dir / rundir.CONFIG_FILE)
+        self._children[identity] = child
+        self._beats.pop(identity, None)
+        child.watch(self._loop, self._exited)
+
+    def _exited(self, child: Child, code: int) -> None:
+        if self._children.get(child.identity) is child:
+            del self._children[child.identity]
+        # Its last words may still be in our inbox: let the loop read them first.
+        self._loop.call_soon(self._do, group.Exited(child.identity, child.incarnation, code))
+
+    def _ask_to_stop(self, identity: Identity) -> None:
+        drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
+        child = self._children.get(identity)
+        if child is None:
+            return
+        if self._mesh is not None and identity in self._mesh.peers(identity.role):
+            self._mesh.send(identity, edge.Shutdown(drain_s))
+        else:
+            child.send_signal(signal.SIGTERM)
+
+    def _tell_all(self, message: Struct) -> None:
+        assert self._mesh is not None
+        for role in Role:
+            for peer in self._mesh.peers(role):
+                self._mesh.send(peer, message)
+
+    def _tick(self) -> None:
+        self._do(group.Tick())
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _finish(self, failure: str | None) -> None:
+        if self.ended.done():
+            return
+        if failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(StartError(failure))
+
+    # --- status ---
+
+    def _answer(self, request: dict[str, object]) -> object:
+        if request.get("command") != "status":
+            return {"error": f"unknown command {request.get('command')!r}; known: status"}
+        return msgspec.to_builtins(self.status())
+
+    def status(self) -> control.MeshStatus:
+        """The state of all processes, the supervisor first."""
+        now = time.time()
+        own_start = psutil.Process().create_time()
+        rows = [
+            control.ProcessStatus(
+                "supervisor", 0, os.getpid(), int(own_start * 1e9), "ready", now - own_start, 0, "", _rss(os.getpid())
+            )
+        ]
+        for identity, process in self._group.processes.items():
+            child = self._children.get(identity)
+            rows.append(
+                control.ProcessStatus(
+                    role=identity.role.value,
+                    index=identity.index,
+                    pid=child.pid if child else 0,
+                    incarnation=process.incarnation,
+                    state=process.state.value,
+                    uptime_s=round(now - process.started_at, 3) if child else 0.0,
+                    restarts=process.restarts,
+                    phase=process.phase,
+                    rss_bytes=_rss(child.pid) if child else 0,
+                )
+            )
+        resolved = self.config.resolved
+        return control.MeshStatus(
+            processes=rows,
+            model=resolved.served_names[0] if resolved else "",
+            port=self.config.server.port,
+            run_dir=str(self._run_dir),
+            version=__version__,
+            ready=self.ready.is_set() and all(row.state == "ready" for row in rows),
+        )
+
+
+def _rss(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

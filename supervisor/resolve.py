@@ -1,0 +1,115 @@
+"""What must be known before any process starts, found out once: model files, limits, device, names.
+
+Torch is not imported here: `meshlm serve` must answer a wrong flag at once.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime import model_files
+from meshlm.supervisor.errors import StartError, UsageError
+
+Device = Literal["cpu", "cuda", "fake"]
+MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
+MAX_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192, "fake": 8192}
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+def resolve(config: MeshConfig) -> MeshConfig:
+    """The same tree with `resolved` set. UsageError for a wrong flag or file."""
+    try:
+        files = model_files.resolve_model(
+            config.model.model,
+            tokenizer=config.model.tokenizer,
+            chat_template=config.model.chat_template,
+            load_format=config.model.load_format,
+        )
+    except model_files.ModelFilesError as error:
+        raise UsageError(str(error)) from None
+    device = _device(config)
+    limit = files.spec.max_position_embeddings
+    max_model_len = config.model.max_model_len or limit
+    if max_model_len > limit:
+        raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
+    max_num_seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[device]
+    budget = _token_budget(config, device, max_num_seqs, max_model_len)
+    resolved = Resolved(
+        spec=files.spec,
+        model_path=str(files.path),
+        tokenizer_path=str(files.tokenizer_path),
+        chat_template=files.chat_template,
+        served_names=config.model.served_model_name or (files.name,),
+        generation_defaults=files.generation_defaults if config.model.generation_config == "auto" else {},
+        load_format=files.load_format,
+        device=device,
+        dtype=_dtype(config, device, files.spec.dtype),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        eos_token_ids=files.eos_token_ids,
+        digest="",
+    )
+    config = msgspec.structs.replace(config, resolved=resolved)
+    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
+    return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int) -> int:
+    budget = config.scheduler.max_num_batched_tokens or max(MAX_BATCHED_TOKENS[device], max_num_seqs)
+    if budget < max_num_seqs:
+        raise UsageError(f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request")
+    if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
+        if config.scheduler.max_num_batched_tokens:
+            raise UsageError(
+                f"--max-num-batched-tokens {budget}: without chunked prefill at least --max-model-len ({max_model_len})"
+            )
+        budget = max_model_len
+    return budget
+
+
+def _device(config: MeshConfig) -> Device:
+    """auto: a GPU where the driver shows one and torch can use it."""
+    wanted = config.worker.device
+    if wanted != "auto":
+        return wanted
+    try:
+        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        raise StartError("torch is not installed") from None
+    return "cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu"
+
+
+def _dtype(config: MeshConfig, device: Device, of_model: str) -> Literal["float32", "float16", "bfloat16"]:
+    wanted = DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
+    if wanted == "auto":
+        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model == "float32" else of_model)
+    if wanted not in ("float32", "float16", "bfloat16"):
+        raise UsageError(f"--dtype {wanted}: float32, float16 or bfloat16")
+    return wanted  # type: ignore[return-value]
+
+
+def claim_port(host: str, port: int) -> socket.socket:
+    """Hold the port until the frontends listen on it. StartError when somebody has it.
+
+    The first bind, without SO_REUSEPORT, fails for any other listener; the second lets our frontends in beside us.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = host or "0.0.0.0"
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((address, port))
+    except OSError as error:
+        raise StartError(f"--host {host} --port {port}: {os.strerror(error.errno or 0)}") from None
+    return held

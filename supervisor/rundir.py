@@ -1,0 +1,66 @@
+"""The run directory: sockets, mesh.json and the status socket of one mesh, readable by its user alone.
+
+By default one directory per port below a per-user base, so that `meshlm status` finds every mesh of this user.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshlm.supervisor.errors import StartError
+
+STATUS_SOCKET = "status.sock"
+CONFIG_FILE = "mesh.json"
+MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux, less the terminator
+
+
+def base_dir(environment: Mapping[str, str]) -> Path:
+    """Where this user's run directories are."""
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "meshlm"
+    return Path(tempfile.gettempdir()) / f"meshlm-{os.getuid()}"
+
+
+def create(path: Path) -> Path:
+    """Make an empty run directory of mode 0700. StartError when it is another user's or its path is too long."""
+    longest = path / "coordinator-0000.sock"
+    if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+        raise StartError(f"--run-dir {path}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            check_private(path)
+            _empty(path)
+        else:
+            path.mkdir(mode=0o700)
+    except OSError as error:
+        raise StartError(f"--run-dir {path}: {error.strerror}") from None
+    check_private(path)
+    return path
+
+
+def check_private(path: Path) -> None:
+    """StartError unless `path` is a directory of ours that nobody else can enter."""
+    info = path.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise StartError(f"run directory {path} must be a directory of yours with mode 0700")
+
+
+def _empty(path: Path) -> None:
+    """Remove what an earlier mesh left; its files are ours by name."""
+    for entry in path.iterdir():
+        if entry.suffix in {".sock", ".json", ".txt"}:
+            entry.unlink()
+        elif entry.name == "metrics":
+            shutil.rmtree(entry)
+
+
+def running(base: Path) -> list[Path]:
+    """Run directories below `base` that have a status socket (its mesh may still be gone)."""
+    if not base.is_dir():
+        return []
+    return sorted(path for path in base.iterdir() if (path / STATUS_SOCKET).exists())

@@ -1,0 +1,78 @@
+"""`meshlm serve`: start the whole mesh, keep it alive, end it in good order."""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor import flags, io, resolve, rundir
+from meshlm.supervisor.display import StartDisplay
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP", description="Serve a model to OpenAI-style HTTP clients."
+    )
+    flags.add_flags(parser)
+    parser.add_argument("--config", help="TOML file with any of these settings; flags win")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = flags.build(vars(arguments), arguments.config)
+    api_key = os.environ.get("MESHLM_API_KEY")
+    if api_key and not config.server.api_key:
+        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=(api_key,)))
+    port = resolve.claim_port(config.server.host, config.server.port)
+    with port:
+        config = with_run_dir(resolve.resolve(config))
+        uvloop.run(_serve(config, port))
+    return 0
+
+
+def with_run_dir(config: MeshConfig) -> MeshConfig:
+    """The tree with a run directory that exists, empty and private."""
+    path = Path(config.run.run_dir) if config.run.run_dir else rundir.base_dir(os.environ) / str(config.server.port)
+    rundir.create(path)
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
+
+
+async def _serve(config: MeshConfig, port: socket.socket) -> None:
+    display = StartDisplay()
+    supervisor = io.Supervisor(config, io.identities(config), display)
+    loop = asyncio.get_running_loop()
+    stopping = 0
+
+    def on_signal() -> None:
+        nonlocal stopping
+        stopping += 1
+        if stopping == 1:
+            display.line(f"stopping: up to {config.run.drain_timeout:.0f} s for running requests; again to stop at once")
+            supervisor.stop()
+        else:
+            supervisor.kill()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    assert config.resolved is not None
+    display.line(f"starting {config.resolved.served_names[0]} on {config.resolved.device} in {config.resolved.dtype}")
+    try:
+        await supervisor.start()
+        announce = loop.create_task(_announce(supervisor, display))
+        await supervisor.ended
+        announce.cancel()
+    finally:
+        await supervisor.close()
+
+
+async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
+    await supervisor.ready.wait()
+    server = supervisor.config.server
+    host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "") else server.host
+    display.line(f"ready: http://{host}:{server.port}/v1   (Ctrl-C stops)")

@@ -1,0 +1,82 @@
+"""`meshlm status`: the processes of this user's running mesh."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from meshlm.supervisor import control, rundir
+from meshlm.supervisor.errors import StartError, UsageError
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("status", help="show the processes of a running mesh")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    add_mesh_choice(parser)
+    parser.set_defaults(run=run)
+
+
+def add_mesh_choice(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which running mesh is meant."""
+    parser.add_argument("--port", type=int, help="of the mesh, where several run")
+    parser.add_argument("--run-dir", help="of the mesh, where it was started with one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = find(arguments.port, arguments.run_dir)
+    reply = control.ask(found, {"command": "status"})
+    status = msgspec.convert(reply, control.MeshStatus)
+    if arguments.json:
+        json.dump(reply, sys.stdout, indent=2)
+        print()
+    else:
+        show(status)
+    return 0
+
+
+def find(port: int | None, run_dir: str | None) -> Path:
+    """The run directory of the mesh that is meant: the only one that answers, or the one of this port."""
+    if run_dir:
+        return Path(run_dir)
+    alive: dict[int, Path] = {}
+    for path in rundir.running(rundir.base_dir(os.environ)):
+        try:
+            alive[msgspec.convert(control.ask(path, {"command": "status"}), control.MeshStatus).port] = path
+        except (StartError, msgspec.ValidationError):
+            continue  # a mesh that was killed leaves its socket behind
+    if port is not None:
+        if port not in alive:
+            raise UsageError(f"--port {port}: no mesh of yours runs there; running: {_ports(alive)}")
+        return alive[port]
+    if not alive:
+        raise StartError("no mesh of yours is running; start one with `meshlm serve`")
+    if len(alive) > 1:
+        raise UsageError(f"several meshes run; choose with --port: {_ports(alive)}")
+    return next(iter(alive.values()))
+
+
+def _ports(alive: dict[int, Path]) -> str:
+    return ", ".join(str(port) for port in sorted(alive)) or "none"
+
+
+def show(status: control.MeshStatus) -> None:
+    """A table for people."""
+    table = Table(title=f"{status.model} on port {status.port}" + ("" if status.ready else " (not ready)"))
+    for heading in ("process", "state", "pid", "uptime", "restarts", "memory", "doing"):
+        table.add_column(heading, justify="right" if heading in ("pid", "uptime", "restarts", "memory") else "left")
+    for process in status.processes:
+        table.add_row(
+            f"{process.role}/{process.index}",
+            process.state,
+            str(process.pid or "-"),
+            f"{process.uptime_s:.0f} s",
+            str(process.restarts),
+            f"{process.rss_bytes / 1e6:.0f} MB" if process.rss_bytes else "-",
+            process.phase,
+        )
+    Console().print(table)
