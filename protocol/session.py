@@ -75,7 +75,14 @@ class Session:
     """`wire` collects the frames to put on the wire, in order; the caller takes them out."""
 
     def __init__(
-        self, me: Identity, incarnation: Incarnation, peer: Identity, hello: Hello, window: int, max_queued: int, when_full: WhenFull
+        self,
+        me: Identity,
+        incarnation: Incarnation,
+        peer: Identity,
+        hello: Hello,
+        window: int,
+        max_queued: int,
+        when_full: WhenFull,
     ) -> None:
         self.me, self.incarnation, self.peer = me, incarnation, peer
         self.state = SessionState.CLOSED
@@ -198,7 +205,9 @@ class Session:
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         numbers = [seq for seq, _ in self._unacked]
-        assert numbers == list(range(self._next_seq - len(numbers), self._next_seq)), "unacked frames are not consecutive"
+        assert numbers == list(range(self._next_seq - len(numbers), self._next_seq)), (
+            "unacked frames are not consecutive"
+        )
         assert len(numbers) <= self._window, "more in flight than the window"
         assert not self._queued or len(numbers) == self._window, "queued although the window has room"
         assert self._acked_to_peer <= self._received

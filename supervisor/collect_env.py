@@ -10,9 +10,21 @@ import sys
 
 from meshlm import __version__
 
-PACKAGES = (
-    "torch triton pyzmq msgspec uvloop starlette uvicorn transformers tokenizers safetensors gguf numpy structlog".split()
-)
+PACKAGES = [
+    "torch",
+    "triton",
+    "pyzmq",
+    "msgspec",
+    "uvloop",
+    "starlette",
+    "uvicorn",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "numpy",
+    "structlog",
+]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

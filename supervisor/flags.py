@@ -64,7 +64,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every setting to `parser`; unset flags stay out of the namespace, so that TOML can fill them."""
     groups: dict[str, Any] = {}
     for setting in settings():
-        group = groups.get(setting.section) or groups.setdefault(setting.section, parser.add_argument_group(setting.section))
+        group = groups.get(setting.section) or groups.setdefault(
+            setting.section, parser.add_argument_group(setting.section)
+        )
         names = [setting.flag]
         extra = (setting.meta.extra or {}) if setting.meta else {}
         if "short" in extra:
@@ -87,7 +89,9 @@ def _help(setting: Setting) -> str:
 
 def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     """The argparse keywords for this setting's type."""
-    kinds = [kind for kind in get_args(setting.kind) if kind is not NoneType] if NoneType in get_args(setting.kind) else []
+    kinds = (
+        [kind for kind in get_args(setting.kind) if kind is not NoneType] if NoneType in get_args(setting.kind) else []
+    )
     kind = kinds[0] if kinds else setting.kind
     metavar = setting.name.upper()
     if extra.get("bytes"):

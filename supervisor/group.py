@@ -196,7 +196,9 @@ class Group:
             return self._give_up(words)
         process.deaths = [at for at in process.deaths if now - at < WINDOW_S] + [now]
         if len(process.deaths) > self.max_restarts:
-            return self._give_up(f"{process.identity} died {len(process.deaths)} times in {WINDOW_S:.0f} s; the last time: {words}")
+            return self._give_up(
+                f"{process.identity} died {len(process.deaths)} times in {WINDOW_S:.0f} s; the last time: {words}"
+            )
         process.state = State.BACKOFF
         process.restarts += 1
         nth = len(process.deaths) - 1
@@ -216,7 +218,9 @@ class Group:
                 effects.append(self._spawn(process, now))
             elif process.state is State.READY and now - process.beaten_at > STALL_S:
                 process.beaten_at = now
-                effects.append(Replace(process.identity, f"no sign of life for {STALL_S:.0f} s in phase {process.phase!r}"))
+                effects.append(
+                    Replace(process.identity, f"no sign of life for {STALL_S:.0f} s in phase {process.phase!r}")
+                )
         return effects
 
     def _stop(self) -> list[Effect]:

@@ -64,7 +64,9 @@ def resolve(config: MeshConfig) -> MeshConfig:
 def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int) -> int:
     budget = config.scheduler.max_num_batched_tokens or max(MAX_BATCHED_TOKENS[device], max_num_seqs)
     if budget < max_num_seqs:
-        raise UsageError(f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request")
+        raise UsageError(
+            f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request"
+        )
     if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
         if config.scheduler.max_num_batched_tokens:
             raise UsageError(

@@ -53,7 +53,9 @@ async def _serve(config: MeshConfig, port: socket.socket) -> None:
         nonlocal stopping
         stopping += 1
         if stopping == 1:
-            display.line(f"stopping: up to {config.run.drain_timeout:.0f} s for running requests; again to stop at once")
+            display.line(
+                f"stopping: up to {config.run.drain_timeout:.0f} s for running requests; again to stop at once"
+            )
             supervisor.stop()
         else:
             supervisor.kill()

@@ -1,0 +1,1 @@
+"""The coordinator process: membership and routing."""

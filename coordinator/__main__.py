@@ -1,0 +1,3 @@
+from meshlm.coordinator.main import main
+
+main()

@@ -1,0 +1,237 @@
+"""The coordinator's pure core: who is a member, which rank has a request, what waits for a rank.
+
+`handle(event, now)` gets messages with their senders, and answers with messages to send. Called by io.py.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from meshlm.coordinator.routing import Rank, choose
+from meshlm.protocol import control_edge as control
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed
+from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+
+HOLD_S = 60.0  # a request waits so long for a rank that is starting
+
+
+class Received(Struct, frozen=True):
+    """A message of a member."""
+
+    sender: Identity
+    incarnation: Incarnation
+    message: Struct
+
+
+class PeerLost(Struct, frozen=True):
+    """This life of a member is over."""
+
+    identity: Identity
+    incarnation: Incarnation
+
+
+class Tick(Struct, frozen=True):
+    """Once a second."""
+
+
+Event = Received | PeerLost | Tick
+
+
+class Send(Struct, frozen=True):
+    """Send `message` to `to`."""
+
+    to: Identity
+    message: Struct
+
+
+class _Held(Struct, frozen=True):
+    sender: Identity
+    incarnation: Incarnation
+    admit: Admit
+    until: float
+
+
+class Coordinator:
+    """State and rules; see the module docstring."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        self.members: dict[Identity, control.Member] = {}
+        self.epoch = 0
+        self.ranks: dict[Identity, Rank] = {}
+        self.owner: dict[RequestId, Identity] = {}
+        self.held: deque[_Held] = deque()
+        self._serving = False
+
+    def handle(self, event: Event, now: float) -> list[Send]:
+        match event:
+            case Received():
+                effects = self._received(event, now)
+            case PeerLost():
+                effects = self._lost(event)
+            case Tick():
+                effects = [*self._expire(now), *self._stats()]
+        return effects + self._serving_change(now)
+
+    def _received(self, event: Received, now: float) -> list[Send]:
+        match event.message:
+            case Admit() as admit:
+                return self._admit(event.sender, event.incarnation, admit, now)
+            case AbortRequests() as abort:
+                return self._abort(abort.request_ids)
+            case Load() as load:
+                return self._load(event.sender, event.incarnation, load)
+            case control.Join() as join:
+                return self._join(join.member)
+            case control.Leave():
+                return self._lost(PeerLost(event.sender, event.incarnation))
+        return []
+
+    # --- membership ---
+
+    def _join(self, member: control.Member) -> list[Send]:
+        known = self.members.get(member.identity)
+        if known is not None and (known.incarnation > member.incarnation or known == member):
+            return [Send(member.identity, self._list())] if known == member else []
+        effects: list[Send] = []
+        if known is not None and known.incarnation != member.incarnation:
+            effects = self._lost(PeerLost(known.identity, known.incarnation))
+        self.members[member.identity] = member
+        if member.identity.role is Role.SCHEDULER and member.identity not in self.ranks:
+            self.ranks[member.identity] = Rank(member.identity, member.incarnation)
+        return effects + self._announce()
+
+    def _announce(self) -> list[Send]:
+        self.epoch += 1
+        return [Send(identity, self._list()) for identity in self.members]
+
+    def _list(self) -> control.Members:
+        return control.Members(Epoch(self.epoch), tuple(self.members.values()))
+
+    def _lost(self, lost: PeerLost) -> list[Send]:
+        member = self.members.get(lost.identity)
+        if member is None or member.incarnation != lost.incarnation:
+            return []
+        del self.members[lost.identity]
+        if lost.identity.role is Role.SCHEDULER:
+            for request_id in self.ranks.pop(lost.identity).requests:
+                self.owner.pop(request_id, None)  # its detokenizer admits it again
+        elif lost.identity.role is Role.DETOKENIZER:
+            self.held = deque(held for held in self.held if held.sender != lost.identity)
+        return self._announce()
+
+    # --- requests ---
+
+    def _admit(self, sender: Identity, incarnation: Incarnation, admit: Admit, now: float) -> list[Send]:
+        if len(self.held) + self._num_waiting() >= self.max_waiting:
+            text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
+            return [Send(sender, Refused(admit.work.handle, ErrorKind.OVERLOADED, text))]
+        rank = choose(self.ranks.values(), admit.dp_rank)
+        if rank is None:
+            self.held.append(_Held(sender, incarnation, admit, now + HOLD_S))
+            return []
+        return self._dispatch(rank, sender, incarnation, admit)
+
+    def _dispatch(self, rank: Rank, sender: Identity, incarnation: Incarnation, admit: Admit) -> list[Send]:
+        work = admit.work
+        before = self.owner.get(work.request_id)
+        if before is not None and before in self.ranks:
+            self.ranks[before].remove(work.request_id)
+        self.owner[work.request_id] = rank.identity
+        rank.add(work.request_id, len(work.prompt_token_ids) // 4, work.sampling.max_tokens)
+        return [
+            Send(rank.identity, Assign(work, sender, incarnation)),
+            Send(sender, Routed(work.handle, rank.identity, rank.incarnation)),
+        ]
+
+    def _num_waiting(self) -> int:
+        return sum(rank.load.num_waiting for rank in self.ranks.values() if rank.load is not None)
+
+    def _abort(self, request_ids: Iterable[RequestId]) -> list[Send]:
+        gone = set(request_ids)
+        self.held = deque(held for held in self.held if held.admit.work.request_id not in gone)
+        by_rank: dict[Identity, list[RequestId]] = {}
+        for request_id in gone:
+            owner = self.owner.get(request_id)
+            # Unknown after a restart of this process: every rank is asked, the one that has it acts.
+            for identity in (owner,) if owner is not None else tuple(self.ranks):
+                by_rank.setdefault(identity, []).append(request_id)
+        return [Send(identity, AbortRequests(tuple(ids))) for identity, ids in by_rank.items()]
+
+    def _load(self, sender: Identity, incarnation: Incarnation, load: Load) -> list[Send]:
+        rank = self.ranks.get(sender)
+        if rank is None or rank.incarnation != incarnation:
+            return []
+        rank.load = load
+        for request_id in load.ended:
+            rank.remove(request_id)
+            if self.owner.get(request_id) == sender:
+                del self.owner[request_id]
+        return []
+
+    def _expire(self, now: float) -> list[Send]:
+        effects: list[Send] = []
+        while self.held and self.held[0].until <= now:
+            held = self.held.popleft()
+            refused = Refused(
+                held.admit.work.handle, ErrorKind.OVERLOADED, f"no scheduler was ready within {HOLD_S:.0f} s"
+            )
+            effects.append(Send(held.sender, refused))
+        return effects
+
+    # --- what frontends are told ---
+
+    def _serving_change(self, now: float) -> list[Send]:
+        serving = self._reason() == ""
+        if serving == self._serving:
+            return []
+        self._serving = serving
+        effects = self._stats()
+        if serving:
+            held, self.held = self.held, deque()
+            for entry in held:
+                effects += self._admit(entry.sender, entry.incarnation, entry.admit, now)
+        return effects
+
+    def _reason(self) -> str:
+        """What is missing before requests can be served; "" when nothing is."""
+        if not any(rank.serving for rank in self.ranks.values()):
+            return "no scheduler with ready workers"
+        if not any(m.ready for m in self.members.values() if m.identity.role is Role.DETOKENIZER):
+            return "no detokenizer"
+        return ""
+
+    def _stats(self) -> list[Send]:
+        ranks = tuple(
+            control.RankStats(
+                dp_rank=rank.identity.index,
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                kv_cache_usage=rank.kv_pressure,
+                prefix_cache_queries=load.prefix_cache_queries,
+                prefix_cache_hits=load.prefix_cache_hits,
+                num_preemptions=load.num_preemptions,
+                prompt_tokens=load.prompt_tokens,
+                generation_tokens=load.generation_tokens,
+            )
+            for rank in self.ranks.values()
+            if (load := rank.load) is not None
+        )
+        reason = self._reason()
+        stats = control.MeshStats(reason == "", reason, ranks, len(self.held))
+        return [Send(identity, stats) for identity in self.members if identity.role is Role.FRONTEND]
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        for rank in self.ranks.values():
+            assert rank.identity in self.members, "a rank that is no member"
+            assert rank.prefill_tokens == sum(prompt for prompt, _ in rank.requests.values())
+            assert rank.decode_tokens == sum(output for _, output in rank.requests.values())
+            for request_id in rank.requests:
+                assert self.owner.get(request_id) == rank.identity, "a request with two ranks"
+        for request_id, identity in self.owner.items():
+            assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
+        assert not (self.held and self._serving and all(h.admit.dp_rank == -1 for h in self.held)), (
+            "held although a rank serves"
+        )

@@ -1,0 +1,65 @@
+"""The coordinator's links and timers."""
+
+import asyncio
+
+from msgspec import Struct
+
+from meshlm.coordinator.core import Coordinator, Event, PeerLost, Received, Tick
+from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.runtime.errors import LinkDown
+from meshlm.runtime.mesh import Mesh
+
+STATS_EVERY_S = 1.0
+
+
+class CoordinatorApp:
+    """See `meshlm.runtime.process.App`."""
+
+    def __init__(self) -> None:
+        self._mesh: Mesh | None = None
+        self._core = Coordinator(0)
+        self._ticks = 0
+
+    async def start(self, mesh: Mesh) -> dict[str, str]:
+        self._mesh = mesh
+        self._core.max_waiting = mesh.config.scheduler.max_waiting
+        self._tick()
+        return {}
+
+    def _tick(self) -> None:
+        assert self._mesh is not None
+        self._ticks += 1
+        self._do(Tick())
+        self._mesh.call_later(STATS_EVERY_S, self._tick)
+
+    def _do(self, event: Event) -> None:
+        assert self._mesh is not None
+        for effect in self._core.handle(event, asyncio.get_running_loop().time()):
+            try:
+                self._mesh.send(effect.to, effect.message)
+            except LinkDown:
+                # Its PeerLost follows, or it is not connected yet and gets the list when it is.
+                self._mesh.log.debug("not delivered", to=str(effect.to), message=type(effect.message).__name__)
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        if self._mesh is not None:
+            self._do(Received(peer, self._mesh.incarnation_of(peer), message))
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        """Members introduce themselves by Join."""
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        if self._mesh is not None:
+            self._do(PeerLost(peer, incarnation))
+
+    def flush(self) -> None:
+        """Effects are sent as they come: requests are rare next to tokens."""
+
+    def beat(self) -> tuple[int, str]:
+        return self._ticks, "routing"
+
+    async def drain(self, limit_s: float) -> None:
+        """Frontends end first and wait for their requests; nothing is left then."""
+
+    async def stop(self) -> None:
+        """Nothing is held outside the process."""

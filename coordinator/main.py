@@ -1,0 +1,11 @@
+"""Wires the coordinator process: its App into the runtime."""
+
+from typing import NoReturn
+
+from meshlm.coordinator.io import CoordinatorApp
+from meshlm.protocol.ids import Role
+from meshlm.runtime import process
+
+
+def main() -> NoReturn:
+    process.main(Role.COORDINATOR, CoordinatorApp)

@@ -1,0 +1,3 @@
+from meshlm.detokenizer.main import main
+
+main()

@@ -1,0 +1,3 @@
+from meshlm.frontend.main import main
+
+main()

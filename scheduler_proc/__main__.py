@@ -1,0 +1,3 @@
+from meshlm.scheduler_proc.main import main
+
+main()

@@ -1,0 +1,300 @@
+"""The scheduler's pure core: owns this rank's requests and KV blocks.
+
+`handle(event, now)` takes what happened, `plan(now_ns)` gives the next step as long as fewer than `async_depth` are in flight. Called by
+io.py; never sees a socket or a clock.
+"""
+
+from collections import deque
+
+from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
+from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role, StepId
+from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady
+from meshlm.protocol.token_edge import AttachTokens, Ended
+from meshlm.scheduler_proc.batching import Batching, tokens_of
+from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.plan import Inflight
+from meshlm.scheduler_proc.request import Request, RequestState
+
+COORDINATOR = Identity(Role.COORDINATOR, 0)
+
+
+class Scheduler:
+    """See the module docstring."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.requests: dict[RequestId, Request] = {}
+        self.batching = Batching(limits, 0, 1, 0)
+        self.session = 0
+        self.inflight: deque[Inflight] = deque()
+        self.num_steps = 0
+        self._next_step = 1
+        self._workers_ready: dict[Identity, WorkerReady] = {}
+        self._ended: list[RequestId] = []
+        self._prompt_tokens = self._generation_tokens = 0
+        self._last_done_ns = 0
+        self._last_load: Load | None = None
+
+    @property
+    def workers(self) -> list[Identity]:
+        first = self.limits.first_worker
+        return [Identity(Role.WORKER, first + index) for index in range(self.limits.num_workers)]
+
+    @property
+    def serving(self) -> bool:
+        """All of this rank's workers can step."""
+        return len(self._workers_ready) == self.limits.num_workers
+
+    def handle(self, event: Event, now: float) -> list[Send]:
+        output = Output()
+        effects: list[Send] = []
+        timings: tuple[int, ...] = ()
+        match event:
+            case Received(message=StepResult() as result):
+                timings = self._result(result, output, int(now * 1e9))
+            case Received():
+                effects = self._received(event, output)
+            case PeerUp():
+                effects = self._peer_up(event)
+            case PeerLost():
+                self._peer_lost(event)
+            case Tick():
+                self._expire(event.wall_s, output)
+                self._last_load = None  # tell the coordinator even without change
+        effects += [Send(to, box.message(timings)) for to, box in output.boxes.items()]
+        return effects + self._load()
+
+    def _received(self, event: Received, output: Output) -> list[Send]:
+        match event.message:
+            case Assign() as assign:
+                self._assign(assign, output)
+            case AbortRequests() as abort:
+                for request_id in abort.request_ids:
+                    self._drop(self.requests.get(request_id))
+            case WorkerReady() as ready:
+                self._worker_ready(event.sender, ready)
+            case StepFailed() as failed:
+                self._step_failed(failed, output)
+            case AttachTokens() as attach:
+                self._attach(attach, output)
+        return []
+
+    # --- requests ---
+
+    def _assign(self, assign: Assign, output: Output) -> None:
+        work = assign.work
+        known = self.requests.get(work.request_id)
+        if known is not None:
+            if known.work.attempt >= work.attempt and known.incarnation == assign.incarnation:
+                return  # a repetition
+            self._drop(known)
+        request = Request(work, assign.detokenizer, assign.incarnation, self.limits.max_model_len)
+        self.requests[work.request_id] = request
+        self.batching.enqueue(request)
+        if len(request.tokens) >= request.max_len:
+            self._finish(request, output, FinishReason.LENGTH)
+        elif self.serving and not self._fits(request):
+            self._refuse(request, output)
+
+    def _fits(self, request: Request) -> bool:
+        return request.max_len <= self.batching.pool.num_blocks * self.batching.block_size
+
+    def _refuse(self, request: Request, output: Output) -> None:
+        room = self.batching.pool.num_blocks * self.batching.block_size
+        text = (
+            f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
+            f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
+        )
+        self._finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID)
+
+    def _finish(
+        self,
+        request: Request,
+        output: Output,
+        reason: FinishReason,
+        message: str = "",
+        kind: ErrorKind = ErrorKind.INTERNAL,
+    ) -> None:
+        """End it with a terminal row of its own."""
+        output.end(request, reason, message, kind)
+        self._drop(request)
+
+    def _drop(self, request: Request | None) -> None:
+        """Forget a request and free what it holds; steps in flight may still carry it."""
+        if request is None:
+            return
+        self.batching.remove(request)
+        request.move(RequestState.FINISHED)
+        del self.requests[request.work.request_id]
+        self._ended.append(request.work.request_id)
+
+    def _expire(self, wall_s: float, output: Output) -> None:
+        for request in list(self.requests.values()):
+            if 0 < request.work.deadline_s <= wall_s:
+                self._finish(request, output, FinishReason.ERROR, "the request's timeout passed", ErrorKind.TIMEOUT)
+
+    def _attach(self, attach: AttachTokens, output: Output) -> None:
+        for request in self.requests.values():
+            if request.work.handle == attach.handle:
+                output.of(request.detokenizer).row(
+                    attach.handle, attach.from_index, tokens_of(request, attach.from_index)
+                )
+
+    # --- workers ---
+
+    def _peer_up(self, event: PeerUp) -> list[Send]:
+        if event.identity.role is Role.WORKER:
+            return self._reset()
+        if event.identity == COORDINATOR:
+            self._last_load = None
+        return []
+
+    def _peer_lost(self, event: PeerLost) -> None:
+        if event.identity.role is Role.WORKER:
+            self._lose_workers()
+        elif event.identity.role is Role.DETOKENIZER:
+            for request in list(self.requests.values()):
+                if request.detokenizer == event.identity and request.incarnation == event.incarnation:
+                    self._drop(request)
+
+    def _reset(self) -> list[Send]:
+        """A new session with all workers of the rank; they answer WorkerReady."""
+        self._lose_workers()
+        self.session += 1
+        self._next_step = 1
+        return [Send(worker, Reset(self.session)) for worker in self.workers]
+
+    def _lose_workers(self) -> None:
+        """What was computed is gone: all requests wait again with the tokens they have."""
+        self._workers_ready.clear()
+        self.inflight.clear()
+        self._last_done_ns = 0
+        for request in list(self.batching.running):
+            self.batching.preempt(request)
+        for request in self.requests.values():
+            request.num_inflight = 0
+
+    def _worker_ready(self, sender: Identity, ready: WorkerReady) -> None:
+        if ready.session != self.session:
+            return
+        self._workers_ready[sender] = ready
+        if not self.serving:
+            return
+        facts = list(self._workers_ready.values())
+        before = self.batching
+        num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
+        self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows)
+        self.batching.num_preemptions = before.num_preemptions
+        self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
+        for request in before.waiting:
+            request.hashes = []
+            self.batching.enqueue(request)
+
+    def _step_failed(self, failed: StepFailed, output: Output) -> None:
+        """The requests of the step end; what it would have written to the cache cannot be trusted."""
+        if failed.session != self.session or not self.inflight:
+            return
+        record = self.inflight.popleft()
+        for request in dict.fromkeys(record.batch):
+            if request.state is not RequestState.FINISHED:
+                self._finish(request, output, FinishReason.ERROR, f"the model failed: {failed.message}")
+        self.batching.pool.forget_all()
+        for request in self.batching.running:
+            request.num_remembered = len(request.blocks)
+
+    # --- steps ---
+
+    def plan(self, now_ns: int) -> list[Send]:
+        """The next step for all workers of the rank, if one may be sent now and has something to do."""
+        if not self.serving or len(self.inflight) >= self.limits.async_depth:
+            return []
+        planned = self.batching.plan(self.session, StepId(self._next_step), now_ns)
+        if planned is None:
+            return []
+        plan, record = planned
+        self._next_step += 1
+        self.num_steps += 1
+        self.inflight.append(record)
+        return [Send(worker, plan) for worker in self.workers]
+
+    def _result(self, result: StepResult, output: Output, now_ns: int) -> tuple[int, ...]:
+        if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
+            return ()  # of an earlier session, or another worker's copy
+        record = self.inflight.popleft()
+        self._learn(record, result)
+        self._prompt_tokens += record.num_tokens - record.num_decodes
+        tokens = iter(unpack_i32(result.token_ids))
+        for place, request in enumerate(record.batch):
+            if place in result.prompt_logprobs and request.state is not RequestState.FINISHED:
+                request.prompt_logprobs.append(result.prompt_logprobs[place])
+            if record.samples[place]:
+                self._token(request, next(tokens), place, result, output)
+        return (0, result.received_ns, result.launched_ns, result.done_ns, now_ns)
+
+    def _token(self, request: Request, token: int, place: int, result: StepResult, output: Output) -> None:
+        if request.state is RequestState.FINISHED:
+            return  # it ended while this step was in flight
+        request.num_inflight -= 1
+        request.tokens.append(token)
+        self._generation_tokens += 1
+        box = output.of(request.detokenizer)
+        row = box.token(request, token)
+        if result.logprobs and place in result.logprobs:
+            box.logprobs[row] = result.logprobs[place]
+        if token in request.stop_ids and len(request.tokens) - request.num_prompt > request.work.sampling.min_tokens:
+            box.ended.append(Ended(row, FinishReason.STOP, token))
+            self._drop(request)
+        elif len(request.tokens) >= request.max_len:
+            box.ended.append(Ended(row, FinishReason.LENGTH))
+            self._drop(request)
+
+    def _learn(self, record: Inflight, result: StepResult) -> None:
+        """The device's time for this step: from its launch or the end of the step before, whichever was later."""
+        begun = max(result.launched_ns, self._last_done_ns)
+        self._last_done_ns = result.done_ns
+        self.batching.budget.learn(record.num_tokens, record.num_decodes, (result.done_ns - begun) / 1e9)
+
+    # --- news for the coordinator ---
+
+    def _load(self) -> list[Send]:
+        """Sent when a request ended, began or changed queues; the rest can wait for the next tick."""
+        batching = self.batching
+        last = self._last_load
+        counts = (len(batching.running), len(batching.waiting), self.serving)
+        if last is not None and not self._ended and counts == (last.num_running, last.num_waiting, last.serving):
+            return []
+        self._last_load = load = Load(
+            num_running=counts[0],
+            num_waiting=counts[1],
+            num_blocks=batching.pool.num_blocks,
+            num_free_blocks=batching.pool.num_free,
+            outstanding_prefill_tokens=batching.outstanding_prefill(),
+            ended=tuple(self._ended),
+            steps=self.num_steps,
+            prefix_cache_queries=batching.cache_queries,
+            prefix_cache_hits=batching.cache_hits,
+            num_preemptions=batching.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            serving=self.serving,
+        )
+        self._ended = []
+        return [Send(COORDINATOR, load)]
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        self.batching.check()
+        queued = [*self.batching.running, *self.batching.waiting]
+        assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, (
+            "a request is in no queue, or a ghost in one"
+        )
+        assert len(self.inflight) <= self.limits.async_depth
+        owed: dict[int, int] = {}
+        for record in self.inflight:
+            for request, samples in zip(record.batch, record.samples, strict=True):
+                owed[id(request)] = owed.get(id(request), 0) + samples
+        for request in self.requests.values():
+            assert request.num_inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
+            assert len(request.tokens) + request.num_inflight <= request.max_len, "more tokens than allowed"

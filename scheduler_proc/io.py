@@ -1,0 +1,98 @@
+"""The scheduler's links, timers and clock."""
+
+import asyncio
+import time
+
+from msgspec import Struct
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.runtime.errors import LinkDown, ProcessFatal
+from meshlm.runtime.mesh import Mesh
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
+
+TICK_S = 1.0
+
+
+def limits_of(config: MeshConfig, index: int) -> Limits:
+    """What the configuration allows dp rank `index`."""
+    resolved, parallel = config.resolved, config.parallel
+    if resolved is None:
+        raise ProcessFatal("mesh.json is not resolved")
+    return Limits(
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        async_depth=config.scheduler.async_depth,
+        chunked_prefill=config.scheduler.enable_chunked_prefill,
+        prefix_caching=config.cache.enable_prefix_caching,
+        by_priority=config.scheduler.scheduling_policy == "priority",
+        num_workers=parallel.tensor_parallel_size,
+        first_worker=index * parallel.tensor_parallel_size,
+    )
+
+
+class SchedulerApp:
+    """See `meshlm.runtime.process.App`."""
+
+    def __init__(self) -> None:
+        self._mesh: Mesh | None = None
+        self._core: Scheduler | None = None
+        self._early: list[Event] = []  # what peers said before start() ran
+
+    async def start(self, mesh: Mesh) -> dict[str, str]:
+        self._mesh = mesh
+        self._core = Scheduler(limits_of(mesh.config, mesh.identity.index))
+        for event in self._early:
+            self._do(event)
+        self._tick()
+        return {}
+
+    def _tick(self) -> None:
+        assert self._mesh is not None
+        self._do(Tick(time.time()))
+        self._mesh.call_later(TICK_S, self._tick)
+
+    def _do(self, event: Event) -> None:
+        if self._core is None:
+            self._early.append(event)
+            return
+        self._send(self._core.handle(event, asyncio.get_running_loop().time()))
+
+    def _send(self, effects: list[Send]) -> None:
+        assert self._mesh is not None
+        for effect in effects:
+            try:
+                self._mesh.send(effect.to, effect.message)
+            except LinkDown:
+                # A lost peer's PeerLost follows; the coordinator is told again when it is back.
+                self._mesh.log.debug("not delivered", to=str(effect.to), message=type(effect.message).__name__)
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        assert self._mesh is not None or self._core is None
+        life = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
+        self._do(Received(peer, life, message))
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        self._do(PeerUp(peer, incarnation))
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        self._do(PeerLost(peer, incarnation))
+
+    def flush(self) -> None:
+        """After all news is in: send as many steps as may be in flight."""
+        if self._core is None:
+            return
+        while effects := self._core.plan(time.monotonic_ns()):
+            self._send(effects)
+
+    def beat(self) -> tuple[int, str]:
+        core = self._core
+        return (core.num_steps, "stepping" if core.inflight else "idle") if core else (0, "starting")
+
+    async def drain(self, limit_s: float) -> None:
+        """Frontends end first and wait for their requests; nothing is left then."""
+
+    async def stop(self) -> None:
+        """Nothing is held outside the process."""

@@ -1,0 +1,92 @@
+"""Collects a step's new tokens into one frame per detokenizer."""
+
+from array import array
+
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
+from meshlm.protocol.token_edge import Ended, LogprobColumns, TokenDeltas
+from meshlm.scheduler_proc.request import Request
+
+
+class Outbox:
+    """Rows for one detokenizer, in batch order."""
+
+    __slots__ = ("cached", "counts", "ended", "handles", "logprobs", "prompt_logprobs", "starts", "tokens", "uneven")
+
+    def __init__(self) -> None:
+        self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
+        self.uneven = False
+        self.ended: list[Ended] = []
+        self.logprobs: dict[int, LogprobColumns] = {}
+        self.prompt_logprobs: dict[int, LogprobColumns] = {}
+        self.cached: dict[int, int] = {}
+
+    def row(self, handle: Handle, start: int, tokens: "array[int]") -> int:
+        """A row with any number of tokens; its place in the batch."""
+        self.handles.append(handle)
+        self.starts.append(start)
+        self.counts.append(len(tokens))
+        self.tokens.extend(tokens)
+        self.uneven = self.uneven or len(tokens) != 1
+        return len(self.handles) - 1
+
+    def token(self, request: Request, token: int) -> int:
+        """The row of a request that got one token, already appended to its tokens."""
+        self.handles.append(request.work.handle)
+        self.starts.append(len(request.tokens) - 1 - request.num_prompt)
+        self.counts.append(1)
+        self.tokens.append(token)
+        row = len(self.handles) - 1
+        if request.num_cached >= 0:
+            self.cached[row] = request.num_cached
+            request.num_cached = -2
+            if request.prompt_logprobs:
+                self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
+                request.prompt_logprobs = []
+        return row
+
+    def message(self, timings_ns: tuple[int, ...]) -> TokenDeltas:
+        return TokenDeltas(
+            handles=self.handles.tobytes(),
+            starts=self.starts.tobytes(),
+            counts=self.counts.tobytes() if self.uneven else b"",
+            token_ids=self.tokens.tobytes(),
+            ended=self.ended,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.cached,
+            timings_ns=timings_ns,
+        )
+
+
+class Output:
+    """All detokenizers' rows of one event."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[Identity, Outbox] = {}
+
+    def of(self, detokenizer: Identity) -> Outbox:
+        box = self.boxes.get(detokenizer)
+        if box is None:
+            box = self.boxes[detokenizer] = Outbox()
+        return box
+
+    def end(
+        self, request: Request, reason: FinishReason, message: str = "", kind: ErrorKind = ErrorKind.INTERNAL
+    ) -> None:
+        """A terminal row without new tokens."""
+        box = self.of(request.detokenizer)
+        row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, array("i"))
+        box.ended.append(Ended(row, reason, message=message, kind=kind))
+
+
+def concatenate(parts: list[LogprobColumns]) -> LogprobColumns:
+    """The columns of consecutive chunks of one prompt; their width is the request's own k."""
+    if len(parts) == 1:
+        return parts[0]
+    return LogprobColumns(
+        width=parts[0].width,
+        logprobs=b"".join(part.logprobs for part in parts),
+        ranks=b"".join(part.ranks for part in parts),
+        top_ids=b"".join(part.top_ids for part in parts),
+        top_logprobs=b"".join(part.top_logprobs for part in parts),
+    )

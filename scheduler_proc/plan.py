@@ -1,0 +1,78 @@
+"""Builds one StepPlan: columns in batch order, uniform decodes first."""
+
+from array import array
+
+from meshlm.protocol.ids import BlockId, Row, StepId
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.scheduler_proc.request import Request
+
+
+class Inflight:
+    """What was sent as one step, to make sense of its result."""
+
+    __slots__ = ("batch", "num_decodes", "num_tokens", "samples", "step")
+
+    def __init__(self, step: StepId, batch: list[Request], samples: bytes, num_tokens: int, num_decodes: int) -> None:
+        self.step, self.batch, self.samples = step, batch, samples
+        self.num_tokens, self.num_decodes = num_tokens, num_decodes
+
+
+class PlanBuilder:
+    """Collects a step; `finish` makes the message and the record."""
+
+    def __init__(self, removed_rows: list[Row]) -> None:
+        self.removed_rows = removed_rows
+        self.new_rows: list[NewRow] = []
+        self.block_rows, self.block_ids = array("i"), array("i")
+        self.num_tokens = 0
+        self._decodes: list[Request] = []
+        self._decode_starts = array("i")
+        self._decode_samples = bytearray()
+        self._rest: list[Request] = []
+        self._rest_starts, self._rest_counts = array("i"), array("i")
+        self._rest_samples = bytearray()
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self._decodes)
+
+    def __len__(self) -> int:
+        return len(self._decodes) + len(self._rest)
+
+    def add(self, request: Request, count: int, samples: bool) -> None:
+        """`count` tokens from request.num_computed on; call before that is advanced."""
+        self.num_tokens += count
+        if count == 1:
+            self._decodes.append(request)
+            self._decode_starts.append(request.num_computed)
+            self._decode_samples.append(samples)
+        else:
+            self._rest.append(request)
+            self._rest_starts.append(request.num_computed)
+            self._rest_counts.append(count)
+            self._rest_samples.append(samples)
+
+    def grow(self, row: Row, blocks: list[BlockId]) -> None:
+        for block in blocks:
+            self.block_rows.append(row)
+            self.block_ids.append(block)
+
+    def finish(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight]:
+        batch = self._decodes + self._rest
+        samples = bytes(self._decode_samples + self._rest_samples)
+        counts = array("i", [1]) * len(self._decodes) + self._rest_counts if self._rest else array("i")
+        plan = StepPlan(
+            session=session,
+            step=step,
+            rows=array("i", [request.row for request in batch]).tobytes(),
+            starts=(self._decode_starts + self._rest_starts).tobytes(),
+            counts=counts.tobytes(),
+            samples=b"" if all(samples) else samples,
+            num_tokens=self.num_tokens,
+            removed_rows=array("i", self.removed_rows).tobytes(),
+            new_rows=self.new_rows,
+            block_rows=self.block_rows.tobytes(),
+            block_ids=self.block_ids.tobytes(),
+            planned_ns=now_ns,
+        )
+        return plan, Inflight(step, batch, samples, self.num_tokens, self.num_decodes)

@@ -1,0 +1,91 @@
+"""One request as its scheduler sees it.
+
+There is no prefill or decode phase: a request has tokens, some of them computed, and must catch up. `num_inflight` counts
+tokens that the worker is sampling or will sample in steps already sent; their values are not known here yet.
+"""
+
+from array import array
+from collections import deque
+from enum import Enum
+
+from meshlm.protocol.admit_edge import Work
+from meshlm.protocol.ids import BlockId, Identity, Incarnation, Row
+from meshlm.protocol.token_edge import LogprobColumns
+
+
+class RequestState(Enum):
+    """See TRANSITIONS."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again; its KV must be computed again
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.FINISHED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class InvalidTransition(Exception):
+    """A bug: the text tells the request's story."""
+
+
+class Request:
+    """Plain data; core.py changes it."""
+
+    __slots__ = (
+        "blocks",
+        "detokenizer",
+        "hashes",
+        "incarnation",
+        "max_len",
+        "num_cached",
+        "num_computed",
+        "num_inflight",
+        "num_prompt",
+        "num_remembered",
+        "prompt_logprobs",
+        "row",
+        "state",
+        "stop_ids",
+        "story",
+        "tokens",
+        "was_scheduled",
+        "work",
+    )
+
+    def __init__(self, work: Work, detokenizer: Identity, incarnation: Incarnation, max_model_len: int) -> None:
+        self.work, self.detokenizer, self.incarnation = work, detokenizer, incarnation
+        self.tokens = array("i", work.prompt_token_ids + work.emitted)
+        self.num_prompt = len(work.prompt_token_ids) // 4
+        self.max_len = min(self.num_prompt + work.sampling.max_tokens, max_model_len)
+        self.stop_ids = frozenset(work.sampling.stop_token_ids) | frozenset(work.sampling.eos_token_ids)
+        self.state = RequestState.WAITING
+        self.story: deque[str] = deque(["arrived"], maxlen=12)
+        self.row = Row(-1)
+        self.blocks: list[BlockId] = []
+        self.hashes: list[bytes] = []
+        self.num_remembered = 0  # blocks that the pool knows by hash or that came from it
+        self.num_computed = 0  # tokens whose KV is written once all sent steps have run
+        self.num_inflight = 0
+        self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
+        self.prompt_logprobs: list[LogprobColumns] = []
+        self.was_scheduled = False
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Among requests by priority: lower first, then earlier."""
+        return (self.work.priority, self.work.arrival_s, self.work.request_id)
+
+    def move(self, state: RequestState) -> None:
+        """Change state. InvalidTransition when the table has no such entry."""
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(
+                f"{self.work.request_id}: {self.state.value} -> {state.value}; so far: {', '.join(self.story)}"
+            )
+        self.state = state
+        self.story.append(f"{state.value} at {self.num_computed}/{len(self.tokens)}+{self.num_inflight}")

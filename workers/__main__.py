@@ -1,0 +1,3 @@
+from meshlm.workers.main import main
+
+main()

@@ -1,0 +1,11 @@
+"""Wires the worker process: its App into the runtime."""
+
+from typing import NoReturn
+
+from meshlm.workers.io import WorkerApp
+from meshlm.protocol.ids import Role
+from meshlm.runtime import process
+
+
+def main() -> NoReturn:
+    process.main(Role.WORKER, WorkerApp)
