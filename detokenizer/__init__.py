@@ -1,0 +1,1 @@
+"""The detokenizer process: text to tokens and back, and the journal of what was said."""

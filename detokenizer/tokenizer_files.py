@@ -1,0 +1,146 @@
+"""Loads a tokenizer: a Hugging Face tokenizer.json, or one built from a .gguf file's metadata. No torch, no transformers."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from meshlm.runtime import gguf_files
+from meshlm.runtime.errors import ProcessFatal
+
+# Pre-tokenizer patterns by GGUF's `tokenizer.ggml.pre`, as the models' own tokenizer.json have them.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
+_DIGITS = {"smollm", "refact", "command-r", "starcoder"}  # every digit is a token
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_BOS_POSITION = "$A"
+
+
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer and what templates need to know of it."""
+
+    tokenizer: Tokenizer
+    special_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token: texts
+    special_ids: frozenset[int]  # skipped with skip_special_tokens
+    byte_level: bool
+
+
+def load(path: Path) -> LoadedTokenizer:
+    """`path` is a folder with tokenizer.json, such a file, or a .gguf file. ProcessFatal says what is missing."""
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+    if not file.is_file():
+        raise ProcessFatal(f"{folder}: no tokenizer.json there; give a folder or file that has one with --tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a bad file
+        raise ProcessFatal(f"{file}: not a tokenizer ({error})") from None
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+    return _describe(tokenizer, config)
+
+
+def _describe(tokenizer: Tokenizer, config: dict[str, Any]) -> LoadedTokenizer:
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    special = {name: _text(config.get(name)) for name in names if config.get(name)}
+    added = tokenizer.get_added_tokens_decoder()
+    ids = {index for index, token in added.items() if token.special}
+    ids |= {index for text in special.values() if (index := tokenizer.token_to_id(text)) is not None}
+    byte_level = "ByteLevel" in type(tokenizer.decoder).__name__ or '"type":"ByteLevel"' in _decoder_json(tokenizer)
+    return LoadedTokenizer(tokenizer, special, frozenset(ids), byte_level)
+
+
+def _decoder_json(tokenizer: Tokenizer) -> str:
+    return json.dumps(json.loads(tokenizer.to_str())["decoder"], separators=(",", ":")) if tokenizer.decoder else ""
+
+
+def _text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)
+
+
+def _from_gguf(path: Path) -> LoadedTokenizer:
+    try:
+        fields = gguf_files.read_header(path, lambda name: name.startswith("tokenizer.")).fields
+    except gguf_files.GGUFError as error:
+        raise ProcessFatal(str(error)) from None
+    kind = fields.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ProcessFatal(f"{path}: tokenizer {kind!r} is not supported (gpt2, llama); give one with --tokenizer")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    types: list[int] = fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
+    control = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types) if k == _CONTROL]
+    user = [AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, types) if k == _USER_DEFINED]
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(user)
+    config = {
+        f"{name}_token": tokens[fields[key]]
+        for name in ("bos", "eos", "unk", "pad")
+        if (key := f"tokenizer.ggml.{'unknown' if name == 'unk' else 'padding' if name == 'pad' else name}_token_id") in fields
+    }
+    _add_bos_and_eos(tokenizer, fields, tokens, default_bos=kind == "llama")
+    return _describe(tokenizer, config)
+
+
+def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """GPT-2 style BPE over bytes."""
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=False))
+    pre = fields.get("tokenizer.ggml.pre", "default")
+    steps: list[Any] = []
+    if pre in _PATTERNS:
+        steps.append(pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated", invert=False))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        if pre.startswith(("qwen", "deepseek-r1-qwen")):
+            tokenizer.normalizer = normalizers.NFC()
+    else:
+        if pre in _DIGITS:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", False))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """Llama's BPE: merges are not stored; a pair merges if the result is a token, better scores first."""
+    scores: list[float] = fields["tokenizer.ggml.scores"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, index in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
+    ranked.sort()
+    merges = [(left, right) for *_, left, right in ranked]
+    unknown = tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps = [normalizers.Replace(" ", "▁")]
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    strip = [decoders.Strip(" ", 1, 0)] if fields.get("tokenizer.ggml.add_space_prefix", True) else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _add_bos_and_eos(tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[str], *, default_bos: bool) -> None:
+    """Add the tokens that a prompt begins or ends with."""
+    pieces, ids = [_BOS_POSITION], []
+    for name, default, at in (("bos", default_bos, 0), ("eos", False, len(pieces))):
+        index = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if fields.get(f"tokenizer.ggml.add_{name}_token", default) and index is not None:
+            pieces.insert(at if name == "bos" else len(pieces), tokens[index])
+            ids.append((tokens[index], index))
+    if ids:
+        tokenizer.post_processor = processors.TemplateProcessing(single=" ".join(pieces), special_tokens=ids)
