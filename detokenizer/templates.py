@@ -69,7 +69,9 @@ class ChatTemplate:
                 **{**self._special, **extra},
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            raise RequestError(ErrorKind.INVALID, f"the chat template refuses these messages: {error}", "messages") from None
+            raise RequestError(
+                ErrorKind.INVALID, f"the chat template refuses these messages: {error}", "messages"
+            ) from None
         return _cut_after_final(text, messages) if continue_final_message else text
 
 
@@ -79,4 +81,8 @@ def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
     if not isinstance(final, str) or final.strip() not in text:
         raise RequestError(ErrorKind.INVALID, "the last message has no text to continue", "continue_final_message")
     wanted = final if final in text else final.strip()
-    return text[: text.rindex(wanted) + len(wanted)].rstrip() if wanted != final else text[: text.rindex(final) + len(final)]
+    return (
+        text[: text.rindex(wanted) + len(wanted)].rstrip()
+        if wanted != final
+        else text[: text.rindex(final) + len(final)]
+    )

@@ -10,9 +10,7 @@ from meshlm.runtime import gguf_files
 from meshlm.runtime.errors import ProcessFatal
 
 # Pre-tokenizer patterns by GGUF's `tokenizer.ggml.pre`, as the models' own tokenizer.json have them.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _PATTERNS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
 _DIGITS = {"smollm", "refact", "command-r", "starcoder"}  # every digit is a token
@@ -38,7 +36,7 @@ def load(path: Path) -> LoadedTokenizer:
         raise ProcessFatal(f"{folder}: no tokenizer.json there; give a folder or file that has one with --tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a bad file
+    except Exception as error:
         raise ProcessFatal(f"{file}: not a tokenizer ({error})") from None
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
@@ -81,7 +79,8 @@ def _from_gguf(path: Path) -> LoadedTokenizer:
     config = {
         f"{name}_token": tokens[fields[key]]
         for name in ("bos", "eos", "unk", "pad")
-        if (key := f"tokenizer.ggml.{'unknown' if name == 'unk' else 'padding' if name == 'pad' else name}_token_id") in fields
+        if (key := f"tokenizer.ggml.{'unknown' if name == 'unk' else 'padding' if name == 'pad' else name}_token_id")
+        in fields
     }
     _add_bos_and_eos(tokenizer, fields, tokens, default_bos=kind == "llama")
     return _describe(tokenizer, config)
@@ -122,7 +121,9 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     ranked.sort()
     merges = [(left, right) for *_, left, right in ranked]
     unknown = tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     steps = [normalizers.Replace(" ", "▁")]
     if fields.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))

@@ -1,0 +1,49 @@
+"""What a prompt must be before a scheduler sees it: not empty, of known tokens, within the context. Pure."""
+
+from array import array
+
+import msgspec
+
+from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Submit
+from meshlm.runtime.errors import RequestError
+
+
+def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max_model_len: int) -> "array[int]":
+    """The prompt, truncated if asked for. RequestError names what is wrong."""
+    keep = submit.text.truncate_prompt_tokens
+    if keep:
+        token_ids = token_ids[-keep:]
+    if not token_ids:
+        raise RequestError(ErrorKind.INVALID, "the prompt is empty; give at least one token", "prompt")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestError(ErrorKind.INVALID, f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
+    if len(token_ids) >= max_model_len:
+        text = (
+            f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}: "
+            "no room for an output token"
+        )
+        raise RequestError(ErrorKind.INVALID, text, "prompt")
+    return token_ids
+
+
+def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len: int) -> SamplingParams:
+    """This choice's sampling parameters: its own seed, and max_tokens that the context holds. RequestError."""
+    room = max_model_len - num_prompt
+    wanted = submit.max_tokens
+    if wanted is not None and wanted > room:
+        text = (
+            f"This model's maximum context length is {max_model_len} tokens; {num_prompt} in the prompt and max_tokens "
+            f"{wanted} are more. max_tokens may be {room} at most"
+        )
+        raise RequestError(ErrorKind.INVALID, text, "max_tokens")
+    max_tokens = room if wanted is None else wanted
+    sampling = submit.sampling
+    if sampling.min_tokens > max_tokens:
+        raise RequestError(
+            ErrorKind.INVALID, f"min_tokens {sampling.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens"
+        )
+    seed = (sampling.seed + choice) & 0x7FFF_FFFF_FFFF_FFFF
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)

@@ -1,0 +1,78 @@
+"""Collects one frontend's new text of a batch of token frames into one message."""
+
+from array import array
+
+from meshlm.detokenizer.decode import TokenTable
+from meshlm.protocol.columns import unpack_f32, unpack_i32
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
+from meshlm.protocol.token_edge import LogprobColumns
+
+
+class FrontendBatch:
+    """Rows in the order of arrival."""
+
+    __slots__ = (
+        "cached",
+        "counts",
+        "finished",
+        "handles",
+        "logprobs",
+        "prompt_logprobs",
+        "starts",
+        "texts",
+        "timings",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
+        self.texts: list[str] = []
+        self.finished: list[Finished] = []
+        self.logprobs: dict[int, list[PositionLogprobs]] = {}
+        self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+        self.cached: dict[int, int] = {}
+        self.timings: tuple[int, ...] = ()
+
+    def row(self, handle: int, start: int, tokens: "array[int] | list[int]", text: str) -> int:
+        """Add a row; its place in the batch."""
+        self.handles.append(handle)
+        self.starts.append(start)
+        self.counts.append(len(tokens))
+        self.tokens.extend(tokens)
+        self.texts.append(text)
+        return len(self.texts) - 1
+
+    def message(self) -> TextDeltas:
+        return TextDeltas(
+            handles=self.handles.tobytes(),
+            starts=self.starts.tobytes(),
+            counts=b"" if len(self.tokens) == len(self.texts) and 0 not in self.counts else self.counts.tobytes(),
+            token_ids=self.tokens.tobytes(),
+            texts=self.texts,
+            finished=self.finished,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.cached,
+            timings_ns=self.timings,
+        )
+
+
+def positions(columns: LogprobColumns, tokens: "array[int] | list[int]", table: TokenTable) -> list[PositionLogprobs]:
+    """One entry for each position, with the tokens' texts."""
+    logprobs, ranks = unpack_f32(columns.logprobs), unpack_i32(columns.ranks)
+    width = columns.width
+    top_ids, top_logprobs = unpack_i32(columns.top_ids), unpack_f32(columns.top_logprobs)
+
+    def entry(token: int, logprob: float, rank: int) -> TokenLogprob:
+        text, data = table.show(token)
+        return TokenLogprob(token, logprob, rank, text, data)
+
+    found = []
+    for place, token in enumerate(tokens):
+        top = [
+            entry(top_ids[place * width + k], top_logprobs[place * width + k], k + 1)
+            for k in range(width)
+            if top_ids[place * width + k] >= 0
+        ]
+        found.append(PositionLogprobs(entry(token, logprobs[place], ranks[place]), tuple(top)))
+    return found

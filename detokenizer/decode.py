@@ -1,0 +1,134 @@
+"""Token ids to text, one token at a time, never half a character.
+
+The text after k tokens is a pure function of those k ids, so a resumed stream repeats nothing. Byte-level vocabularies have a
+table of texts; only tokens that begin or end inside a UTF-8 character take the slow path. Bytes stay pending only while they
+are the beginning of a character; invalid ones become U+FFFD at once, as in a decode of the whole.
+"""
+
+import codecs
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Decoder(Protocol):
+    """One stream's decode state."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+        ...
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), reversed."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(rest)})
+    return alphabet
+
+
+class TokenTable:
+    """Bytes and, where they are whole characters, text of every token."""
+
+    def __init__(self, loaded: LoadedTokenizer) -> None:
+        tokenizer = loaded.tokenizer
+        self.byte_level = loaded.byte_level
+        self.tokenizer: Tokenizer = tokenizer
+        self.special = loaded.special_ids
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        alphabet = _byte_alphabet()
+        self.bytes: list[bytes] = [b""] * size
+        self.text: list[str | None] = [""] * size
+        for index in range(size):
+            token = tokenizer.id_to_token(index)
+            if token is None:
+                continue
+            if index in added or not self.byte_level:
+                data = _plain_bytes(token, index in added)
+            else:
+                data = bytes(alphabet[char] for char in token) if all(c in alphabet for c in token) else token.encode()
+            self.bytes[index] = data
+            try:
+                self.text[index] = data.decode()
+            except UnicodeDecodeError:
+                self.text[index] = None
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def decoder(self, skip_special_tokens: bool) -> Decoder:
+        """A new stream."""
+        return _ByteDecoder(self, skip_special_tokens) if self.byte_level else _StreamDecoder(self, skip_special_tokens)
+
+    def show(self, token: int) -> tuple[str, bytes]:
+        """A token by itself, for logprobs: text with U+FFFD for cut characters, and bytes."""
+        if not 0 <= token < len(self.bytes):
+            return "", b""
+        data = self.bytes[token]
+        return data.decode("utf-8", "replace"), data
+
+
+def _plain_bytes(token: str, added: bool) -> bytes:
+    """A SentencePiece or added token's bytes: <0xNN> is a byte, the low line a space."""
+    if not added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.encode() if added else token.replace("▁", " ").encode()
+
+
+class _ByteDecoder:
+    __slots__ = ("_bytes", "_pending", "_skip", "_text")
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+        self._text, self._bytes = table.text, table.bytes
+        self._skip = table.special if skip_special_tokens else frozenset()
+        self._pending: codecs.IncrementalDecoder | None = None
+
+    def push(self, token: int) -> str:
+        if token in self._skip or token >= len(self._bytes):
+            return ""
+        if self._pending is None:
+            text = self._text[token]
+            if text is not None:
+                return text
+            self._pending = _utf8("replace")
+        text = self._pending.decode(self._bytes[token])
+        if not self._pending.getstate()[0]:
+            self._pending = None
+        return text
+
+    def finish(self) -> str:
+        pending, self._pending = self._pending, None
+        return pending.decode(b"", final=True) if pending is not None else ""
+
+
+class _StreamDecoder:
+    """Any other tokenizer, by the library's own incremental decoding."""
+
+    __slots__ = ("_emitted", "_ids", "_skip", "_stream", "_tokenizer")
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = table.tokenizer, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._ids: list[int] = []
+        self._emitted = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._stream.step(self._tokenizer, token) or ""
+        self._emitted += len(text)
+        return text
+
+    def finish(self) -> str:
+        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        return whole[self._emitted :]
