@@ -139,7 +139,11 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
-    defaults = {("max_tokens" if k == "max_new_tokens" else k): generation[k] for k in GENERATION_KEYS if generation.get(k) is not None}
+    defaults = {
+        ("max_tokens" if k == "max_new_tokens" else k): generation[k]
+        for k in GENERATION_KEYS
+        if generation.get(k) is not None
+    }
     return ModelFiles(
         name=name,
         path=path,
@@ -218,7 +222,9 @@ def _sliding(config: dict[str, Any], architecture: str, layers: int) -> tuple[in
             return 0, ()
         kinds = config.get("layer_types")
         first = int(config.get("max_window_layers", 0))
-        return window, tuple(k == "sliding_attention" for k in kinds) if kinds else tuple(i >= first for i in range(layers))
+        return window, tuple(k == "sliding_attention" for k in kinds) if kinds else tuple(
+            i >= first for i in range(layers)
+        )
     return (window, ()) if architecture == "MistralForCausalLM" else (0, ())
 
 
@@ -234,5 +240,3 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
         if name in known:
             known[name] = tuple(known[name])
     return RopeSpec(**known)
-
-

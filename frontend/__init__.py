@@ -1,0 +1,1 @@
+"""The frontend process: OpenAI-style HTTP in, server-sent events out."""

@@ -1,0 +1,321 @@
+"""What the client reads: whole answers and server-sent events in OpenAI's form.
+
+Pure but for the `write` function that a stream is given. A chunk that is nothing but text is a constant prefix, the escaped text and a
+constant suffix: 0.3 µs instead of a JSON encoder's 1.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.desk import Choice
+from meshlm.frontend.errors import STATUS, HttpError, error_object
+from meshlm.frontend.parse import Ask
+from meshlm.protocol.ids import ErrorKind, FinishReason
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, TokenLogprob
+
+Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer:
+    """State that whole and streamed answers share. `on_end` is called once, when no choice runs any more."""
+
+    def __init__(self, ask: Ask, request_id: str, created: int, model: str, on_end: Callable[[], None]) -> None:
+        self.ask, self.request_id, self.created, self.model = ask, request_id, created, model
+        self.choices: list[Choice] = []
+        self.num_cached: dict[int, int] = {}  # by prompt
+        self.prompt: dict[int, Accepted] = {}  # by prompt
+        self.error: HttpError | None = None
+        self.num_ended = 0
+        self._on_end = on_end
+
+    def accepted(self, choice: Choice, accepted: Accepted) -> None:
+        self.prompt[choice.prompt_index] = accepted
+
+    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
+        if self.error is None:
+            self.error = HttpError(STATUS[kind], message, param, kind.value)
+        self.ended()
+
+    def ended(self) -> None:
+        self.num_ended += 1
+        if self.num_ended == len(self.choices):
+            self._on_end()
+
+    def note(self, choice: Choice, finished: Finished | None, num_cached: int | None) -> None:
+        """What every row may bring."""
+        if num_cached is not None:
+            self.num_cached[choice.prompt_index] = num_cached
+        if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
+            self.error = HttpError(STATUS[finished.kind], finished.message, "", finished.kind.value)
+
+    def num_prompt_tokens(self) -> int:
+        return sum(accepted.num_prompt_tokens for accepted in self.prompt.values())
+
+    def usage(self) -> Json:
+        prompt = self.num_prompt_tokens()
+        output = sum(len(choice.token_ids) for choice in self.choices)
+        cached = sum(self.num_cached.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def frame(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def visible_reason(finished: Finished) -> str:
+    """finish_reason as OpenAI's clients know it."""
+    return finished.reason.value
+
+
+def _token_entry(token: TokenLogprob) -> Json:
+    return {"token": token.text, "logprob": max(token.logprob, -9999.0), "bytes": list(token.token_bytes)}
+
+
+def chat_logprobs(positions: list[PositionLogprobs]) -> Json:
+    """choices[].logprobs of a chat answer."""
+    return {
+        "content": [{**_token_entry(p.token), "top_logprobs": [_token_entry(top) for top in p.top]} for p in positions]
+    }
+
+
+def completion_logprobs(positions: list[PositionLogprobs | None], offset: int) -> Json:
+    """choices[].logprobs of a completion; None stands for a prompt's first token."""
+    tokens, values, tops, offsets = [], [], [], []
+    for position in positions:
+        offsets.append(offset)
+        if position is None:
+            tokens.append("")
+            values.append(None)
+            tops.append(None)
+            continue
+        tokens.append(position.token.text)
+        values.append(max(position.token.logprob, -9999.0))
+        chosen = {position.token.text: max(position.token.logprob, -9999.0)}
+        tops.append({**{top.text: max(top.logprob, -9999.0) for top in position.top}, **chosen})
+        offset += len(position.token.text)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[Json | None]:
+    """vLLM's prompt_logprobs: per position, token id -> logprob, rank, text."""
+
+    def entry(token: TokenLogprob) -> Json:
+        return {"logprob": max(token.logprob, -9999.0), "rank": token.rank, "decoded_token": token.text}
+
+    return [
+        None if p is None else {str(token.token_id): entry(token) for token in (*p.top, p.token)} for p in positions
+    ]
+
+
+class WholeAnswer(Answer):
+    """Not streamed: collects, then `body`."""
+
+    def __init__(self, ask: Ask, request_id: str, created: int, model: str, on_end: Callable[[], None]) -> None:
+        super().__init__(ask, request_id, created, model, on_end)
+        self._texts: dict[int, list[str]] = {}
+        self._logprobs: dict[int, list[PositionLogprobs]] = {}
+        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+
+    def row(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+        num_cached: int | None,
+    ) -> None:
+        self._texts.setdefault(choice.index, []).append(text)
+        if logprobs:
+            self._logprobs.setdefault(choice.index, []).extend(logprobs)
+        if prompt_logprobs:
+            self._prompt_logprobs[choice.index] = prompt_logprobs
+        if num_cached is not None or finished is not None:
+            self.note(choice, finished, num_cached)
+        if finished is not None:
+            self.ended()
+
+    def body(self) -> bytes:
+        """The JSON answer; call after the end, when `error` is None."""
+        kept = self._best()
+        entries = [self._entry(choice, index) for index, choice in enumerate(kept)]
+        kind = "chat.completion" if self.ask.is_chat else "text_completion"
+        return _encode({**self.frame(kind, entries), "usage": self.usage(), "system_fingerprint": None})
+
+    def _best(self) -> list[Choice]:
+        """All choices, or with best_of the likeliest of each prompt."""
+        if self.ask.num_returned == self.ask.num_choices:
+            return self.choices
+        kept: list[Choice] = []
+        for prompt_index in sorted({choice.prompt_index for choice in self.choices}):
+            mine = [choice for choice in self.choices if choice.prompt_index == prompt_index]
+            mine.sort(key=lambda choice: -self._mean_logprob(choice))
+            kept += mine[: self.ask.num_returned]
+        return kept
+
+    def _mean_logprob(self, choice: Choice) -> float:
+        positions = self._logprobs.get(choice.index, [])
+        return sum(p.token.logprob for p in positions) / max(1, len(positions))
+
+    def _entry(self, choice: Choice, index: int) -> Json:
+        finished = choice.finished
+        assert finished is not None
+        text = "".join(self._texts.get(choice.index, []))
+        entry: Json = {"index": index}
+        accepted = self.prompt[choice.prompt_index]
+        if self.ask.is_chat:
+            entry["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": None}
+            positions = self._logprobs.get(choice.index)
+            entry["logprobs"] = chat_logprobs(positions) if self.ask.logprobs >= 0 and positions is not None else None
+            del entry["message"]["tool_calls"]
+        else:
+            entry["text"] = accepted.prompt_text + text if self.ask.echo else text
+            entry["logprobs"] = self._completion_logprobs(choice, accepted)
+        entry["finish_reason"] = visible_reason(finished)
+        entry["stop_reason"] = finished.stop_reason
+        if choice.index in self._prompt_logprobs and (self.ask.is_chat or not self.ask.echo):
+            entry["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs[choice.index])
+        if self.ask.return_token_ids:
+            entry["token_ids"] = choice.token_ids.tolist()
+            entry["prompt_token_ids"] = memoryview(accepted.prompt_token_ids).cast("i").tolist()
+        return entry
+
+    def _completion_logprobs(self, choice: Choice, accepted: Accepted) -> Json | None:
+        if self.ask.logprobs < 0 or self.ask.num_returned != self.ask.num_choices:
+            return None
+        positions: list[PositionLogprobs | None] = list(self._logprobs.get(choice.index, []))
+        if not self.ask.echo:
+            return completion_logprobs(positions, 0)
+        of_prompt = self._prompt_logprobs.get(choice.index, [])
+        found = completion_logprobs(of_prompt + positions, 0)
+        if found["tokens"] and accepted.prompt_token_strings:
+            found["tokens"][0] = accepted.prompt_token_strings[0]
+        return found
+
+
+class StreamAnswer(Answer):
+    """Streamed: every row becomes a chunk at once. `write` takes complete events."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        request_id: str,
+        created: int,
+        model: str,
+        on_end: Callable[[], None],
+        write: Callable[[bytes], None],
+    ) -> None:
+        super().__init__(ask, request_id, created, model, on_end)
+        self._write = write
+        self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
+        self._affixes: dict[int, tuple[bytes, bytes]] = {}
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._plain = not (ask.return_token_ids or ask.continuous_usage)
+
+    def row(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+        num_cached: int | None,
+    ) -> None:
+        index = choice.index
+        if index not in self._begun:
+            self._begin(choice)
+        if finished is None and logprobs is None and self._plain:
+            if num_cached is not None:
+                self.note(choice, None, num_cached)
+            if text:
+                prefix, suffix = self._affixes[index]
+                self._write(prefix + _encode(text) + suffix)
+            return
+        self.note(choice, finished, num_cached)
+        if finished is None or finished.reason is not FinishReason.ERROR:
+            self._general(choice, token_ids, text, finished, logprobs, prompt_logprobs)
+        if finished is not None:
+            self.ended()
+
+    def _begin(self, choice: Choice) -> None:
+        """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""
+        index = choice.index
+        self._begun.add(index)
+        mark = "\x00"
+        delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
+        event = self._event([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
+        prefix, suffix = event.split(_encode(mark))
+        self._affixes[index] = (prefix, suffix)
+        if self.ask.is_chat:
+            first: Json = {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            if self.ask.return_token_ids:
+                first["token_ids"] = []
+            self._write(self._event([first], self._prompt_ids(choice)))
+        elif self.ask.echo or self.ask.return_token_ids:
+            text = self.prompt[choice.prompt_index].prompt_text if self.ask.echo else ""
+            entry = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+            if self.ask.return_token_ids:
+                entry["token_ids"] = []
+            self._write(self._event([{**entry, **self._prompt_ids(choice)}]))
+
+    def _prompt_ids(self, choice: Choice) -> Json:
+        if not self.ask.return_token_ids:
+            return {}
+        ids = self.prompt[choice.prompt_index].prompt_token_ids
+        return {"prompt_token_ids": memoryview(ids).cast("i").tolist()}
+
+    def _general(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+    ) -> None:
+        entry: Json = {"index": choice.index}
+        if self.ask.is_chat:
+            entry["delta"] = {"content": text} if text or finished is None else {}
+            entry["logprobs"] = chat_logprobs(logprobs) if logprobs else None
+        else:
+            entry["text"] = text
+            offset = self._offsets.get(choice.index, 0)
+            entry["logprobs"] = completion_logprobs(list(logprobs), offset) if logprobs else None
+            self._offsets[choice.index] = offset + len(text)
+        entry["finish_reason"] = visible_reason(finished) if finished is not None else None
+        if finished is not None:
+            entry["stop_reason"] = finished.stop_reason
+        if prompt_logprobs:
+            entry["prompt_logprobs"] = prompt_logprobs_json(prompt_logprobs)
+        if self.ask.return_token_ids:
+            entry["token_ids"] = token_ids.tolist()
+        self._write(self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {}))
+
+    def _event(self, choices: list[Json], extra: Json | None = None) -> bytes:
+        frame = {**self.frame(self._kind, choices), **(extra or {})}
+        return b"data: " + _encode(frame) + b"\n\n"
+
+    def last_events(self) -> bytes:
+        """After the end: usage if asked for, or the error, then [DONE]."""
+        events = b""
+        if self.error is not None:
+            error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
+            events += b"data: " + _encode(error) + b"\n\n"
+        elif self.ask.include_usage:
+            events += self._event([], {"usage": self.usage()})
+        return events + b"data: [DONE]\n\n"

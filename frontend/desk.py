@@ -1,0 +1,210 @@
+"""The frontend's pure core: which client has been sent what.
+
+One `Choice` per request of the mesh, grouped in an `Exchange` per HTTP request. Deltas are taken in only at the index that
+follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by io.py.
+"""
+
+from array import array
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
+from meshlm.protocol.text_edge import (
+    Abort,
+    Accepted,
+    Attach,
+    Finished,
+    PositionLogprobs,
+    Rejected,
+    Submit,
+    TextDeltas,
+)
+
+MAX_ATTEMPTS = 5
+
+
+class Choice:
+    """One sequence that is being generated, and what its client has of it."""
+
+    __slots__ = ("detokenizer", "exchange", "finished", "handle", "index", "prompt_index", "submit", "token_ids")
+
+    def __init__(self, exchange: "Exchange", index: int, prompt_index: int, submit: Submit, handle: Handle) -> None:
+        self.exchange, self.index, self.prompt_index = exchange, index, prompt_index
+        self.submit, self.handle = submit, handle
+        self.detokenizer: Identity | None = None
+        self.token_ids: array[int] = array("i")
+        self.finished: Finished | None = None
+
+
+class Exchange(Protocol):
+    """What an HTTP request does with news of its choices (answers.py)."""
+
+    def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
+    def row(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+        num_cached: int | None,
+    ) -> None: ...
+    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...
+
+
+class Send(Struct, frozen=True):
+    """Send `message` to `to`."""
+
+    to: Identity
+    message: Struct
+
+
+class Desk:
+    """All open choices of this frontend."""
+
+    def __init__(self) -> None:
+        self.by_handle: dict[int, Choice] = {}
+        self.orphans: list[Choice] = []  # without a detokenizer, until one is there
+        self.load: dict[Identity, int] = {}  # open choices by detokenizer
+        self._next_handle = 0
+
+    def new_handle(self) -> Handle:
+        self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
+        return Handle(self._next_handle)
+
+    # --- detokenizers come and go ---
+
+    def detokenizer_up(self, identity: Identity) -> list[Send]:
+        self.load.setdefault(identity, 0)
+        orphans, self.orphans = self.orphans, []
+        return [send for choice in orphans if choice.finished is None for send in self._again(choice)]
+
+    def detokenizer_down(self, identity: Identity) -> list[Send]:
+        """Its choices go on elsewhere, after what their clients have."""
+        self.load.pop(identity, None)
+        lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
+        return [send for choice in lost for send in self._again(choice)]
+
+    def _again(self, choice: Choice) -> list[Send]:
+        self.by_handle.pop(choice.handle, None)
+        choice.detokenizer = None
+        submit = choice.submit
+        if submit.attempt + 1 >= MAX_ATTEMPTS:
+            self._fail(choice, ErrorKind.INTERNAL, f"its detokenizer died {MAX_ATTEMPTS} times", "")
+            return []
+        target = self._least_loaded()
+        if target is None:
+            self.orphans.append(choice)
+            return []
+        choice.handle = self.new_handle()
+        choice.submit = msgspec.structs.replace(
+            submit, handles=(choice.handle,), attempt=submit.attempt + 1, delivered=choice.token_ids.tobytes()
+        )
+        self._assign(choice, target)
+        return [Send(target, choice.submit)]
+
+    def _least_loaded(self) -> Identity | None:
+        return min(self.load, key=lambda identity: (self.load[identity], identity.index), default=None)
+
+    def _assign(self, choice: Choice, target: Identity) -> None:
+        choice.detokenizer = target
+        self.by_handle[choice.handle] = choice
+        self.load[target] += 1
+
+    # --- requests ---
+
+    def open(self, choices: list[Choice], submit: Submit) -> list[Send]:
+        """Ask for all choices of one prompt; `submit` names them all."""
+        target = self._least_loaded()
+        if target is None:
+            self.orphans += choices
+            return []
+        for choice in choices:
+            self._assign(choice, target)
+        return [Send(target, submit)]
+
+    def close(self, choices: list[Choice]) -> list[Send]:
+        """The client left: end what still runs."""
+        running: dict[Identity, list[RequestId]] = {}
+        for choice in choices:
+            if choice.finished is None:
+                if choice.detokenizer is not None:
+                    running.setdefault(choice.detokenizer, []).append(choice.submit.request_ids[0])
+                self._forget(choice)
+        self.orphans = [orphan for orphan in self.orphans if orphan not in choices]
+        return [Send(to, Abort(tuple(ids))) for to, ids in running.items()]
+
+    def _forget(self, choice: Choice) -> None:
+        if self.by_handle.pop(choice.handle, None) is not None and choice.detokenizer in self.load:
+            self.load[choice.detokenizer] -= 1
+
+    # --- answers ---
+
+    def accepted(self, message: Accepted) -> None:
+        for handle in message.handles:
+            choice = self.by_handle.get(handle)
+            if choice is not None:
+                choice.exchange.accepted(choice, message)
+
+    def rejected(self, message: Rejected) -> None:
+        for handle in message.handles:
+            choice = self.by_handle.get(handle)
+            if choice is not None:
+                self._fail(choice, message.kind, message.message, message.param)
+
+    def _fail(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
+        self._forget(choice)
+        choice.finished = Finished(0, FinishReason.ERROR, None, len(choice.token_ids), message, kind)
+        choice.exchange.failed(choice, kind, message, param)
+
+    def expire_orphans(self, message: str) -> None:
+        """No detokenizer came in time."""
+        orphans, self.orphans = self.orphans, []
+        for choice in orphans:
+            self._fail(choice, ErrorKind.OVERLOADED, message, "")
+
+    def deltas(self, message: TextDeltas, sender: Identity) -> list[Send]:
+        """A batch of new text, in rows."""
+        handles, starts, tokens = unpack_i32(message.handles), unpack_i32(message.starts), unpack_i32(message.token_ids)
+        counts = unpack_i32(message.counts) if message.counts else None
+        finished = {end.row: end for end in message.finished}
+        logprobs, prompt_logprobs, cached = message.logprobs, message.prompt_logprobs, message.num_cached_tokens
+        plain = not (finished or logprobs or prompt_logprobs or cached)
+        gaps: list[Send] = []
+        by_handle, texts = self.by_handle, message.texts
+        at = 0
+        for row, handle in enumerate(handles):
+            count = 1 if counts is None else counts[row]
+            choice = by_handle.get(handle)
+            if choice is not None:
+                have, start = len(choice.token_ids), starts[row]
+                end = None if plain else finished.get(row)
+                if start == have:
+                    ids = tokens[at : at + count]
+                    choice.token_ids.extend(ids)
+                    if end is not None:
+                        self._forget(choice)
+                        choice.finished = end
+                    if plain:
+                        choice.exchange.row(choice, ids, texts[row], None, None, None, None)
+                    else:
+                        choice.exchange.row(
+                            choice, ids, texts[row], end, logprobs.get(row), prompt_logprobs.get(row), cached.get(row)
+                        )
+                elif start > have:
+                    gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
+            at += count
+        return gaps
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        for handle, choice in self.by_handle.items():
+            assert choice.handle == handle
+            assert choice.finished is None, "a finished choice is still open"
+            assert choice.detokenizer in self.load, "an open choice whose detokenizer is gone"
+        for identity, count in self.load.items():
+            assert count == sum(1 for choice in self.by_handle.values() if choice.detokenizer == identity)

@@ -1,0 +1,208 @@
+"""The frontend's links, server and clock."""
+
+import asyncio
+import time
+
+from msgspec import Struct
+
+from meshlm import __version__
+from meshlm.frontend import http
+from meshlm.frontend.answers import Answer
+from meshlm.frontend.desk import Choice, Desk, Send
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.server import Routes
+from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.ids import Handle, Identity, Incarnation, Role
+from meshlm.protocol.text_edge import (
+    Accepted,
+    Detokenize,
+    DetokenizeReply,
+    Rejected,
+    Submit,
+    TextDeltas,
+    Tokenize,
+    TokenizeReply,
+)
+from meshlm.runtime import metrics as shared_metrics
+from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
+from meshlm.runtime.mesh import Mesh
+
+TICK_S = 1.0
+ORPHAN_S = 10.0  # how long requests wait for a detokenizer
+ASK_TIMEOUT_S = 30.0
+
+
+class FrontendApp:
+    """See `meshlm.runtime.process.App`; also the routes' Backend."""
+
+    version = __version__
+
+    def __init__(self) -> None:
+        self._desk = Desk()
+        self._mesh: Mesh | None = None
+        self._stats = MeshStats(False, "starting")
+        self._asked: dict[int, asyncio.Future[TokenizeReply | DetokenizeReply]] = {}
+        self._server: http.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._orphaned_at: float | None = None
+        self._draining = False
+        self.num_open = 0
+        self._ticks = 0
+        self._unknown_seen: set[str] = set()
+
+    async def start(self, mesh: Mesh) -> dict[str, str]:
+        self._mesh, self.config = mesh, mesh.config
+        if mesh.config.resolved is None:
+            raise ProcessFatal("mesh.json is not resolved")
+        self.resolved = mesh.config.resolved
+        shared_metrics.prepare(mesh.config.run.run_dir)
+        from meshlm.frontend import metrics  # after the directory is set
+
+        self._metrics = metrics.Metrics(self.resolved.served_names[0])
+        self._exposition = metrics.exposition
+        server = mesh.config.server
+        try:
+            sock = http.listen(server.host, server.port)
+        except OSError as error:
+            raise ProcessFatal(f"--host {server.host} --port {server.port}: {error.strerror}") from None
+        self._server = http.make_server(Routes(self).app())
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
+        self._tick()
+        return {"listening on": f"{server.host}:{server.port}"}
+
+    def _tick(self) -> None:
+        assert self._mesh is not None
+        self._ticks += 1
+        self._metrics.flush()
+        if self._desk.orphans:
+            now = time.monotonic()
+            self._orphaned_at = self._orphaned_at or now
+            if now - self._orphaned_at > ORPHAN_S:
+                self._desk.expire_orphans(f"no detokenizer was there for {ORPHAN_S:.0f} s")
+        else:
+            self._orphaned_at = None
+        self._mesh.call_later(TICK_S, self._tick)
+
+    def _send(self, sends: list[Send]) -> None:
+        assert self._mesh is not None
+        for send in sends:
+            try:
+                self._mesh.send(send.to, send.message)
+            except LinkDown:
+                # Its down-event follows and the choices go elsewhere.
+                self._mesh.log.debug("not delivered", to=str(send.to), message=type(send.message).__name__)
+            except LinkFull:
+                raise HttpError(503, "the queue is full; try again", kind="overloaded_error") from None
+
+    # --- Backend ---
+
+    def not_ready_reason(self) -> str:
+        if self._draining:
+            return "this server is stopping"
+        return "" if self._stats.serving else self._stats.reason
+
+    def new_handle(self) -> Handle:
+        return self._desk.new_handle()
+
+    def open(self, choices: list[Choice], submit: Submit) -> None:
+        self.num_open += 1
+        self._send(self._desk.open(choices, submit))
+
+    def close(self, choices: list[Choice]) -> None:
+        self.num_open = max(0, self.num_open - len({choice.prompt_index for choice in choices}))
+        self._send(self._desk.close(choices))
+
+    async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+        assert self._mesh is not None
+        peers = self._mesh.peers(Role.DETOKENIZER)
+        if not peers:
+            raise HttpError(503, "no detokenizer is ready", kind="overloaded_error")
+        future: asyncio.Future[TokenizeReply | DetokenizeReply] = asyncio.get_running_loop().create_future()
+        self._asked[message.handle] = future
+        try:
+            self._send([Send(peers[0], message)])
+            return await asyncio.wait_for(future, ASK_TIMEOUT_S)
+        except TimeoutError:
+            raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
+        finally:
+            del self._asked[message.handle]
+
+    def done(self, answer: Answer, started: float, path: str, status: int) -> None:
+        """Metrics and the one log line of a request."""
+        assert self._mesh is not None
+        usage = answer.usage()
+        elapsed = time.monotonic() - started
+        self._metrics.e2e.observe(elapsed)
+        self._metrics.prompt.observe(usage["prompt_tokens"])
+        self._metrics.generation.observe(usage["completion_tokens"])
+        self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        self._metrics.generation_tokens.inc(usage["completion_tokens"])
+        for choice in answer.choices:
+            self._metrics.finished(choice.finished.reason.value if choice.finished else "abort")
+        for name in answer.ask.unknown_fields:
+            if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
+                self._unknown_seen.add(name)
+                self._mesh.log.warning("unknown request field ignored", field=name, path=path)
+        if not self.config.server.disable_log_requests:
+            reasons = [choice.finished.reason.value if choice.finished else "abort" for choice in answer.choices]
+            self._mesh.log.info(
+                "request",
+                id=answer.request_id,
+                path=path,
+                status=status,
+                prompt_tokens=usage["prompt_tokens"],
+                cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+                output_tokens=usage["completion_tokens"],
+                finish_reason=reasons[0] if len(reasons) == 1 else reasons,
+                seconds=round(elapsed, 3),
+                error=answer.error.message if answer.error else None,
+            )
+
+    def metrics(self) -> bytes:
+        self._metrics.flush()
+        return self._exposition()
+
+    # --- App ---
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        match message:
+            case TextDeltas():
+                self._send(self._desk.deltas(message, peer))
+            case Accepted():
+                self._desk.accepted(message)
+            case Rejected():
+                self._desk.rejected(message)
+            case TokenizeReply() | DetokenizeReply():
+                future = self._asked.get(message.handle)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case MeshStats():
+                self._stats = message
+                if self._mesh is not None:
+                    self._metrics.mesh(message)
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        if peer.role is Role.DETOKENIZER:
+            self._send(self._desk.detokenizer_up(peer))
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        if peer.role is Role.DETOKENIZER:
+            self._send(self._desk.detokenizer_down(peer))
+
+    def flush(self) -> None:
+        """Chunks are written as their rows are read."""
+
+    def beat(self) -> tuple[int, str]:
+        return self._ticks, f"{self.num_open} requests"
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests; wait for the open ones."""
+        self._draining = True
+        until = time.monotonic() + limit_s
+        while self.num_open and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=6)

@@ -1,0 +1,126 @@
+"""Prometheus metrics with vLLM's names under the prefix `meshlm:`.
+
+Import after runtime/metrics.py has set the multiprocess directory: any frontend then answers for all. Per-token observations are
+counted in plain lists and handed over once a second, because one observation of the library costs more than sending the token.
+"""
+
+from bisect import bisect_left
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+from prometheus_client.metrics import MetricWrapperBase
+
+from meshlm.protocol.control_edge import MeshStats
+
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    """One frontend's part. `model` is the label model_name."""
+
+    def __init__(self, model: str) -> None:
+        labels = ("model_name",)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"meshlm:{name}", text, labels, buckets=buckets)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"meshlm:{name}", text, labels)
+
+        self.ttft = histogram("time_to_first_token_seconds", "Time to first token.", _SECONDS).labels(model)
+        self.itl = _Bulk(histogram("inter_token_latency_seconds", "Time between tokens.", _ITL).labels(model), _ITL)
+        self.e2e = histogram("e2e_request_latency_seconds", "Whole request.", _LONG).labels(model)
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", _ITL).labels(
+            model
+        )
+        self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS).labels(model)
+        self.generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS).labels(model)
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", _TOKENS).labels(model)
+        self._success = Counter("meshlm:request_success", "Finished requests.", ("model_name", "finished_reason"))
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.").labels(model)
+        self.generation_tokens = counter("generation_tokens", "Output tokens of finished requests.").labels(model)
+        self._gauges = {
+            name: Gauge(f"meshlm:{name}", text, ("model_name", "engine"), multiprocess_mode="mostrecent")
+            for name, text in (
+                ("num_requests_running", "Requests in the running batch."),
+                ("num_requests_waiting", "Requests that wait for a place in the batch."),
+                ("kv_cache_usage_perc", "KV cache in use; 1 is all of it."),
+                ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+                ("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+                ("num_preemptions_total", "Preempted requests."),
+            )
+        }
+        self._model = model
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
+
+    def mesh(self, stats: MeshStats) -> None:
+        """The schedulers' figures, as the coordinator collected them."""
+        for rank in stats.ranks:
+            values = (
+                rank.num_running,
+                rank.num_waiting,
+                rank.kv_cache_usage,
+                rank.prefix_cache_queries,
+                rank.prefix_cache_hits,
+                rank.num_preemptions,
+            )
+            for gauge, value in zip(self._gauges.values(), values, strict=True):
+                gauge.labels(self._model, str(rank.dp_rank)).set(value)
+
+    def flush(self) -> None:
+        self.itl.flush()
+
+
+class _Bulk:
+    """Observations of a histogram, counted here and handed over in bulk."""
+
+    def __init__(self, histogram: MetricWrapperBase, buckets: tuple[float, ...]) -> None:
+        self._histogram, self._bounds = histogram, buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def flush(self) -> None:
+        """prometheus_client has no call for many observations at once; these are its own fields."""
+        if not self._sum:
+            return
+        self._histogram._sum.inc(self._sum)  # type: ignore[attr-defined]
+        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):  # type: ignore[attr-defined]
+            if count:
+                bucket.inc(count)
+        self._counts = [0] * len(self._counts)
+        self._sum = 0.0
+
+
+def exposition() -> bytes:
+    """All frontends' metrics in Prometheus' text format."""
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return generate_latest(registry)

@@ -1,0 +1,317 @@
+"""A request body to what the mesh is asked: prompts and parameters. Pure; HttpError names the field at fault."""
+
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.schema import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    TokenizeRequest,
+)
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
+
+Body = TypeVar("Body", bound=Struct)
+MAX_PROMPTS = 2048
+
+
+class Ask(NamedTuple):
+    """What one HTTP request asks of the mesh."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    text: TextParams
+    max_tokens: int | None
+    num_choices: int  # per prompt, as generated
+    num_returned: int  # per prompt, as answered (best_of >= n)
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    logprobs: int  # -1: none
+    prompt_logprobs: int
+    return_token_ids: bool
+    priority: int
+    cache_salt: str
+    timeout_s: float
+    is_chat: bool
+    unknown_fields: tuple[str, ...]
+
+
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The body as its Struct, and the names of fields that nobody knows."""
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from None
+    if not isinstance(raw, dict):
+        raise HttpError(400, f"the body must be a JSON object, got {type(raw).__name__}")
+    try:
+        value = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        param = path.rstrip("`")
+        if not path and "required field" in what:
+            param = what.rpartition("`")[0].rpartition("`")[2]
+        raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
+    return value, tuple(sorted(raw.keys() - set(kind.__struct_fields__)))
+
+
+def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, max_logprobs: int) -> Ask:
+    """POST /v1/completions."""
+    if request.suffix:
+        raise HttpError(400, "suffix is not supported", "suffix")
+    returned = request.n or 1
+    generated = request.best_of or returned
+    if generated < returned:
+        raise HttpError(400, f"best_of ({generated}) must be at least n ({returned})", "best_of")
+    if generated > returned and request.stream:
+        raise HttpError(400, "best_of > n cannot be streamed", "best_of")
+    logprobs = -1 if request.logprobs is None else _limited("logprobs", request.logprobs, max_logprobs)
+    add_special = request.add_special_tokens is not False
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and logprobs >= 0 and prompt_logprobs is None:
+        prompt_logprobs = logprobs
+    default = request.max_tokens or int(resolved.generation_defaults.get("max_tokens", 16))
+    return _ask(
+        request,
+        unknown,
+        resolved,
+        max_logprobs,
+        prompts=_prompts(request.prompt, add_special, resolved),
+        max_tokens=default,
+        num_choices=generated,
+        num_returned=returned,
+        echo=bool(request.echo),
+        logprobs=max(logprobs, 0) if generated > returned else logprobs,
+        prompt_logprobs=prompt_logprobs,
+        is_chat=False,
+    )
+
+
+def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, max_logprobs: int) -> Ask:
+    """POST /v1/chat/completions."""
+    if not request.messages:
+        raise HttpError(400, "messages: give at least one message", "messages")
+    if request.top_logprobs and not request.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
+    logprobs = _limited("top_logprobs", request.top_logprobs or 0, max_logprobs) if request.logprobs else -1
+    default = resolved.generation_defaults.get("max_tokens")
+    prompt = chat_prompt(
+        request.messages,
+        request.tools,
+        request.chat_template,
+        request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=bool(request.add_special_tokens),
+    )
+    num_choices = request.n or 1
+    return _ask(
+        request,
+        unknown,
+        resolved,
+        max_logprobs,
+        prompts=[prompt],
+        max_tokens=request.max_completion_tokens or request.max_tokens or (int(default) if default else None),
+        num_choices=num_choices,
+        num_returned=num_choices,
+        echo=False,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        is_chat=True,
+    )
+
+
+def _ask(
+    request: Common,
+    unknown: tuple[str, ...],
+    resolved: Resolved,
+    max_logprobs: int,
+    *,
+    prompts: list[Prompt],
+    max_tokens: int | None,
+    num_choices: int,
+    num_returned: int,
+    echo: bool,
+    logprobs: int,
+    prompt_logprobs: int | None,
+    is_chat: bool,
+) -> Ask:
+    """The part that both endpoints share."""
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
+    wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, max_logprobs)
+    return Ask(
+        prompts=prompts,
+        sampling=_sampling(request, resolved, logprobs, wanted),
+        text=TextParams(
+            stop=_stops(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            spaces_between_special_tokens=request.spaces_between_special_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens or 0,
+        ),
+        max_tokens=max_tokens,
+        num_choices=num_choices,
+        num_returned=num_returned,
+        stream=bool(request.stream),
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
+        echo=echo,
+        logprobs=logprobs,
+        prompt_logprobs=wanted,
+        return_token_ids=bool(request.return_token_ids),
+        priority=request.priority,
+        cache_salt=request.cache_salt or "",
+        timeout_s=request.timeout or 0.0,
+        is_chat=is_chat,
+        unknown_fields=unknown,
+    )
+
+
+def _limited(name: str, value: int, limit: int) -> int:
+    if value > limit:
+        raise HttpError(400, f"{name} {value} exceeds the server's limit of {limit} (--max-logprobs)", name)
+    return value
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else (stop or [])
+    if len(stops) > MAX_STOP_STRINGS:
+        raise HttpError(400, f"stop: {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
+    if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in stops):
+        raise HttpError(400, f"stop: each string must have 1 to {MAX_STOP_LENGTH} characters", "stop")
+    return tuple(stops)
+
+
+def _sampling(request: Common, resolved: Resolved, logprobs: int, prompt_logprobs: int) -> SamplingParams:
+    def choose(name: str, neutral: float) -> float:
+        given = getattr(request, name)
+        return float(resolved.generation_defaults.get(name, neutral) if given is None else given)
+
+    vocab_size = resolved.spec.vocab_size
+    return SamplingParams(
+        min_tokens=request.min_tokens or 0,
+        temperature=choose("temperature", 1.0),
+        top_p=choose("top_p", 1.0),
+        top_k=max(0, int(choose("top_k", 0))),
+        min_p=choose("min_p", 0.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=choose("repetition_penalty", 1.0),
+        seed=(request.seed or 0) & 0x7FFF_FFFF_FFFF_FFFF,
+        stop_token_ids=_ids("stop_token_ids", request.stop_token_ids or [], vocab_size),
+        eos_token_ids=() if request.ignore_eos else resolved.eos_token_ids,
+        logit_bias=_bias(request.logit_bias or {}, vocab_size),
+        allowed_token_ids=_ids("allowed_token_ids", request.allowed_token_ids or [], vocab_size),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
+    return tuple(ids)
+
+
+def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    found = {}
+    for key, value in bias.items():
+        if not key.isdecimal():
+            raise HttpError(400, f"logit_bias: {key!r} is no token id", "logit_bias")
+        _ids("logit_bias", [int(key)], vocab_size)
+        found[int(key)] = value
+    return found
+
+
+def _prompts(prompt: Any, add_special: bool, resolved: Resolved) -> list[Prompt]:
+    """Text, token ids, or a list of either."""
+    if prompt is None:
+        raise HttpError(400, "prompt: this field is required", "prompt")
+    many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+    items = prompt if many else [prompt]
+    if not 1 <= len(items) <= MAX_PROMPTS:
+        raise HttpError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts, got {len(items)}", "prompt")
+    return [_prompt(item, add_special, resolved.spec.vocab_size) for item in items]
+
+
+def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:
+    if isinstance(item, str):
+        if not item:
+            raise HttpError(400, "prompt: must not be empty", "prompt")
+        return TextPrompt(item, add_special)
+    if isinstance(item, list) and item and all(type(token) is int for token in item):
+        _ids("prompt", item, vocab_size)
+        return TokenPrompt(pack_i32(item))
+    raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
+
+
+def chat_prompt(
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    chat_template: str | None,
+    template_kwargs: dict[str, Any] | None,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    add_special_tokens: bool = False,
+) -> ChatPrompt:
+    """Messages checked in outline: what the template makes of them is the detokenizer's to see."""
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        if not isinstance(message.get("role"), str):
+            raise HttpError(400, f"{where}.role: must be a string such as 'user'", "messages")
+        _check_content(message.get("content"), where)
+    return ChatPrompt(
+        messages_json=msgspec.json.encode(messages),
+        tools_json=msgspec.json.encode(tools) if tools else b"",
+        chat_template=chat_template or "",
+        template_kwargs_json=msgspec.json.encode(template_kwargs) if template_kwargs else b"",
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        add_special_tokens=add_special_tokens,
+    )
+
+
+def _check_content(content: Any, where: str) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise HttpError(400, f"{where}.content: must be text or a list of parts", "messages")
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise HttpError(400, f"{where}.content: only parts of type 'text' are supported", "messages")
+
+
+def tokenize(request: TokenizeRequest) -> Prompt:
+    """POST /tokenize."""
+    if (request.prompt is None) == (request.messages is None):
+        raise HttpError(400, "give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        return TextPrompt(request.prompt, request.add_special_tokens)
+    assert request.messages is not None
+    return chat_prompt(
+        request.messages,
+        request.tools,
+        request.chat_template,
+        request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )

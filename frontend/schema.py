@@ -1,0 +1,108 @@
+"""The request bodies: OpenAI's fields and vLLM's extras, with the values that are allowed.
+
+msgspec checks types and ranges and its message names the field; what needs more than one field is checked in parse.py.
+"""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 4096
+MAX_TOKENS = 1 << 30
+
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Common(Struct, frozen=True, kw_only=True):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    allowed_token_ids: list[TokenId] | None = None
+    truncate_prompt_tokens: Count | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    timeout: Annotated[float, Meta(gt=0.0)] | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Any = None  # text, token ids, or a list of either: msgspec has no such union; checked in parse.py
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /tokenize: `prompt`, or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,347 @@
+"""The routes: HTTP requests to exchanges with the mesh and back.
+
+Everything here belongs to one request; state across requests is desk.py's and io.py's (`Backend`).
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meshlm.frontend import parse
+from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
+from meshlm.frontend.desk import Choice
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http import EventWriter
+from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
+
+OPEN_ROUTES = {"/health", "/ready", "/ping"}
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Sender = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Backend(Protocol):
+    """What the routes need of the process (io.py)."""
+
+    config: MeshConfig
+    resolved: Resolved
+    version: str
+    num_open: int
+
+    def not_ready_reason(self) -> str: ...
+    def new_handle(self) -> Handle: ...
+    def open(self, choices: list[Choice], submit: Submit) -> None: ...
+    def close(self, choices: list[Choice]) -> None: ...
+    async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
+    def done(self, answer: Answer, started: float, path: str, status: int) -> None: ...
+    def metrics(self) -> bytes: ...
+
+
+class Routes:
+    """All routes of one frontend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def app(self) -> Any:
+        """The ASGI application: CORS, then the key check, then the routes."""
+        post, get = ["POST"], ["GET"]
+        routes = [
+            Route("/v1/completions", _Endpoint(self.completions), methods=post),
+            Route("/v1/chat/completions", _Endpoint(self.chat), methods=post),
+            Route("/tokenize", _Endpoint(self.tokenize), methods=post),
+            Route("/detokenize", _Endpoint(self.detokenize), methods=post),
+            Route("/v1/models", _Endpoint(self.models), methods=get),
+            Route("/health", _Endpoint(self.health), methods=get),
+            Route("/ready", _Endpoint(self.ready), methods=get),
+            Route("/version", _Endpoint(self.version), methods=get),
+            Route("/ping", _Endpoint(self.health), methods=["GET", "POST"]),
+            Route("/metrics", _Endpoint(self.metrics), methods=get),
+        ]
+        server = self._backend.config.server
+        cors = Middleware(
+            CORSMiddleware, allow_origins=server.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        keys = tuple(key.encode() for key in server.api_key)
+        return Starlette(routes=routes, middleware=[cors, Middleware(_KeyCheck, keys=keys)])
+
+    # --- small routes ---
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        reason = self._backend.not_ready_reason()
+        return Response(reason, 503 if reason else 200, media_type="text/plain")
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._backend.version})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        resolved = self._backend.resolved
+        entries = [
+            {
+                "id": name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "meshlm",
+                "root": resolved.model_path,
+                "max_model_len": resolved.max_model_len,
+            }
+            for name in resolved.served_names
+        ]
+        return _json({"object": "list", "data": entries})
+
+    async def tokenize(self, request: Request) -> Response:
+        body, _ = parse.decode(await self._body(request), TokenizeRequest)
+        self._check_model(body.model)
+        reply = await self._backend.ask(
+            Tokenize(self._backend.new_handle(), parse.tokenize(body), bool(body.return_token_strs))
+        )
+        assert isinstance(reply, TokenizeReply)
+        if reply.error:
+            raise HttpError(400, reply.error, reply.param)
+        ids = memoryview(reply.token_ids).cast("i").tolist()
+        strings = list(reply.strings) if body.return_token_strs else None
+        return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        body, _ = parse.decode(await self._body(request), DetokenizeRequest)
+        self._check_model(body.model)
+        reply = await self._backend.ask(Detokenize(self._backend.new_handle(), parse.pack_i32(body.tokens)))
+        assert isinstance(reply, DetokenizeReply)
+        if reply.error:
+            raise HttpError(400, reply.error, reply.param)
+        return _json({"prompt": reply.text})
+
+    # --- generation ---
+
+    async def completions(self, request: Request) -> Response | None:
+        body, unknown = parse.decode(await self._body(request), CompletionRequest)
+        model = self._check_model(body.model)
+        ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
+        return await self._generate(request, ask, model, "cmpl-")
+
+    async def chat(self, request: Request) -> Response | None:
+        body, unknown = parse.decode(await self._body(request), ChatRequest)
+        model = self._check_model(body.model)
+        ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
+        return await self._generate(request, ask, model, "chatcmpl-")
+
+    def _check_model(self, model: str | None) -> str:
+        names = self._backend.resolved.served_names
+        if model is not None and model not in names:
+            text = f"The model `{model}` does not exist; this server has: {', '.join(names)}"
+            raise HttpError(404, text, "model", "not_found_error")
+        return model or names[0]
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, refused as soon as it is too long."""
+        limit = self._backend.config.server.max_body_bytes
+        message = f"the body exceeds {limit} bytes (--max-body-bytes)"
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise HttpError(413, message)
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise HttpError(413, message)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _generate(self, request: Request, ask: parse.Ask, model: str, prefix: str) -> Response | None:
+        backend = self._backend
+        reason = backend.not_ready_reason()
+        if reason or backend.num_open >= backend.config.server.max_concurrent_requests:
+            raise HttpError(
+                503, reason or "too many open requests (--max-concurrent-requests)", kind="overloaded_error"
+            )
+        request_id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)[:128]
+        started, created = time.monotonic(), int(time.time())
+        end = asyncio.Event()
+        writer = EventWriter(request.scope, request.scope["meshlm.send"])
+        answer: WholeAnswer | StreamAnswer
+        if ask.stream:
+            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write)
+        else:
+            answer = WholeAnswer(ask, request_id, created, model, end.set)
+        submits = build_submits(answer, ask, backend.new_handle, _dp_rank(request))
+        status = 200
+        try:
+            for choices, submit in submits:
+                backend.open(choices, submit)
+            if ask.stream:
+                return await self._stream(request, answer, writer, end)  # type: ignore[arg-type]
+            if not await _ended_before_disconnect(request, end):
+                status = 499
+                return None
+            if answer.error is not None:
+                raise answer.error
+            return Response(answer.body(), media_type="application/json", headers={"X-Request-Id": request_id})  # type: ignore[union-attr]
+        except HttpError as error:
+            status = error.status
+            raise
+        finally:
+            backend.close(answer.choices)
+            backend.done(answer, started, request.url.path, status)
+
+    async def _stream(
+        self, request: Request, answer: StreamAnswer, writer: EventWriter, end: asyncio.Event
+    ) -> Response | None:
+        """Start with the first news, so that a refusal still has its HTTP status."""
+        pump = asyncio.ensure_future(_first_then_pump(writer, answer, end))
+        try:
+            if not await _ended_before_disconnect(request, end):
+                return None
+            if not writer.started and answer.error is not None:
+                raise answer.error
+            pump.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pump
+            if not writer.started:
+                await writer.start([(b"x-request-id", answer.request_id.encode())])
+            writer.write(answer.last_events())
+            await writer.finish()
+            return _AlreadySent()
+        finally:
+            pump.cancel()
+
+
+async def _first_then_pump(writer: EventWriter, answer: StreamAnswer, end: asyncio.Event) -> None:
+    """Send the headers when the first event waits, then whatever the socket could not take."""
+    await writer._wake.wait()
+    await writer.start([(b"x-request-id", answer.request_id.encode("latin-1", "replace"))])
+    await writer.pump()
+
+
+async def _ended_before_disconnect(request: Request, end: asyncio.Event) -> bool:
+    """Wait for the end of the answer; False when the client leaves first."""
+    ended = asyncio.ensure_future(end.wait())
+    left = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({ended, left}, return_when=asyncio.FIRST_COMPLETED)
+        return ended.done()
+    finally:
+        ended.cancel()
+        left.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def build_submits(
+    answer: Answer, ask: parse.Ask, new_handle: Callable[[], Handle], dp_rank: int
+) -> list[tuple[list[Choice], Submit]]:
+    """One Submit per prompt, with a Choice for each sequence; fills answer.choices."""
+    seed = ask.sampling.seed or int.from_bytes(os.urandom(8), "little") >> 1
+    now = time.time()
+    want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
+    found = []
+    for prompt_index, prompt in enumerate(ask.prompts):
+        handles = tuple(new_handle() for _ in range(ask.num_choices))
+        names = tuple(
+            RequestId(f"{answer.request_id}-{uuid.uuid4().hex[:8]}-{prompt_index * ask.num_choices + i}")
+            for i in range(ask.num_choices)
+        )
+        submit = Submit(
+            handles=handles,
+            request_ids=names,
+            prompt=prompt,
+            sampling=msgspec.structs.replace(ask.sampling, seed=seed),
+            text=ask.text,
+            max_tokens=ask.max_tokens,
+            want_prompt=want_prompt,
+            priority=ask.priority,
+            cache_salt=ask.cache_salt,
+            arrival_s=now,
+            deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
+            dp_rank=dp_rank,
+        )
+        choices = []
+        for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
+            # Its own Submit, for the case that it must be continued alone.
+            sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
+            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling)
+            choices.append(Choice(answer, prompt_index * ask.num_choices + i, prompt_index, own, handle))  # type: ignore[arg-type]
+        answer.choices += choices
+        found.append((choices, submit))
+    return found
+
+
+def _dp_rank(request: Request) -> int:
+    value = request.headers.get("x-data-parallel-rank")
+    if value is None:
+        return -1
+    if not value.isdecimal():
+        raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
+    return int(value)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+class _AlreadySent(Response):
+    """The response went out through the EventWriter."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Nothing is left to send."""
+
+
+class _Endpoint:
+    """An ASGI endpoint around a method: errors become OpenAI's form, `send` is within reach of the writer."""
+
+    def __init__(self, method: Callable[[Request], Awaitable[Response | None]]) -> None:
+        self._method = method
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        scope["meshlm.send"] = send
+        request = Request(scope, receive)  # type: ignore[arg-type]
+        try:
+            response = await self._method(request)
+        except HttpError as error:
+            response = Response(error.body(), error.status, error.headers(), "application/json")
+        if response is not None:
+            await response(scope, receive, send)  # type: ignore[arg-type]
+
+
+class _KeyCheck:
+    """Asks for one of the API keys on every route but the probes, comparing in constant time."""
+
+    def __init__(self, app: Any, keys: tuple[bytes, ...]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            matches = [hmac.compare_digest(given, key) for key in self._keys]
+            if not any(matches):
+                error = HttpError(
+                    401, "Unauthorized: send a valid key as 'Authorization: Bearer KEY'", kind="authentication_error"
+                )
+                await Response(error.body(), 401, media_type="application/json")(scope, receive, send)  # type: ignore[arg-type]
+                return
+        await self._app(scope, receive, send)
