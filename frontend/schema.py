@@ -17,7 +17,7 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
-Seed = Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class StreamOptions(Struct, frozen=True):

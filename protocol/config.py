@@ -28,9 +28,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "float16", "bfloat16", "half", "float"],
         Meta(description="of weights and activations; auto: the model's on a GPU, float32 on the CPU"),
     ] = "auto"
-    max_model_len: Annotated[
-        int | None, Meta(ge=1, description="context length, prompt + output; default: the model's")
-    ] = None
+    max_model_len: (
+        Annotated[int, Meta(ge=1, description="context length, prompt + output; default: the model's")] | None
+    ) = None
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
     ] = "auto"
@@ -44,9 +44,10 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all")
     ] = 0.92
-    kv_cache_memory: Annotated[
-        int | None, Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True})
-    ] = None
+    kv_cache_memory: (
+        Annotated[int, Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True})]
+        | None
+    ) = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
 
@@ -54,12 +55,12 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """Batching."""
 
-    max_num_seqs: Annotated[
-        int | None, Meta(ge=1, le=8192, description="requests in one step at most (GPU 1024, CPU 64)")
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)")
-    ] = None
+    max_num_seqs: (
+        Annotated[int, Meta(ge=1, le=8192, description="requests in one step at most (GPU 1024, CPU 64)")] | None
+    ) = None
+    max_num_batched_tokens: (
+        Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)")] | None
+    ) = None
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
     max_waiting: Annotated[int, Meta(ge=1, description="queued requests beyond which new ones get 503")] = 4096
     async_depth: Annotated[int, Meta(ge=1, le=4, description="steps in flight; 1: plan only when the last is back")] = 2

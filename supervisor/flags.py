@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
     section: str
     name: str
-    kind: Any  # the type without Annotated
+    kind: Any  # the type without Annotated and None
     meta: Meta | None
     default: object
 
@@ -44,6 +44,8 @@ def settings() -> Iterator[Setting]:
         hints = get_type_hints(struct, include_extras=True)
         for field in msgspec.structs.fields(struct):
             kind, meta = hints[field.name], None
+            if NoneType in get_args(kind):
+                (kind,) = (inner for inner in get_args(kind) if inner is not NoneType)
             if get_origin(kind) is Annotated:
                 kind, meta = get_args(kind)[:2]
             yield Setting(section, field.name, kind, meta, field.default)
@@ -89,10 +91,7 @@ def _help(setting: Setting) -> str:
 
 def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     """The argparse keywords for this setting's type."""
-    kinds = (
-        [kind for kind in get_args(setting.kind) if kind is not NoneType] if NoneType in get_args(setting.kind) else []
-    )
-    kind = kinds[0] if kinds else setting.kind
+    kind = setting.kind
     metavar = setting.name.upper()
     if extra.get("bytes"):
         return {"type": parse_bytes, "metavar": "BYTES"}

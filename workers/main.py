@@ -2,9 +2,9 @@
 
 from typing import NoReturn
 
-from meshlm.workers.io import WorkerApp
 from meshlm.protocol.ids import Role
 from meshlm.runtime import process
+from meshlm.workers.io import WorkerApp
 
 
 def main() -> NoReturn:

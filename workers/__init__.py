@@ -1,0 +1,1 @@
+"""The worker process: one device, the model, KV tensors, sampling."""

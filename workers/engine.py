@@ -1,0 +1,56 @@
+"""What a worker's engine is: something that runs one plan after the other."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct
+
+from meshlm.protocol.step_edge import StepPlan, StepResult
+
+ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
+
+
+class EngineFacts(Struct, frozen=True):
+    """What the scheduler and the user need to know."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    vocab_size: int
+    shown: dict[str, str]
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult:
+        """Block until its tokens are on the host; called in the completion thread, in order."""
+        ...
+
+
+class Engine(Protocol):
+    """All methods but `Pending.wait` are called by one thread."""
+
+    facts: EngineFacts
+
+    def reset(self) -> None:
+        """Forget all rows; KV contents may stay."""
+        ...
+
+    def step(self, plan: StepPlan, received_ns: int) -> Pending:
+        """Launch a plan. May return before the device is done."""
+        ...
+
+    def idle(self) -> bool:
+        """Nothing to do: a chance for background work (CUDA graph capture). True if there may be more of it."""
+        ...
+
+
+class Done:
+    """A step that was computed at once."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result

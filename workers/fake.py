@@ -1,0 +1,110 @@
+"""`--device fake`: a model without weights that proves its KV cache. No torch.
+
+The next token is a hash of all tokens found through the row's block table, slot by slot: the slot of position p holds a rolling
+hash of tokens 0..p, made from what the slot of position p - 1 really holds. A wrong block table shows as a wrong token.
+"""
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.workers.engine import Done, EngineFacts, ProgressReport
+from meshlm.workers.rows import RowTable, StepArrays
+
+_FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+DEFAULT_CACHE_TOKENS = 1 << 20
+FIRST_TOKEN = 256  # smaller ids are often special
+
+U64 = NDArray[np.uint64]
+
+
+def _powers(base: int, count: int) -> U64:
+    values = np.full(count, base, np.uint64)
+    values[0] = 1
+    return np.multiply.accumulate(values)
+
+
+def expected_token(tokens: list[int], vocab_size: int) -> int:
+    """What the fake model says after `tokens`; the tests' oracle."""
+    state = 0
+    for token in tokens:
+        state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
+    return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
+
+
+class FakeEngine:
+    """See `meshlm.workers.engine.Engine`."""
+
+    def __init__(self, config: MeshConfig, report: ProgressReport) -> None:
+        resolved = config.resolved
+        assert resolved is not None
+        self._vocab_size = resolved.spec.vocab_size
+        self._step_s = config.worker.fake_step_ms / 1e3
+        block_size = config.cache.block_size
+        per_token = resolved.spec.kv_bytes_per_token_f32
+        memory = config.cache.kv_cache_memory
+        num_blocks = (memory // per_token if memory else DEFAULT_CACHE_TOKENS) // block_size
+        self.facts = EngineFacts(num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, {"fake": "yes"})
+        self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size)
+        self._state = np.zeros(num_blocks * block_size, np.uint64)
+        self._free_at = 0.0
+        longest = resolved.max_num_batched_tokens + 1
+        self._up, self._down = _powers(_FACTOR, longest), _powers(_INVERSE, longest)
+
+    def reset(self) -> None:
+        self._rows.reset()
+        self._state[:] = 0
+
+    def idle(self) -> bool:
+        return False
+
+    def step(self, plan: StepPlan, received_ns: int) -> Done:
+        self._rows.apply(plan)
+        arrays = self._rows.step(plan)
+        launched = time.monotonic_ns()
+        token_ids = self._compute(arrays)
+        self._rows.sampled(arrays, token_ids)
+        if self._step_s:
+            begun = max(self._free_at, time.monotonic())
+            self._free_at = begun + self._step_s
+            time.sleep(max(0.0, self._free_at - time.monotonic()))
+        return Done(
+            StepResult(
+                session=plan.session,
+                step=plan.step,
+                token_ids=token_ids.tobytes(),
+                received_ns=received_ns,
+                launched_ns=launched,
+                done_ns=time.monotonic_ns(),
+            )
+        )
+
+    def _compute(self, arrays: StepArrays) -> NDArray[np.int32]:
+        """Write every token's state, read the last one's of the rows that sample."""
+        block_size = self._rows.block_size
+        before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
+        slot_before = (
+            self._rows.blocks[arrays.rows, before // block_size].astype(np.int64) * block_size + before % block_size
+        )
+        carried = np.where(arrays.starts > 0, self._state[slot_before], np.uint64(0))
+        terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
+        if len(terms) == len(arrays.rows):
+            states = carried * np.uint64(_FACTOR) + terms
+            self._state[arrays.slots] = states
+        else:
+            for index, (begin, end) in enumerate(
+                zip(arrays.query_start[:-1].tolist(), arrays.query_start[1:].tolist())
+            ):
+                count = end - begin
+                # state[k] = carried * F^(k+1) + sum_j<=k term[j] * F^(k-j)
+                sums = np.cumsum(terms[begin:end] * self._down[:count], dtype=np.uint64)
+                self._state[arrays.slots[begin:end]] = (
+                    carried[index] * self._up[1 : count + 1] + sums * self._up[:count]
+                )
+        last = arrays.slots[arrays.query_start[1:] - 1][arrays.samples]
+        chosen = (self._state[last] >> np.uint64(33)) % np.uint64(self._vocab_size - FIRST_TOKEN)
+        return (chosen + np.uint64(FIRST_TOKEN)).astype(np.int32)

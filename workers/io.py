@@ -1,0 +1,197 @@
+"""The worker's links and threads.
+
+Three threads: the event loop (links, heartbeat), the stepper (prepares and launches plans in order, loads the model first) and the
+completer (waits for a step's tokens without holding the interpreter). The engine is the stepper's alone.
+"""
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+
+from msgspec import Struct
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, WorkerReady
+from meshlm.runtime.errors import LinkDown
+from meshlm.runtime.mesh import Mesh
+from meshlm.workers.engine import Engine, Pending, ProgressReport
+
+SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
+
+
+def make_engine(config: MeshConfig, report: ProgressReport) -> Engine:
+    """The engine of the configured device; torch is imported only where it is needed."""
+    assert config.resolved is not None
+    if config.resolved.device == "fake":
+        from meshlm.workers.fake import FakeEngine
+
+        return FakeEngine(config, report)
+    from meshlm.workers.runner import TorchEngine
+
+    return TorchEngine(config, report)
+
+
+class WorkerApp:
+    """See `meshlm.runtime.process.App`."""
+
+    def __init__(self) -> None:
+        self._mesh: Mesh | None = None
+        self._engine: Engine | None = None
+        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset, int] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
+        self._steps = 0
+        self._phase = "loading"
+
+    async def start(self, mesh: Mesh) -> dict[str, str]:
+        self._mesh = mesh
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        loaded: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        stepper = threading.Thread(target=self._stepper, args=(loaded,), name="stepper", daemon=True)
+        completer = threading.Thread(target=self._completer, name="completer", daemon=True)
+        self._threads = [stepper, completer]
+        for thread in self._threads:
+            thread.start()
+        self._engine = await loaded
+        if self._reset is not None:
+            self._plans.put((self._reset, 0))
+        return self._engine.facts.shown
+
+    # --- stepper thread ---
+
+    def _stepper(self, loaded: "asyncio.Future[Engine]") -> None:
+        assert self._mesh is not None
+        loop, mesh = loaded.get_loop(), self._mesh
+
+        def report(phase: str, done: int, total: int, unit: str) -> None:
+            self._phase = phase
+            loop.call_soon_threadsafe(mesh.progress, phase, done, total, unit)
+
+        def answer(result: Engine | BaseException) -> None:
+            if loaded.cancelled():
+                return
+            if isinstance(result, BaseException):
+                loaded.set_exception(result)
+            else:
+                loaded.set_result(result)
+
+        try:
+            engine = make_engine(mesh.config, report)
+        except BaseException as error:
+            loop.call_soon_threadsafe(answer, error)
+            return
+        loop.call_soon_threadsafe(answer, engine)
+        self._step_for_ever(engine)
+
+    def _step_for_ever(self, engine: Engine) -> None:
+        background = True
+        while True:
+            self._phase = "idle"
+            try:
+                item = self._plans.get(timeout=0.05) if background else self._plans.get()
+            except queue.Empty:
+                background = engine.idle()
+                continue
+            if item is None:
+                return
+            message, received_ns = item
+            self._phase = "stepping"
+            if isinstance(message, Reset):
+                engine.reset()
+                self._say(self._ready_message(engine, message))
+                continue
+            self._steps += 1
+            try:
+                pending = engine.step(message, received_ns)
+            except Exception as error:
+                self._failed(message, error)
+                continue
+            self._pending.put((message, pending))
+
+    def _ready_message(self, engine: Engine, reset: Reset) -> WorkerReady:
+        facts = engine.facts
+        resolved = self._mesh.config.resolved if self._mesh else None
+        assert resolved is not None
+        return WorkerReady(
+            session=reset.session,
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            vocab_size=facts.vocab_size,
+        )
+
+    def _failed(self, plan: StepPlan, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if "CUDA error" in text or "device-side assert" in text:
+            assert self._mesh is not None
+            self._mesh.call_soon_threadsafe(self._mesh.fatal, f"the GPU failed: {text.splitlines()[0]}")
+            return
+        self._log_failure(text)
+        self._say(StepFailed(plan.session, plan.step, text.splitlines()[0]))
+
+    def _log_failure(self, text: str) -> None:
+        assert self._mesh is not None
+        self._mesh.log.exception("step failed", error=text)
+
+    # --- completer thread ---
+
+    def _completer(self) -> None:
+        while (item := self._pending.get()) is not None:
+            plan, pending = item
+            try:
+                result: Struct = pending.wait()
+            except Exception as error:
+                self._failed(plan, error)
+                continue
+            self._say(result)
+
+    def _say(self, message: Struct) -> None:
+        """To the scheduler, from any thread."""
+        assert self._mesh is not None
+        self._mesh.call_soon_threadsafe(self._send, message)
+
+    # --- event loop ---
+
+    def _send(self, message: Struct) -> None:
+        assert self._mesh is not None
+        scheduler = Identity(
+            Role.SCHEDULER, self._mesh.identity.index // self._mesh.config.parallel.tensor_parallel_size
+        )
+        try:
+            self._mesh.send(scheduler, message)
+        except LinkDown:
+            self._mesh.log.debug("the scheduler is away", message=type(message).__name__)
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        match message:
+            case StepPlan():
+                self._plans.put((message, time.monotonic_ns()))
+            case Reset():
+                if self._engine is None:
+                    self._reset = message
+                else:
+                    self._plans.put((message, 0))
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        """The scheduler speaks first."""
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        """Weights stay; the next scheduler resets the rows."""
+
+    def flush(self) -> None:
+        """Results leave one by one: each is a whole step."""
+
+    def beat(self) -> tuple[int, str]:
+        return self._steps, self._phase
+
+    async def drain(self, limit_s: float) -> None:
+        """Frontends end first and wait for their requests; nothing is left then."""
+
+    async def stop(self) -> None:
+        self._plans.put(None)
+        self._pending.put(None)

@@ -1,0 +1,104 @@
+"""The persistent batch rows: a plan brings only what changed, this table has the rest. No torch.
+
+Owned by the thread that steps. `step` turns a plan's columns into flat per-token arrays without a Python loop over requests.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+
+class StepArrays(NamedTuple):
+    """One step, host side. n requests, t tokens."""
+
+    rows: I32  # [n]
+    starts: I32  # [n] first position computed
+    counts: I32  # [n] positions computed
+    samples: NDArray[np.bool_]  # [n]
+    query_start: I32  # [n + 1] prefix sum of counts
+    token_rows: I32  # [t] row of each token
+    positions: I64  # [t]
+    slots: I64  # [t] block * block_size + offset
+    token_ids: I32  # [t]; -1 where the id is the row's last sampled token, known only on the device
+
+
+class RowTable:
+    """Rows by number; all arrays have max_rows rows."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
+        self.num_known = np.zeros(max_rows, np.int32)  # leading tokens whose ids are in `tokens`
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.blocks = np.zeros((max_rows, self.max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_rows, np.int32)
+        self.sampling: dict[int, SamplingParams] = {}
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.sampling.clear()
+        self.num_known[:] = 0
+        self.num_blocks[:] = 0
+
+    def apply(self, plan: StepPlan) -> None:
+        """Rows that go, rows that come, blocks that are appended."""
+        for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
+            self.sampling.pop(row, None)
+        for new in plan.new_rows:
+            self._take(new)
+        if plan.block_rows:
+            self._append(np.frombuffer(plan.block_rows, np.int32), np.frombuffer(plan.block_ids, np.int32))
+
+    def _take(self, new: NewRow) -> None:
+        ids = np.frombuffer(new.token_ids, np.int32)
+        blocks = np.frombuffer(new.block_ids, np.int32)
+        row = new.row
+        self.tokens[row, : len(ids)] = ids
+        self.num_known[row] = len(ids)
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.blocks[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+        self.sampling[row] = new.sampling
+
+    def _append(self, rows: I32, ids: I32) -> None:
+        """A row may get several blocks; its pairs stand together and in order."""
+        first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+        lengths = np.diff(np.append(first, len(rows)))
+        nth = np.arange(len(rows)) - np.repeat(first, lengths)
+        self.blocks[rows, self.num_blocks[rows] + nth] = ids
+        self.num_blocks[rows[first]] += lengths.astype(np.int32)
+
+    def step(self, plan: StepPlan) -> StepArrays:
+        """The plan's columns as flat arrays; call after `apply`."""
+        rows, starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
+        n = len(rows)
+        counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(n, np.int32)
+        samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else np.ones(n, np.bool_)
+        query_start = np.zeros(n + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        if plan.num_tokens == n:
+            token_rows, positions = rows, starts.astype(np.int64)
+        else:
+            token_rows = np.repeat(rows, counts)
+            within = np.arange(plan.num_tokens) - np.repeat(query_start[:-1], counts)
+            positions = np.repeat(starts, counts).astype(np.int64) + within
+        block = self.blocks[token_rows, positions // self.block_size].astype(np.int64)
+        slots = block * self.block_size + positions % self.block_size
+        known = positions < self.num_known[token_rows]
+        token_ids = np.where(known, self.tokens[token_rows, positions], np.int32(-1))
+        return StepArrays(rows, starts, counts, samples, query_start, token_rows, positions, slots, token_ids)
+
+    def sampled(self, arrays: StepArrays, token_ids: I32) -> None:
+        """The tokens of the rows that sampled are known now (a device that computes in step)."""
+        rows = arrays.rows[arrays.samples]
+        at = (arrays.starts + arrays.counts)[arrays.samples]
+        self.tokens[rows, at] = token_ids
+        self.num_known[rows] = at + 1
