@@ -1,0 +1,38 @@
+"""The explicit record that a model's forward takes: one step's tensors. Nothing about a step is global."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """n requests, t tokens; the first `num_decodes` requests have one token each and stand first."""
+
+    input_ids: Tensor  # int64 [t]
+    positions: Tensor  # int64 [t]
+    slot_mapping: Tensor  # int64 [t] block * block_size + offset
+    block_tables: Tensor  # int64 [n, blocks of the longest context]
+    seq_lens: Tensor  # int64 [n] context length, this step's tokens included
+    logits_indices: Tensor  # int64 [l] tokens whose logits are wanted
+    num_decodes: int
+    query_lens: tuple[int, ...]  # of the requests after the decodes
+    context_lens: tuple[int, ...]  # of the same requests, this step included
+    max_decode_len: int  # longest context among the decodes
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's KV memory, by block and, for writing, by slot."""
+
+    keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    values: Tensor
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""
+        return self.keys.flatten(0, 1), self.values.flatten(0, 1)

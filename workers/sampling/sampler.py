@@ -1,0 +1,126 @@
+"""Logits to tokens, for the whole batch at once. Any device.
+
+Order of operations as in vLLM: allowed ids and min_tokens, logit bias, penalties, temperature, min-p, top-k, top-p, draw.
+The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.workers.sampling.draws import uniforms
+from meshlm.workers.sampling.table import SamplingTable
+
+MIN_TEMPERATURE = 1e-5  # below: greedy
+
+
+class SampleRows(NamedTuple):
+    """Which rows a sample is for. All of length l, host side."""
+
+    rows: NDArray[np.int32]
+    output_index: NDArray[np.int64]  # of the token that is drawn
+    lens: NDArray[np.int64]  # tokens before it, prompt included
+    prompt_lens: NDArray[np.int64]
+
+
+def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> Tensor:
+    """Token ids int64 [l] for logits [l, vocab] (changed in place). `tokens` int32 [max_rows, len]: all tokens by row."""
+    rows = at.rows
+    if table.special:
+        _apply_special(logits, at, table)
+    penalised = np.flatnonzero(table.penalised[rows])
+    if len(penalised):
+        _penalise(logits, penalised, at, table, tokens)
+    temperature = table.temperature[rows]
+    greedy = temperature < MIN_TEMPERATURE
+    if greedy.all():
+        return logits.argmax(dim=-1)
+    device = logits.device
+    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(device, non_blocking=True)
+    scaled = logits.float() / scale[:, None]
+    _truncate(scaled, rows, table)
+    drawn = _draw(scaled, torch.from_numpy(uniforms(table.seed[rows], at.output_index)).to(device, non_blocking=True))
+    if not greedy.any():
+        return drawn
+    return torch.where(torch.from_numpy(greedy).to(device, non_blocking=True), logits.argmax(dim=-1), drawn)
+
+
+def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds uniform * total. float64 sums: 128k terms add up exactly enough."""
+    cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=scaled.shape[1] - 1)
+
+
+def _truncate(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) -> None:
+    """min-p, top-k and top-p, each only where a row of the batch asks for it. Tokens outside become -inf."""
+    vocab = scaled.shape[1]
+    min_p, top_k, top_p = table.min_p[rows], table.top_k[rows], table.top_p[rows]
+    device = scaled.device
+    if (min_p > 0).any():
+        floor = (
+            scaled.amax(dim=-1, keepdim=True) + torch.from_numpy(np.log(np.maximum(min_p, 1e-30))).to(device)[:, None]
+        )
+        off = torch.from_numpy(min_p <= 0).to(device)[:, None]
+        scaled.masked_fill_((scaled < floor) & ~off, -torch.inf)
+    limited = (top_k > 0) & (top_k < vocab)
+    if not limited.any() and not (top_p < 1).any():
+        return
+    ordered, order = scaled.sort(dim=-1, descending=True)
+    if limited.any():
+        k = torch.from_numpy(np.where(limited, top_k, vocab)).to(device)
+        kth = ordered.gather(1, (k - 1)[:, None])
+        ordered.masked_fill_(ordered < kth, -torch.inf)  # ties with the k-th stay, as vLLM keeps them
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    share = torch.from_numpy(np.where(top_p < 1, top_p, 2.0).astype(np.float32)).to(device)[:, None]
+    ordered.masked_fill_(before >= share, -torch.inf)
+    scaled.scatter_(1, order, ordered)
+
+
+def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, table: SamplingTable, tokens: Tensor) -> None:
+    """Repetition over prompt and output, presence and frequency over output (Keskar et al. 2019; OpenAI's API)."""
+    device, vocab = logits.device, logits.shape[1]
+    rows = at.rows[places]
+    longest = int(at.lens[places].max())
+    ids = tokens[torch.from_numpy(rows.astype(np.int64)).to(device), :longest].long()
+    position = torch.arange(longest, device=device)
+    valid = position < torch.from_numpy(at.lens[places]).to(device)[:, None]
+    is_output = valid & (position >= torch.from_numpy(at.prompt_lens[places]).to(device)[:, None])
+    ids = torch.where(valid, ids, 0)
+    shape = (len(places), vocab)
+    counts = torch.zeros(shape, device=device).scatter_add_(1, ids, is_output.float())
+    seen = torch.zeros(shape, device=device).scatter_add_(1, ids, valid.float()) > 0
+
+    def column(values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values[rows]).to(device)[:, None]
+
+    index = torch.from_numpy(places).to(device)
+    part = logits[index].float()
+    factor = torch.where(seen, column(table.repetition), 1.0)
+    part = torch.where(part > 0, part / factor, part * factor)
+    part -= column(table.frequency) * counts + column(table.presence) * (counts > 0)
+    logits[index] = part.to(logits.dtype)
+
+
+def _apply_special(logits: Tensor, at: SampleRows, table: SamplingTable) -> None:
+    """Rows with allowed ids, a bias, or stop tokens that may not come yet."""
+    for place, row in enumerate(at.rows.tolist()):
+        params = table.special.get(row)
+        if params is None:
+            continue
+        line = logits[place]
+        if params.allowed_token_ids:
+            allowed = torch.tensor(params.allowed_token_ids, device=line.device)
+            kept = line[allowed].clone()
+            line.fill_(-torch.inf)
+            line[allowed] = kept
+        if int(at.output_index[place]) < params.min_tokens:
+            stops = params.stop_token_ids + params.eos_token_ids
+            line[torch.tensor(stops, dtype=torch.long, device=line.device)] = -torch.inf
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=line.device)
+            line[ids] += torch.tensor(list(params.logit_bias.values()), device=line.device, dtype=line.dtype)
