@@ -124,7 +124,7 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    steps = [normalizers.Replace(" ", "▁")]
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
     if fields.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
     tokenizer.normalizer = normalizers.Sequence(steps)

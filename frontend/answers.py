@@ -87,7 +87,10 @@ def chat_logprobs(positions: list[PositionLogprobs]) -> Json:
 
 def completion_logprobs(positions: list[PositionLogprobs | None], offset: int) -> Json:
     """choices[].logprobs of a completion; None stands for a prompt's first token."""
-    tokens, values, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
     for position in positions:
         offsets.append(offset)
         if position is None:
@@ -194,7 +197,7 @@ class WholeAnswer(Answer):
         positions: list[PositionLogprobs | None] = list(self._logprobs.get(choice.index, []))
         if not self.ask.echo:
             return completion_logprobs(positions, 0)
-        of_prompt = self._prompt_logprobs.get(choice.index, [])
+        of_prompt = self._prompt_logprobs.get(choice.index, [None])  # a single token has none
         found = completion_logprobs(of_prompt + positions, 0)
         if found["tokens"] and accepted.prompt_token_strings:
             found["tokens"][0] = accepted.prompt_token_strings[0]

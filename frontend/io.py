@@ -1,6 +1,7 @@
 """The frontend's links, server and clock."""
 
 import asyncio
+import contextlib
 import time
 
 from msgspec import Struct
@@ -46,6 +47,7 @@ class FrontendApp:
         self._serving: asyncio.Task[None] | None = None
         self._orphaned_at: float | None = None
         self._draining = False
+        self._closed = asyncio.Event()  # set whenever a request ends
         self.num_open = 0
         self._ticks = 0
         self._unknown_seen: set[str] = set()
@@ -109,6 +111,7 @@ class FrontendApp:
         self._send(self._desk.open(choices, submit))
 
     def close(self, choices: list[Choice]) -> None:
+        self._closed.set()
         self.num_open = max(0, self.num_open - len({choice.prompt_index for choice in choices}))
         self._send(self._desk.close(choices))
 
@@ -198,9 +201,11 @@ class FrontendApp:
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests; wait for the open ones."""
         self._draining = True
-        until = time.monotonic() + limit_s
-        while self.num_open and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self.num_open:
+                    self._closed.clear()
+                    await self._closed.wait()
 
     async def stop(self) -> None:
         if self._server is not None and self._serving is not None:

@@ -122,5 +122,5 @@ class _Bulk:
 def exposition() -> bytes:
     """All frontends' metrics in Prometheus' text format."""
     registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
+    multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     return generate_latest(registry)

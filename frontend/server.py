@@ -26,6 +26,7 @@ from meshlm.frontend.desk import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
@@ -127,7 +128,7 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         body, _ = parse.decode(await self._body(request), DetokenizeRequest)
         self._check_model(body.model)
-        reply = await self._backend.ask(Detokenize(self._backend.new_handle(), parse.pack_i32(body.tokens)))
+        reply = await self._backend.ask(Detokenize(self._backend.new_handle(), pack_i32(body.tokens)))
         assert isinstance(reply, DetokenizeReply)
         if reply.error:
             raise HttpError(400, reply.error, reply.param)
@@ -179,7 +180,7 @@ class Routes:
         request_id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)[:128]
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
-        writer = EventWriter(request.scope, request.scope["meshlm.send"])
+        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"])
         answer: WholeAnswer | StreamAnswer
         if ask.stream:
             answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write)
@@ -318,7 +319,7 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
         scope["meshlm.send"] = send
-        request = Request(scope, receive)  # type: ignore[arg-type]
+        request = Request(scope, receive)
         try:
             response = await self._method(request)
         except HttpError as error:

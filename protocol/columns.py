@@ -34,6 +34,6 @@ def pack_f32(values: Iterable[float]) -> bytes:
     return array("f", values).tobytes()
 
 
-def unpack_f32(column: bytes) -> memoryview:
+def unpack_f32(column: bytes) -> "memoryview[float]":
     """float32 view of a column."""
     return memoryview(column).cast("f")

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import setproctitle
@@ -90,6 +90,11 @@ def _dump_stacks_on_request(run_dir: Path, identity: Identity) -> None:
     faulthandler.enable()
 
 
+async def _first(*futures: "asyncio.Future[Any]") -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
 class _Process:
     """One run of one App."""
 
@@ -124,7 +129,7 @@ class _Process:
         starting = asyncio.ensure_future(self._app.start(self._mesh))
         shutdown = asyncio.ensure_future(self._shutdown.wait())
         fatal = self._mesh.on_fatal
-        await asyncio.wait({starting, shutdown, fatal}, return_when=asyncio.FIRST_COMPLETED)
+        await _first(starting, shutdown, fatal)
         if fatal.done():
             fatal.result()
         if starting.done():
@@ -132,7 +137,7 @@ class _Process:
             self._mesh.set_ready()
             self._mesh.tell_supervisor(control.Ready(self._facts))
             self._beat()
-            await asyncio.wait({shutdown, fatal}, return_when=asyncio.FIRST_COMPLETED)
+            await _first(shutdown, fatal)
             if fatal.done():
                 fatal.result()
             await self._app.drain(self._drain_s)

@@ -1,7 +1,7 @@
 """The scheduler's pure core: owns this rank's requests and KV blocks.
 
-`handle(event, now)` takes what happened, `plan(now_ns)` gives the next step as long as fewer than `async_depth` are in flight. Called by
-io.py; never sees a socket or a clock.
+`handle(event, now)` takes what happened, `plan(now_ns)` gives the next step as long as fewer than `async_depth` are in
+flight. Called by io.py; never sees a socket or a clock.
 """
 
 from collections import deque

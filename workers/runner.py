@@ -4,6 +4,7 @@ On CUDA everything is queued on one stream and nothing waits for the device: sam
 token table, where the next step finds them, and go to the host behind an event.
 """
 
+import math
 import os
 import time
 
@@ -19,7 +20,7 @@ from meshlm.workers import memory
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.engine import EngineFacts, ProgressReport
-from meshlm.workers.rows import RowTable, StepArrays
+from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
 from meshlm.workers.sampling.table import SamplingTable
@@ -119,6 +120,13 @@ class TorchEngine:
             raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
         return [LayerCache(both[0], both[1]) for both in tensors]
 
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """On the CPU, pages that are not touched yet cost nothing: numpy asks for them with calloc, torch fills them."""
+        if self._device.type == "cpu":
+            flat = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
+            return torch.from_numpy(flat).view(self._dtype).view(shape)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
     def _warm_up(self) -> None:
         """One small step, so that no first request pays for it. Writes to block 0, which holds nothing yet."""
         self._run_dummy(1, 1)
@@ -191,7 +199,7 @@ class TorchEngine:
             return _Launched(result, token_ids, None)
         tokens = torch.empty(token_ids.shape, dtype=torch.int32, pin_memory=True)
         tokens.copy_(token_ids, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _Launched(result, tokens, event)
 
@@ -203,7 +211,7 @@ class TorchEngine:
         num_decodes = int((arrays.counts == 1).sum())
         blocks = -(-int(ends.max()) // block_size)
 
-        def put(values: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> Tensor:
+        def put(values: I32 | I64) -> Tensor:
             tensor = torch.from_numpy(np.ascontiguousarray(values, np.int64))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -4,6 +4,8 @@ Plain torch modules; `ForwardBatch` says everything about a step. Query, key and
 projections another.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,11 @@ from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.rope import apply_rope, rope_table
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class RMSNorm(nn.Module):

@@ -17,4 +17,5 @@ def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[n
     z = (z ^ (z >> np.uint64(30))) * _A
     z = (z ^ (z >> np.uint64(27))) * _B
     z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    found: NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return found

@@ -1,0 +1,104 @@
+"""Decoding, stop strings and tokenizers: nothing is emitted half, and the whole is what the library decodes."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.detokenizer import tokenizer_files
+from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.stops import StopFinder
+from meshlm.detokenizer.templates import ChatTemplate
+from meshlm.runtime.errors import RequestError
+
+TEXTS = [
+    "Hello  world, it's 2024!",
+    "\n\n  été 你好 🙂 👩‍👩‍👧",
+    "def f(x):\n\treturn x**2",
+    "<|im_start|>user\nhi<|im_end|>\n",
+]
+
+
+@pytest.fixture(scope="module")
+def table(smollm2: Path) -> TokenTable:
+    return TokenTable(tokenizer_files.load(smollm2))
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2: Path) -> tokenizer_files.LoadedTokenizer:
+    return tokenizer_files.load(smollm2)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_and_decode_again(loaded: tokenizer_files.LoadedTokenizer, text: str) -> None:
+    ids = loaded.tokenizer.encode(text).ids
+    assert loaded.tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_digits_are_single_tokens(loaded: tokenizer_files.LoadedTokenizer) -> None:
+    assert loaded.tokenizer.encode("2024").tokens == ["2", "0", "2", "4"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(17, 49151), max_size=60))
+def test_piece_by_piece_is_the_whole(table: TokenTable, ids: list[int]) -> None:
+    decoder = table.decoder(skip_special_tokens=True)
+    pieces = [decoder.push(token) for token in ids] + [decoder.finish()]
+    assert "".join(pieces) == table.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_half_a_character_waits(table: TokenTable) -> None:
+    ids = table.tokenizer.encode("🦜").ids
+    assert len(ids) > 1
+    decoder = table.decoder(skip_special_tokens=True)
+    assert [decoder.push(token) for token in ids] == [""] * (len(ids) - 1) + ["🦜"]
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_is_found_wherever_the_pieces_are_cut(pieces: list[str], stops: list[str]) -> None:
+    finder = StopFinder(tuple(stops), include=False)
+    shown = ""
+    for piece in pieces:
+        shown += finder.push(piece)
+        if finder.matched is not None:
+            break
+    whole = "".join(pieces)
+    ends = [at + len(stop) for stop in stops if (at := whole.find(stop)) >= 0]
+    if not ends:
+        assert finder.matched is None
+        assert shown + finder.finish() == whole
+    else:
+        assert finder.matched is not None
+        assert all(stop not in shown for stop in stops)
+        assert whole.startswith(shown + finder.matched)
+
+
+def test_include_shows_the_stop_string() -> None:
+    finder = StopFinder(("END",), include=True)
+    assert finder.push("one E") == "one "
+    assert finder.push("ND two") == "END"
+
+
+def test_template_error_names_messages() -> None:
+    template = ChatTemplate("{{ raise_exception('no such role') }}", {})
+    with pytest.raises(RequestError, match="no such role") as error:
+        template.render([], None, {}, add_generation_prompt=True, continue_final_message=False)
+    assert error.value.param == "messages"
+
+
+def test_continue_final_message_cuts_after_it() -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    template = ChatTemplate(source, {})
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
+    text = template.render(messages, None, {}, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<user>x</s><assistant>Once upon"
+
+
+def test_sandbox_holds() -> None:
+    template = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
+    with pytest.raises(RequestError):
+        template.render([], None, {}, add_generation_prompt=True, continue_final_message=False)

@@ -1,0 +1,25 @@
+"""One mesh for all tests of a kind that do not harm it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from serving import Serving, serving
+
+
+@pytest.fixture(scope="session")
+def fake() -> Iterator[Serving]:
+    """The whole mesh with the fake device."""
+    with serving("--device", "fake", "--max-model-len", "4096") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smol() -> Iterator[Serving]:
+    """The whole mesh with SmolLM2 on the CPU."""
+    with serving("--device", "cpu", "--kv-cache-memory", "1G", "--max-num-batched-tokens", "256") as server:
+        yield server

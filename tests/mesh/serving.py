@@ -1,0 +1,98 @@
+"""Starts a real mesh for a test and ends it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+MESHLM = str(Path(sys.executable).parent / "meshlm")
+START_LIMIT_S = 90
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Serving:
+    """One `meshlm serve`. `lines` is what it said."""
+
+    def __init__(self, *flags: str) -> None:
+        self.port = free_port()
+        self.run_dir = tempfile.mkdtemp(prefix="mlm")
+        self.lines: list[str] = []
+        self._news: Queue[str | None] = Queue()
+        self.process = subprocess.Popen(
+            [MESHLM, "serve", "--host", "127.0.0.1", "--port", str(self.port), "--run-dir", self.run_dir, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            self._news.put(line)
+        self._news.put(None)
+
+    def wait_for(self, text: str, limit_s: float = START_LIMIT_S) -> str:
+        """The next line with this text. AssertionError with all that was said when it does not come."""
+        try:
+            while (line := self._news.get(timeout=limit_s)) is not None:
+                if text in line:
+                    return line
+        except Empty:
+            pass
+        raise AssertionError(f"{text!r} did not come:\n" + "\n".join(self.lines))
+
+    def status(self) -> dict[str, Any]:
+        done = subprocess.run(
+            [MESHLM, "status", "--json", "--run-dir", self.run_dir], capture_output=True, text=True, check=True, cwd="/"
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def pid(self, role: str) -> int:
+        return next(int(p["pid"]) for p in self.status()["processes"] if p["role"] == role)
+
+    def stop(self) -> int:
+        """End in good order; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=30)
+        finally:
+            self.process.kill()
+            self._reader.join(timeout=5)
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[Serving]:
+    """A mesh that is ready."""
+    server = Serving(*flags)
+    try:
+        server.wait_for("ready: http")
+        yield server
+    finally:
+        server.stop()

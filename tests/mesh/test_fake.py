@@ -1,0 +1,239 @@
+"""The whole mesh with the fake device: every token is what the KV contents say it must be."""
+
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Serving, serving
+
+from meshlm.workers.fake import expected_token
+
+pytestmark = pytest.mark.mesh
+VOCAB = 49152
+
+
+def reference(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(expected_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def complete(server: Serving, prompt: list[int], count: int, **extra: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, **extra}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def stream_ids(server: Serving, prompt: list[int], count: int) -> tuple[list[int], list[str]]:
+    """Token ids and finish reasons of a streamed completion."""
+    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    ids: list[int] = []
+    reasons: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                ids += choice["token_ids"]
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return ids, reasons
+
+
+def test_tokens_prove_the_cache(fake: Serving) -> None:
+    prompt = [300 + i for i in range(50)]
+    choice = complete(fake, prompt, 40)["choices"][0]
+    assert choice["token_ids"] == reference(prompt, 40)
+    again = complete(fake, prompt, 40)
+    assert again["choices"][0]["token_ids"] == choice["token_ids"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+
+
+def test_64_streams_with_little_memory() -> None:
+    """KV for about ten of them: they are preempted and recomputed, some are aborted, all others end once and right."""
+    with serving("--device", "fake", "--max-model-len", "512", "--kv-cache-memory", "60M") as server:
+        prompts = [[1000 + stream] * (10 + 5 * stream % 170) for stream in range(64)]
+        before = {p["role"]: p["rss_bytes"] for p in server.status()["processes"]}
+
+        def one(stream: int) -> None:
+            if stream % 9 == 4:
+                abort(server, prompts[stream])
+                return
+            ids, reasons = stream_ids(server, prompts[stream], 150 + stream)
+            assert ids == reference(prompts[stream], 150 + stream)
+            assert reasons == ["length"]
+
+        with ThreadPoolExecutor(64) as pool:
+            list(pool.map(one, range(64)))
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert "num_preemptions_total" in metrics
+        # A request that may use all memory proves that every block is free again.
+        assert complete(server, [7] * 10, 500)["choices"][0]["token_ids"] == reference([7] * 10, 500)
+        for process in server.status()["processes"]:
+            assert process["rss_bytes"] < before[process["role"]] + 60e6, f"{process['role']} has grown"
+
+
+def abort(server: Serving, prompt: list[int]) -> None:
+    """Hang up after a few tokens."""
+    body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for number, _ in enumerate(answer.iter_lines()):
+            if number > 5:
+                return
+
+
+def test_openai_client(fake: Serving) -> None:
+    client = openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages, max_tokens=6, n=2, seed=5)
+    assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
+    chunks = list(
+        client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=messages,
+            max_tokens=6,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 6
+    assert [model.id for model in client.models.list()] == ["SmolLM2-135M-Instruct"]
+
+
+def test_status_shows_all_processes_and_small_memory(fake: Serving) -> None:
+    status = fake.status()
+    roles = [process["role"] for process in status["processes"]]
+    assert sorted(roles) == ["coordinator", "detokenizer", "frontend", "scheduler", "supervisor", "worker"]
+    for process in status["processes"]:
+        assert process["state"] == "ready"
+        if process["role"] != "worker":
+            assert process["rss_bytes"] < 150e6, process
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler", "detokenizer", "coordinator", "frontend"])
+def test_a_killed_process_is_started_again(role: str) -> None:
+    import os
+    import signal
+
+    with serving("--device", "fake", "--max-model-len", "4096") as server:
+        os.kill(server.pid(role), signal.SIGKILL)
+        server.wait_for(f"{role}/0 is ready")
+        for _ in range(200):
+            if httpx.get(f"{server.url}/ready").status_code == 200:
+                break
+            threading.Event().wait(0.05)
+        assert complete(server, [500, 501], 8)["choices"][0]["token_ids"] == reference([500, 501], 8)
+        process = next(p for p in server.status()["processes"] if p["role"] == role)
+        assert process["restarts"] == 1
+
+
+def test_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = Serving("--device", "fake", "--port", str(taken.getsockname()[1]))
+        assert server.process.wait(timeout=30) == 1
+        server.stop()
+        assert len(server.lines) == 1
+        assert "Address already in use" in server.lines[0]
+
+
+def test_too_little_memory_says_what_would_fit() -> None:
+    server = Serving("--device", "cpu", "--kv-cache-memory", "10M")
+    assert server.process.wait(timeout=90) == 1
+    server.stop()
+    assert "--max-model-len" in server.lines[-1]
+    assert "would fit" in server.lines[-1]
+
+
+def test_api_key_guards_all_but_the_probes() -> None:
+    with serving("--device", "fake", "--api-key", "secret") as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+
+
+BAD = [
+    ('{"prompt": "x"', 400, ""),
+    ("[]", 400, ""),
+    ('{"prompt": "x", "temperature": -1}', 400, "temperature"),
+    ('{"prompt": "x", "temperature": "warm"}', 400, "temperature"),
+    ('{"prompt": "x", "top_p": 0}', 400, "top_p"),
+    ('{"prompt": "x", "max_tokens": 0}', 400, "max_tokens"),
+    ('{"prompt": "x", "max_tokens": 1000000}', 400, "max_tokens"),
+    ('{"prompt": "x", "n": 100000}', 400, "n"),
+    ('{"prompt": "x", "seed": 1e400}', 400, ""),
+    ('{"prompt": ""}', 400, "prompt"),
+    ('{"prompt": []}', 400, "prompt"),
+    ('{"prompt": [99999999]}', 400, "prompt"),
+    ('{"prompt": [-1]}', 400, "prompt"),
+    ('{"prompt": [1, "a"]}', 400, "prompt"),
+    ('{"prompt": "x", "model": "nope"}', 404, "model"),
+    ('{"prompt": "x", "stop": %s}' % json.dumps(["s"] * 10_000), 400, "stop"),
+    ('{"prompt": "x", "logit_bias": {"a": 1}}', 400, "logit_bias"),
+    ('{"prompt": "x", "logprobs": 1000}', 400, "logprobs"),
+    ('{"prompt": "x", "best_of": 1, "n": 2}', 400, "best_of"),
+    (json.dumps({"prompt": [5] * 5000}), 400, "prompt"),
+    (b'{"prompt": "\xff\xfe"}', 400, ""),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), BAD, ids=range(len(BAD)))
+def test_bad_bodies_and_a_stream_beside_them(fake: Serving, body: str | bytes, status: int, param: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(stream_ids, fake, [400, 401], 60)
+        answer = httpx.post(f"{fake.url}/v1/completions", content=body, timeout=30)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert error["message"]
+        assert (error["param"] or "") == param
+        assert beside.result(timeout=30) == (reference([400, 401], 60), ["length"])
+
+
+def test_bad_chats(fake: Serving) -> None:
+    for messages in ([], [{"content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}], "hi"):
+        answer = httpx.post(f"{fake.url}/v1/chat/completions", json={"messages": messages})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages"
+    refused = {"messages": [{"role": "elf", "content": "x"}], "chat_template": "{{ raise_exception('unknown role') }}"}
+    answer = httpx.post(f"{fake.url}/v1/chat/completions", json=refused)
+    assert answer.status_code == 400
+    assert "unknown role" in answer.json()["error"]["message"]
+
+
+def test_a_huge_body_is_refused(fake: Serving) -> None:
+    answer = httpx.post(f"{fake.url}/v1/completions", content=b" " * 100_000_000, timeout=60)
+    assert answer.status_code == 413
+
+
+def test_tokenize_and_detokenize(fake: Serving) -> None:
+    got = httpx.post(f"{fake.url}/tokenize", json={"prompt": "Hello world"}).json()
+    assert got["count"] == len(got["tokens"]) > 0
+    back = httpx.post(f"{fake.url}/detokenize", json={"tokens": got["tokens"]}).json()
+    assert back == {"prompt": "Hello world"}
+
+
+def test_the_supervisor_takes_all_with_it() -> None:
+    import os
+    import signal
+
+    import psutil
+
+    with serving("--device", "fake") as server:
+        pids = [process["pid"] for process in server.status()["processes"]]
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(timeout=5)
+        gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
+        assert not alive
+    assert Path(server.run_dir).exists()

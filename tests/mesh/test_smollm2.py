@@ -1,0 +1,97 @@
+"""SmolLM2 through the whole mesh, against transformers: the same greedy tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from serving import Serving, serving
+
+pytestmark = [pytest.mark.mesh, pytest.mark.model]
+WORDS = (
+    ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "count", "their", "coins", "in", "an", "old", "tower", "by", "the", "sea"]
+)
+PROMPTS = [" ".join(WORDS[(7 * p + i) % len(WORDS)] for i in range(3 + 11 * p)) for p in range(20)]
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2: Path) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, 64 greedy ids) from transformers, float32."""
+    import transformers
+
+    name: dict[str, Any] = {"gguf_file": smollm2.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.parent, **name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, dtype=torch.float32, **name).eval()
+    found = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        found.append((ids[0].tolist(), out[0, ids.shape[1] :].tolist()))
+    return found
+
+
+def complete_all(server: Serving) -> list[tuple[list[int], list[int]]]:
+    body = {"prompt": PROMPTS, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return [(choice["prompt_token_ids"], choice["token_ids"]) for choice in answer.json()["choices"]]
+
+
+@pytest.mark.timeout(400)
+def test_greedy_tokens_are_transformers(smol: Serving, oracle: list[tuple[list[int], list[int]]]) -> None:
+    assert complete_all(smol) == oracle  # cold
+    assert complete_all(smol) == oracle  # prefix cache warm
+
+
+@pytest.mark.timeout(400)
+def test_chunked_and_preempted(oracle: list[tuple[list[int], list[int]]]) -> None:
+    """Chunks of 32 tokens; memory for about three of the twenty."""
+    flags = (
+        "--max-num-batched-tokens",
+        "32",
+        "--max-num-seqs",
+        "16",
+        "--max-model-len",
+        "512",
+        "--kv-cache-memory",
+        "40M",
+    )
+    with serving("--device", "cpu", *flags) as server:
+        assert complete_all(server) == oracle
+        line = next(
+            t for t in httpx.get(f"{server.url}/metrics").text.splitlines() if t.startswith("meshlm:num_preemptions")
+        )
+        assert float(line.split()[-1]) > 0, "nothing was preempted: the test proves nothing"
+
+
+def test_paris(smol: Serving) -> None:
+    client = openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    ask: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "max_tokens": 30}
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    assert whole is not None
+    assert "Paris" in whole
+    streamed = "".join(
+        chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ask, stream=True)
+    )
+    assert streamed == whole
+
+
+def test_logprobs_and_echo(smol: Serving) -> None:
+    body = {"prompt": "The sky is", "max_tokens": 3, "temperature": 0, "logprobs": 2, "echo": True}
+    choice = httpx.post(f"{smol.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    assert choice["text"].startswith("The sky is")
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_seeded_sampling_repeats(smol: Serving) -> None:
+    body = {"prompt": "Once", "max_tokens": 12, "temperature": 1.0, "seed": 11, "n": 2}
+    first, second = (httpx.post(f"{smol.url}/v1/completions", json=body, timeout=60).json() for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in second["choices"]]
+    assert texts[0] != texts[1]

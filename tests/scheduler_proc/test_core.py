@@ -1,0 +1,302 @@
+"""The scheduler against a fake worker that proves its KV: random arrivals, aborts, results, preemptions, deaths."""
+
+from array import array
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.protocol.admit_edge import AbortRequests, Assign, Work
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
+
+DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)
+COORDINATOR = Identity(Role.COORDINATOR)
+LIFE = Incarnation(1)
+VOCAB = 997
+
+
+def next_token(state: int) -> int:
+    return state % VOCAB
+
+
+def extend(state: int, token: int) -> int:
+    return (state * 1_000_003 + token + 1) % (1 << 61)
+
+
+class Model:
+    """Slots hold a rolling hash made from what the slot before really holds."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.slots = [0] * (num_blocks * block_size)
+        self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
+
+    def slot(self, row: int, position: int) -> int:
+        return self.rows[row][1][position // self.block_size] * self.block_size + position % self.block_size
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for row in ints(plan.removed_rows):
+            del self.rows[row]
+        for new in plan.new_rows:
+            assert new.row not in self.rows, "a row given away twice"
+            self.rows[new.row] = (ints(new.token_ids), ints(new.block_ids))
+        for row, block in zip(ints(plan.block_rows), ints(plan.block_ids), strict=True):
+            self.rows[row][1].append(block)
+        rows, starts = ints(plan.rows), ints(plan.starts)
+        counts = ints(plan.counts) or [1] * len(rows)
+        samples = plan.samples or b"\x01" * len(rows)
+        assert sum(counts) == plan.num_tokens
+        assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
+        tokens: list[int] = []
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            for position in range(start, start + count):
+                before = self.slots[self.slot(row, position - 1)] if position else 0
+                self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position])
+        for row, start, count, sampled in zip(rows, starts, counts, samples, strict=True):
+            if sampled:
+                token = next_token(self.slots[self.slot(row, start + count - 1)])
+                assert len(self.rows[row][0]) == start + count
+                self.rows[row][0].append(token)
+                tokens.append(token)
+        return StepResult(session=plan.session, step=plan.step, token_ids=pack_i32(tokens), done_ns=1)
+
+
+def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
+    state = 0
+    for token in prompt:
+        state = extend(state, token)
+    found: list[int] = []
+    while len(found) < num_tokens:
+        found.append(next_token(state))
+        if found[-1] == stop:
+            break
+        state = extend(state, found[-1])
+    return found
+
+
+class Bench:
+    """A scheduler, a model, and what came out."""
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+        self.core = Scheduler(limits)
+        self.model = Model(num_blocks, block_size)
+        self.plans: deque[StepPlan] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, FinishReason] = {}
+        self.cached: dict[int, int] = {}
+        self.now = 0.0
+        self.take(self.core.handle(PeerUp(WORKER, LIFE), self.now))
+
+    def take(self, sends: list[Send]) -> None:
+        for send in sends:
+            match send.message:
+                case Reset() as reset:
+                    self.plans.clear()
+                    self.model = Model(self.model.num_blocks, self.model.block_size)
+                    ready = WorkerReady(reset.session, self.model.num_blocks, self.model.block_size, 64, 64, VOCAB)
+                    self.event(Received(WORKER, LIFE, ready))
+                case StepPlan() as plan:
+                    self.plans.append(plan)
+                case TokenDeltas() as deltas:
+                    self._deltas(deltas)
+
+    def _deltas(self, deltas: TokenDeltas) -> None:
+        handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
+        counts = ints(deltas.counts) or [1] * len(handles)
+        at = 0
+        for row, (handle, start, count) in enumerate(zip(handles, starts, counts, strict=True)):
+            assert handle not in self.ended, "news after the end"
+            mine = self.tokens.setdefault(handle, [])
+            assert start == len(mine), "a token lost or repeated"
+            mine += tokens[at : at + count]
+            at += count
+            if row in deltas.num_cached_tokens:
+                self.cached[handle] = deltas.num_cached_tokens[row]
+        for end in deltas.ended:
+            self.ended[handles[end.row]] = end.reason
+
+    def event(self, event: Received | PeerUp | PeerLost) -> None:
+        self.now += 0.001
+        self.take(self.core.handle(event, self.now))
+        self.core.check()
+        while sends := self.core.plan(int(self.now * 1e9)):
+            self.take(sends)
+            self.core.check()
+
+    def step(self) -> None:
+        self.event(Received(WORKER, LIFE, self.model.run(self.plans.popleft())))
+
+    def assign(self, handle: int, prompt: list[int], max_tokens: int, **params: object) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=params.pop("stop", ()))  # type: ignore[arg-type]
+        work = Work(
+            RequestId(f"r{handle}"),
+            Handle(handle),
+            pack_i32(prompt),
+            sampling,
+            arrival_s=float(handle),
+            **params,  # type: ignore[arg-type]
+        )
+        self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+
+    def finish(self) -> None:
+        for _ in range(100_000):
+            if not self.plans:
+                break
+            self.step()
+        assert not self.core.requests, "requests that nobody finishes"
+        assert self.core.batching.pool.num_free == self.model.num_blocks, "leaked blocks"
+
+
+def limits(**changes: int | bool) -> Limits:
+    values: dict[str, int | bool] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    return Limits(**{**values, **changes})
+
+
+def test_one_request() -> None:
+    bench = Bench(limits(), 16, 4)
+    bench.assign(1, [5, 6, 7], 10)
+    bench.finish()
+    assert bench.tokens[1] == reference([5, 6, 7], 10)
+    assert bench.ended == {1: FinishReason.LENGTH}
+
+
+def test_stop_token_ends_and_later_steps_are_dropped() -> None:
+    expected = reference([5], 20)
+    bench = Bench(limits(), 16, 4)
+    bench.assign(1, [5], 20, stop=(expected[4],))
+    bench.finish()
+    assert bench.tokens[1] == expected[: expected.index(expected[4]) + 1]
+    assert bench.ended == {1: FinishReason.STOP}
+
+
+def test_equal_prefix_is_found_and_salt_separates() -> None:
+    prompt = list(range(20))
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, prompt, 2)
+    bench.finish()
+    bench.assign(2, prompt, 2)
+    bench.assign(3, prompt, 2, cache_salt="other")
+    bench.finish()
+    assert bench.cached == {1: 0, 2: 16, 3: 0}
+    assert bench.tokens[1] == bench.tokens[2] == bench.tokens[3]
+
+
+def test_asynchronous_depth_keeps_two_steps_in_flight() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2], 10)
+    assert len(bench.plans) == 2
+
+
+def test_no_step_is_wasted_at_max_tokens() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2], 3)
+    bench.finish()
+    assert bench.core.num_steps == 3
+
+
+def test_resumed_request_goes_on_after_its_tokens() -> None:
+    expected = reference([9, 8], 6)
+    bench = Bench(limits(), 64, 4)
+    work = Work(RequestId("r"), Handle(1), pack_i32([9, 8]), SamplingParams(max_tokens=6), 1, pack_i32(expected[:4]))
+    bench.tokens[1] = expected[:4]
+    bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+    bench.finish()
+    assert bench.tokens[1] == expected
+
+
+def test_too_long_for_the_cache_is_refused_in_words() -> None:
+    bench = Bench(limits(), 4, 4)
+    bench.assign(1, [1] * 10, 50)
+    assert bench.ended == {1: FinishReason.ERROR}
+
+
+def test_worker_death_loses_nothing() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, list(range(9)), 12)
+    for _ in range(4):
+        bench.step()
+    bench.event(PeerLost(WORKER, LIFE))
+    bench.event(PeerUp(WORKER, LIFE))
+    bench.finish()
+    assert bench.tokens[1] == reference(list(range(9)), 12)
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_priority_decides_who_goes_first(by_priority: bool) -> None:
+    bench = Bench(limits(max_num_seqs=1, by_priority=by_priority), 64, 4)
+    bench.assign(1, [1], 4)
+    bench.assign(2, [2], 4, priority=5)
+    bench.assign(3, [3], 4, priority=-5)
+    bench.finish()
+    assert list(bench.ended) == ([1, 3, 2] if by_priority else [1, 2, 3])
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None:
+    """Few blocks, so preemption happens; small budgets, so prompts are chunked."""
+    draw = data.draw
+    block_size = draw(st.sampled_from([2, 4]))
+    num_blocks = draw(st.integers(64 // block_size, 100 // block_size))
+    bench = Bench(
+        limits(
+            max_model_len=64,
+            max_num_seqs=draw(st.integers(1, 6)),
+            max_num_batched_tokens=draw(st.integers(6, 40)),
+            async_depth=draw(st.integers(1, 3)),
+            prefix_caching=draw(st.booleans()),
+            by_priority=draw(st.booleans()),
+        ),
+        num_blocks,
+        block_size,
+    )
+    asked: dict[int, tuple[list[int], int]] = {}
+    aborted: set[int] = set()
+    for handle in range(draw(st.integers(5, 40))):
+        action = draw(st.sampled_from(["assign", "assign", "step", "step", "step", "abort", "death"]))
+        if action == "assign":
+            shared = draw(st.integers(0, 20))
+            prompt = list(range(shared)) + draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
+            asked[handle] = (prompt, draw(st.integers(1, 64 - len(prompt))))
+            bench.assign(handle, prompt, asked[handle][1], priority=draw(st.integers(-1, 1)))
+        elif action == "abort" and asked:
+            victim = draw(st.sampled_from(sorted(asked)))
+            aborted.add(victim)
+            bench.event(Received(COORDINATOR, LIFE, AbortRequests((RequestId(f"r{victim}"),))))
+        elif action == "death":
+            bench.event(PeerLost(WORKER, LIFE))
+            bench.event(PeerUp(WORKER, LIFE))
+        elif bench.plans:
+            bench.step()
+    bench.finish()
+    for handle, (prompt, count) in asked.items():
+        expected = reference(prompt, count)
+        got = bench.tokens.get(handle, [])
+        if handle in aborted and handle not in bench.ended:
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+            assert bench.ended[handle] is FinishReason.LENGTH
+
+
+def test_dead_detokenizer_frees_its_requests() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, list(range(9)), 12)
+    bench.event(PeerLost(DETOKENIZER, LIFE))
+    bench.finish()
+    assert 1 not in bench.ended
+
+
+def test_numpy_reads_the_columns() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2, 3], 2)
+    assert np.frombuffer(bench.plans[0].starts, np.int32).tolist() == [0]
+    assert array("i", bench.plans[0].counts).tolist() == [3]

@@ -1,0 +1,59 @@
+"""Who may import whom (DESIGN, section 1), read from the sources; and no pickle anywhere."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROCESSES = ("frontend", "coordinator", "scheduler_proc", "workers", "detokenizer", "supervisor")
+ALLOWED: dict[str, set[str]] = {
+    "protocol": {"protocol"},
+    "runtime": {"runtime", "protocol"},
+    "kernels": {"kernels"},
+    **{name: {name, "runtime", "protocol"} for name in PROCESSES},
+}
+ALLOWED["workers"].add("kernels")
+NO_TORCH = ("protocol", "runtime", "frontend", "coordinator", "scheduler_proc", "detokenizer", "supervisor")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", sorted(ALLOWED))
+def test_folder_imports_only_what_it_may(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "meshlm" and len(parts) > 1 and parts[1] != "__version__":
+                assert parts[1] in ALLOWED[folder], f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("folder", NO_TORCH)
+def test_no_torch_outside_workers_and_kernels(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        heavy = {name.split(".")[0] for name in imports(path)} & {"torch", "triton", "transformers"}
+        assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
+
+
+def test_protocol_imports_msgspec_and_the_standard_library_only() -> None:
+    import sys
+
+    for path in (ROOT / "protocol").rglob("*.py"):
+        for name in imports(path):
+            top = name.split(".")[0]
+            assert top in sys.stdlib_module_names | {"msgspec", "meshlm"}, f"{path.name} imports {name}"
+
+
+def test_no_pickle() -> None:
+    pattern = re.compile(r"^\s*(import|from)\s+(pickle|cloudpickle|dill|marshal|shelve)\b|recv_pyobj|send_pyobj", re.M)
+    for folder in ALLOWED:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not pattern.search(path.read_text("utf-8")), path

@@ -1,0 +1,38 @@
+"""The tree is the architecture: folders, links and the installed package agree."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {
+    "frontend",
+    "coordinator",
+    "scheduler_proc",
+    "workers",
+    "detokenizer",
+    "kernels",
+    "protocol",
+    "runtime",
+    "supervisor",
+}
+
+
+def test_every_folder_has_its_link() -> None:
+    links = {path.name: path.resolve() for path in (ROOT / "src/meshlm").iterdir() if path.is_symlink()}
+    assert links == {name: ROOT / name for name in FOLDERS}
+
+
+def test_links_are_relative() -> None:
+    for name in FOLDERS:
+        assert not (ROOT / "src/meshlm" / name).readlink().is_absolute()
+
+
+def test_kernels_package_is_empty() -> None:
+    assert (ROOT / "kernels/__init__.py").read_text() == ""
+
+
+def test_the_root_is_not_importable() -> None:
+    """transformers looks for a top-level package called `kernels`."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('kernels') is not None)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,182 @@
+"""Our models against transformers: the same weights, the same logits; SmolLM2's greedy tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.model_files import ModelFilesError, resolve_model
+from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.load import load_model
+
+BLOCK = 4
+SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+CASES = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": LINEAR}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+}
+
+
+def resolved(path: Path, load_format: str = "auto") -> Resolved:
+    files = resolve_model(str(path), load_format=load_format)
+    return Resolved(
+        spec=files.spec,
+        model_path=str(files.path),
+        tokenizer_path="",
+        chat_template="",
+        served_names=("m",),
+        generation_defaults={},
+        load_format=files.load_format,
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        eos_token_ids=(),
+        digest="",
+    )
+
+
+def load(path: Path, load_format: str = "auto") -> Decoder:
+    with torch.inference_mode():
+        return load_model(resolved(path, load_format), torch.device("cpu"), 0, lambda done, total: None)
+
+
+def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
+    shape = (num_blocks, BLOCK, spec.num_key_value_heads, spec.head_dim)
+    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_hidden_layers)]
+
+
+def run(model: Decoder, kv: list[LayerCache], parts: list[tuple[list[int], int, list[int]]]) -> Tensor:
+    """Logits of all tokens of one step; parts are (token ids, start, block table), decodes first."""
+    ids, positions, slots, tables, lens = [], [], [], [], []
+    for tokens, start, table in parts:
+        ids += tokens
+        positions += range(start, start + len(tokens))
+        slots += [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, start + len(tokens))]
+        lens.append(start + len(tokens))
+        tables.append(table)
+    width = max(map(len, tables))
+    decodes = sum(len(tokens) == 1 for tokens, _, _ in parts)
+    batch = ForwardBatch(
+        input_ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
+        seq_lens=torch.tensor(lens),
+        logits_indices=torch.arange(len(ids)),
+        num_decodes=decodes,
+        query_lens=tuple(len(tokens) for tokens, _, _ in parts[decodes:]),
+        context_lens=tuple(lens[decodes:]),
+        max_decode_len=max(lens[:decodes], default=0),
+    )
+    with torch.inference_mode():
+        return model.logits(model(batch, kv, TorchAttention(batch, BLOCK)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    """Whole prompt, then in chunks, then decode beside another request: all the same logits."""
+    import transformers
+
+    torch.manual_seed(0)
+    name, extra = CASES[case]
+    config = getattr(transformers, name)(**{**SMALL, **extra})
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    tokens = torch.randint(0, 211, (37,)).tolist()
+    other = torch.randint(0, 211, (11,)).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+        expected_other = theirs(torch.tensor([other])).logits[0]
+    table, table_other = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4], [20, 21, 22]
+    whole = run(ours, caches(ours.spec, 24), [(tokens, 0, table)])
+    torch.testing.assert_close(whole, expected, atol=2e-5, rtol=1e-4)
+    kv = caches(ours.spec, 24)
+    first = run(ours, kv, [(tokens[:9], 0, table), (other[:10], 0, table_other)])
+    second = run(ours, kv, [(other[10:], 10, table_other), (tokens[9:36], 9, table)])
+    third = run(ours, kv, [(tokens[36:], 36, table)])
+    mine = torch.cat((first[:9], second[1:], third))
+    torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat((first[9:], second[:1])), expected_other, atol=2e-5, rtol=1e-4)
+
+
+def test_bin_weights_and_sharded_safetensors(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    one, sharded, pickled = tmp_path / "one", tmp_path / "sharded", tmp_path / "bin"
+    theirs.save_pretrained(one)
+    theirs.save_pretrained(sharded, max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    pickled.mkdir()
+    (pickled / "config.json").write_text((one / "config.json").read_text())
+    torch.save(theirs.state_dict(), pickled / "pytorch_model.bin")
+    tokens = [1, 2, 3, 4, 5]
+    logits = [run(model, caches(model.spec, 4), [(tokens, 0, [1, 2])]) for model in map(load, (one, sharded, pickled))]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_truncated_safetensors_is_named(tmp_path: Path) -> None:
+    import transformers
+
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ProcessFatal, match=r"model\.safetensors.*cut short"):
+        load(tmp_path)
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_unsupported_architecture_lists_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ModelFilesError, match=r"MambaForCausalLM is not supported; supported: LlamaForCausalLM"):
+        resolve_model(str(tmp_path), load_format="dummy")
+
+
+def test_dummy_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": ["LlamaForCausalLM"]}))
+    first, second = load(tmp_path, "dummy"), load(tmp_path, "dummy")
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,118 @@
+"""The sampler against sort-based references, and the draws' distribution."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.workers.sampling.draws import uniforms
+from meshlm.workers.sampling.logprobs import columns
+from meshlm.workers.sampling.sampler import SampleRows, sample
+from meshlm.workers.sampling.table import SamplingTable
+
+VOCAB = 50
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], index: int = 0, history: list[list[int]] | None = None
+) -> list[int]:
+    n = len(params)
+    table = SamplingTable(n)
+    tokens = torch.zeros(n, 64, dtype=torch.int32)
+    lens = np.ones(n, np.int64)
+    for row, one in enumerate(params):
+        table.set(row, one)
+        if history:
+            tokens[row, : len(history[row])] = torch.tensor(history[row], dtype=torch.int32)
+            lens[row] = len(history[row])
+    prompt = np.minimum(lens, 2)
+    at = SampleRows(np.arange(n, dtype=np.int32), np.full(n, index), lens, prompt)
+    found: list[int] = sample(logits.clone(), at, table, tokens).tolist()
+    return found
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 7] = logits[1, 9] = 3.0
+    assert draw(logits, [SamplingParams(temperature=0)] * 2) == [0, 7]
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(VOCAB)
+    n = 20_000
+    params = [SamplingParams(seed=seed) for seed in range(n)]
+    counts = np.bincount(draw(logits.expand(n, -1), params), minlength=VOCAB)
+    expected = logits.softmax(0).numpy() * n
+    assert ((counts - expected) ** 2 / expected).sum() < 100  # chi-squared with 49 degrees: p < 1e-4 above
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 60), st.floats(0.05, 1.0), st.floats(0.0, 0.5), st.integers(0, 1000))
+def test_only_allowed_tokens_are_drawn(top_k: int, top_p: float, min_p: float, seed: int) -> None:
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    n = 200
+    many = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, seed=s) for s in range(n)]
+    allowed = reference_set(logits, params)
+    assert set(draw(logits.expand(n, -1), many)) <= allowed
+
+
+def reference_set(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    """min-p, then the k likeliest, then the smallest set of mass top_p."""
+    probabilities = logits.softmax(0)
+    keep = probabilities >= params.min_p * probabilities.max() * (1 - 1e-5)
+    values = torch.where(keep, logits, -torch.inf)
+    order = values.argsort(descending=True).tolist()
+    if 0 < params.top_k < VOCAB:
+        order = order[: params.top_k]
+    order = [token for token in order if keep[token]]
+    mass = values[order].softmax(0)
+    before = mass.cumsum(0) - mass
+    return {token for token, b in zip(order, before.tolist(), strict=True) if b < params.top_p + 1e-5}
+
+
+def test_draws_depend_on_seed_and_index_only() -> None:
+    logits = torch.randn(3, VOCAB)
+    alone = [draw(logits[i : i + 1], [SamplingParams(seed=i)], index=5)[0] for i in range(3)]
+    assert draw(logits, [SamplingParams(seed=i) for i in range(3)], index=5) == alone
+
+
+def test_uniforms_are_in_range_and_differ() -> None:
+    values = uniforms(np.arange(1000, dtype=np.uint64), np.zeros(1000, np.int64))
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert len(set(values.tolist())) == 1000
+    assert abs(values.mean() - 0.5) < 0.05
+
+
+def test_penalties() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 4, 5]] = torch.tensor([2.0, 1.9, 1.8])
+    history = [[3, 9, 4, 4]]  # two of the prompt, two of the output
+    assert draw(logits, [SamplingParams(temperature=0)], history=history) == [3]
+    assert draw(logits, [SamplingParams(temperature=0, repetition_penalty=2.0)], history=history) == [5]
+    assert draw(logits, [SamplingParams(temperature=0, presence_penalty=1.0)], history=history) == [3]
+    logits[0, 4] = 3.0
+    assert draw(logits, [SamplingParams(temperature=0, frequency_penalty=0.6)], history=history) == [3]
+
+
+def test_bias_allowed_and_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 5.0
+    assert draw(logits, [SamplingParams(temperature=0, logit_bias={8: 50.0})]) == [8]
+    assert draw(logits, [SamplingParams(temperature=0, allowed_token_ids=(11, 12))]) == [11]
+    blocked = SamplingParams(temperature=0, min_tokens=2, eos_token_ids=(3,))
+    assert draw(logits, [blocked], index=1) == [0]
+    assert draw(logits, [blocked], index=2) == [3]
+
+
+def test_logprob_columns() -> None:
+    logits = torch.randn(2, VOCAB)
+    found = columns(logits, torch.tensor([4, 5]), 3)
+    logprobs = logits.log_softmax(-1)
+    np.testing.assert_allclose(np.frombuffer(found.logprobs, np.float32), [logprobs[0, 4], logprobs[1, 5]], rtol=1e-5)
+    rank = int((logprobs[0] > logprobs[0, 4]).sum()) + 1
+    assert np.frombuffer(found.ranks, np.int32)[0] == rank
+    assert np.frombuffer(found.top_ids, np.int32).tolist() == logits.topk(3).indices.flatten().tolist()
