@@ -1,3 +1,21 @@
-"""MeshLM: an LLM serving engine built as a mesh of small processes."""
+"""MeshLM: an LLM serving engine built as a mesh of small processes.
+
+The public Python API is `LLM` and `SamplingParams`; everything else is the command line's and HTTP's.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from meshlm.supervisor.llm import LLM, SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    """Import the API when it is asked for: the processes import this package too and must stay small."""
+    if name in ("LLM", "SamplingParams"):
+        from meshlm.supervisor import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

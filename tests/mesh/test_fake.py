@@ -180,7 +180,7 @@ BAD = [
     ('{"prompt": [-1]}', 400, "prompt"),
     ('{"prompt": [1, "a"]}', 400, "prompt"),
     ('{"prompt": "x", "model": "nope"}', 404, "model"),
-    ('{"prompt": "x", "stop": %s}' % json.dumps(["s"] * 10_000), 400, "stop"),
+    (json.dumps({"prompt": "x", "stop": ["s"] * 10_000}), 400, "stop"),
     ('{"prompt": "x", "logit_bias": {"a": 1}}', 400, "logit_bias"),
     ('{"prompt": "x", "logprobs": 1000}', 400, "logprobs"),
     ('{"prompt": "x", "best_of": 1, "n": 2}', 400, "best_of"),
@@ -234,6 +234,6 @@ def test_the_supervisor_takes_all_with_it() -> None:
         pids = [process["pid"] for process in server.status()["processes"]]
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(timeout=5)
-        gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
         assert not alive
     assert Path(server.run_dir).exists()

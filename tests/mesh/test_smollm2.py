@@ -10,9 +10,8 @@ import torch
 from serving import Serving, serving
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model]
-WORDS = (
-    ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "count", "their", "coins", "in", "an", "old", "tower", "by", "the", "sea"]
-)
+TEXT = "the quick brown fox jumps over a lazy dog while seven wizards count their coins in an old tower by the sea"
+WORDS = TEXT.split()
 PROMPTS = [" ".join(WORDS[(7 * p + i) % len(WORDS)] for i in range(3 + 11 * p)) for p in range(20)]
 NUM_TOKENS = 64
 

@@ -1,0 +1,45 @@
+"""`meshlm launch ROLE`: one more process for a mesh that runs on this host.
+
+It takes the mesh's own configuration, joins through the coordinator and runs in the foreground; the supervisor does not
+restart it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.supervisor import children, control, rundir, status
+from meshlm.supervisor.errors import UsageError
+
+ROLES = (Role.FRONTEND, Role.DETOKENIZER)
+"""Roles that may be added while a mesh runs; schedulers and workers come in whole ranks."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("launch", help="add one process to a running mesh")
+    parser.add_argument("role", metavar="ROLE", choices=[role.value for role in ROLES], help="frontend or detokenizer")
+    parser.add_argument("--index", type=int, help="its number; default: the next free one")
+    status.add_mesh_choice(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    run_dir = status.find(arguments.port, arguments.run_dir)
+    role = Role(arguments.role)
+    index = _free_index(run_dir, role, arguments.index)
+    command = children.command(run_dir / rundir.CONFIG_FILE, Identity(role, index), Incarnation(time.time_ns()))
+    os.execve(sys.executable, command, {**os.environ, "PYTHONSAFEPATH": "1"})
+
+
+def _free_index(run_dir: Path, role: Role, wanted: int | None) -> int:
+    """The wanted number, or the first that no socket in the run directory has."""
+    control.ask(run_dir, {"command": "status"})
+    taken = {int(path.stem.rpartition("-")[2]) for path in run_dir.glob(f"{role.value}-*.sock")}
+    if wanted is None:
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+    if wanted in taken:
+        raise UsageError(f"--index {wanted}: {role.value}/{wanted} is running already")
+    return wanted
