@@ -37,6 +37,8 @@ from meshlm.protocol.text_edge import (
     TextDeltas,
     TextParams,
     TextPrompt,
+    Tokenize,
+    TokenizeReply,
     TokenPrompt,
 )
 from meshlm.runtime.mesh import Mesh
@@ -159,6 +161,7 @@ class _Client:
         self.serving = asyncio.Event()
         self._rows: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self._errors: list[str] = []
+        self._asked: dict[int, asyncio.Future[TokenizeReply]] = {}
         self._next = 0
         self._bar: Any = None
         self._all_done: asyncio.Event = asyncio.Event()
@@ -177,6 +180,8 @@ class _Client:
                 for handle in message.handles:
                     self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
                     self._end(handle)
+            case TokenizeReply():
+                self._asked.pop(message.handle).set_result(message)
             case MeshStats():
                 if message.serving:
                     self.serving.set()
@@ -210,6 +215,24 @@ class _Client:
             await self._all_done.wait()
         if self._errors:
             raise ValueError(self._errors[0])
+
+    async def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Ask a detokenizer for the ids of each text. ValueError when it refuses one."""
+        assert self.mesh is not None
+        (peer, *_) = self.mesh.peers(Role.DETOKENIZER)
+        replies: list[asyncio.Future[TokenizeReply]] = []
+        for text in texts:
+            self._next = self._next % 0x7FFF_FFFF + 1
+            self._asked[self._next] = future = asyncio.get_running_loop().create_future()
+            replies.append(future)
+            self.mesh.send(peer, Tokenize(Handle(self._next), TextPrompt(text)))
+        found = []
+        for reply in replies:
+            answer = await reply
+            if answer.error:
+                raise ValueError(answer.error)
+            found.append(unpack_i32(answer.token_ids).tolist())
+        return found
 
     def _deltas(self, message: TextDeltas) -> None:
         handles, tokens = unpack_i32(message.handles).tolist(), unpack_i32(message.token_ids)
@@ -311,6 +334,16 @@ class LLM:
             for conversation in conversations
         ]
         return self._run(made, sampling_params, use_tqdm)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        assert self._config.resolved is not None
+        return self._config.resolved.spec.vocab_size
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts, by the mesh's own tokenizer."""
+        return self._call(self._client.tokenize(list(texts)))
 
     def shutdown(self) -> None:
         """End all processes. Called at exit by itself."""

@@ -1,0 +1,11 @@
+"""`meshlm bench`: the benchmarks of `vllm bench`, with the same flags and the same reported metrics."""
+
+import argparse
+import importlib
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("bench", help="measure throughput, latency or a running server")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    for name in ("throughput", "latency", "serve"):
+        importlib.import_module(f"meshlm.supervisor.bench.{name}").add_parser(kinds)

@@ -1,0 +1,53 @@
+"""`meshlm bench latency`: one batch of equal requests, wall time of the whole batch."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from meshlm.supervisor import flags
+from meshlm.supervisor.bench.data import percentiles, random_ids
+from meshlm.supervisor.llm import LLM, SamplingParams
+
+PERCENTILES = [10.0, 25.0, 50.0, 75.0, 90.0, 99.0]
+
+
+def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser("latency", help="wall time of one batch")
+    flags.add_flags(parser)
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--n", type=int, default=1, help="sequences per prompt")
+    parser.add_argument("--num-iters-warmup", type=int, default=10)
+    parser.add_argument("--num-iters", type=int, default=30)
+    parser.add_argument("--output-json", help="file for the results")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    names = {setting.name for setting in flags.settings()}
+    llm = LLM(**{"enable_prefix_caching": False, **{k: v for k, v in vars(arguments).items() if k in names}})
+    vocab_size = llm.vocab_size
+    params = SamplingParams(n=arguments.n, temperature=1.0, max_tokens=arguments.output_len, ignore_eos=True)
+    latencies: list[float] = []
+    for iteration in range(arguments.num_iters_warmup + arguments.num_iters):
+        samples = random_ids(arguments.batch_size, arguments.input_len, 1, vocab_size, seed=iteration)
+        begun = time.perf_counter()
+        llm.generate([s.prompt for s in samples if isinstance(s.prompt, list)], params, use_tqdm=False)
+        if iteration >= arguments.num_iters_warmup:
+            latencies.append(time.perf_counter() - begun)
+    llm.shutdown()
+    average = sum(latencies) / len(latencies)
+    found = percentiles(latencies, PERCENTILES)
+    print(f"Avg latency: {average} seconds")
+    for percent, value in found.items():
+        print(f"{percent:.0f}% percentile latency: {value} seconds")
+    if arguments.output_json:
+        result = {
+            "avg_latency": average,
+            "latencies": latencies,
+            "percentiles": {f"{p:.0f}": v for p, v in found.items()},
+        }
+        Path(arguments.output_json).write_text(json.dumps(result, indent=1))
+    return 0
