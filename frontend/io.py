@@ -101,6 +101,8 @@ class FrontendApp:
     def not_ready_reason(self) -> str:
         if self._draining:
             return "this server is stopping"
+        if self._stats.serving and not self._desk.load:
+            return "no detokenizer can be reached"
         return "" if self._stats.serving else self._stats.reason
 
     def new_handle(self) -> Handle:

@@ -159,6 +159,7 @@ class _Client:
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
         self.serving = asyncio.Event()
+        self._mesh_serves = False
         self._rows: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self._errors: list[str] = []
         self._asked: dict[int, asyncio.Future[TokenizeReply]] = {}
@@ -183,11 +184,16 @@ class _Client:
             case TokenizeReply():
                 self._asked.pop(message.handle).set_result(message)
             case MeshStats():
-                if message.serving:
-                    self.serving.set()
+                self._mesh_serves = message.serving
+                self._note_serving()
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        """The mesh is found through the coordinator."""
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        """Requests can be served once the coordinator says so and a detokenizer can be reached from here."""
+        if self._mesh_serves and self.mesh is not None and self.mesh.peers(Role.DETOKENIZER):
+            self.serving.set()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER and self._rows:

@@ -1,0 +1,127 @@
+"""The process group's rules under random deaths."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.protocol.ids import Identity, Role
+from meshlm.supervisor.group import (
+    AllReady,
+    AllStopped,
+    AskToStop,
+    BecameReady,
+    Effect,
+    Exited,
+    GiveUp,
+    Group,
+    Replace,
+    SaidFailed,
+    Spawn,
+    Start,
+    State,
+    Stop,
+    TellDied,
+    Tick,
+)
+
+FRONTEND, WORKER = Identity(Role.FRONTEND), Identity(Role.WORKER)
+
+
+def started(max_restarts: int = 3) -> Group:
+    group = Group([FRONTEND, WORKER], max_restarts, 60.0)
+    group.handle(Start(), 1000.0)
+    return group
+
+
+def ready(group: Group, identity: Identity, now: float = 1001.0) -> list[Effect]:
+    return group.handle(BecameReady(identity, group.processes[identity].incarnation), now)
+
+
+def die(group: Group, identity: Identity, now: float) -> list[Effect]:
+    return group.handle(Exited(identity, group.processes[identity].incarnation, -9), now)
+
+
+def test_all_ready_is_said_once() -> None:
+    group = started()
+    assert ready(group, FRONTEND) == []
+    assert ready(group, WORKER) == [AllReady()]
+    assert ready(group, WORKER) == []
+
+
+def test_a_failed_start_ends_with_the_childs_own_words() -> None:
+    group = started()
+    life = group.processes[WORKER].incarnation
+    group.handle(SaidFailed(WORKER, life, "no memory"), 1001.0)
+    assert group.handle(Exited(WORKER, life, 1), 1001.0) == [GiveUp("no memory")]
+
+
+def test_restart_at_once_then_with_backoff_then_give_up() -> None:
+    group = started(max_restarts=2)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    first = die(group, WORKER, 1002.0)
+    assert [type(effect) for effect in first] == [TellDied, Spawn]
+    assert [type(effect) for effect in die(group, WORKER, 1003.0)] == [TellDied]
+    assert group.handle(Tick(), 1003.05) == []
+    assert [type(effect) for effect in group.handle(Tick(), 1003.2)] == [Spawn]
+    assert isinstance(die(group, WORKER, 1004.0)[0], GiveUp)
+
+
+def test_late_news_of_an_earlier_life_is_ignored() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    old = group.processes[WORKER].incarnation
+    die(group, WORKER, 1002.0)
+    assert group.handle(Exited(WORKER, old, -9), 1003.0) == []
+    assert group.processes[WORKER].state is State.STARTING
+
+
+def test_frontends_stop_first() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    assert group.handle(Stop(), 1002.0) == [AskToStop(FRONTEND)]
+    assert die(group, FRONTEND, 1003.0) == [AskToStop(WORKER)]
+    assert die(group, WORKER, 1004.0) == [AllStopped()]
+
+
+def test_a_stuck_process_is_replaced() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    effects = group.handle(Tick(), 1100.0)
+    assert {effect.identity for effect in effects if isinstance(effect, Replace)} == {FRONTEND, WORKER}
+
+
+def test_a_start_that_takes_too_long_names_who_is_late() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    (effect,) = group.handle(Tick(), 1061.0)
+    assert isinstance(effect, GiveUp)
+    assert "worker/0" in effect.message
+    assert "frontend/0" not in effect.message
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_history_breaks_the_invariants(data: st.DataObject) -> None:
+    group = started(max_restarts=data.draw(st.integers(0, 3)))
+    now, lives = 1000.0, set()
+    for _ in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.05, 1.0, 20.0]))
+        action = data.draw(st.sampled_from(["ready", "die", "tick", "tick", "stop"]))
+        identity = data.draw(st.sampled_from([FRONTEND, WORKER]))
+        alive = group.processes[identity].state not in (State.BACKOFF, State.STOPPED)
+        if action == "tick":
+            effects = group.handle(Tick(), now)
+        elif action == "stop":
+            effects = group.handle(Stop(), now)
+        elif alive:
+            effects = ready(group, identity, now) if action == "ready" else die(group, identity, now)
+        else:
+            effects = []
+        for effect in effects:
+            if isinstance(effect, Spawn):
+                assert effect.incarnation not in lives
+                lives.add(effect.incarnation)
+        group.check()
