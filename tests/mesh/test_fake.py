@@ -90,24 +90,26 @@ def abort(server: Serving, prompt: list[int]) -> None:
 
 
 def test_openai_client(fake: Serving) -> None:
-    client = openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none")
-    messages: Any = [{"role": "user", "content": "hi"}]
-    whole = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages, max_tokens=6, n=2, seed=5)
-    assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
-    chunks = list(
-        client.chat.completions.create(
-            model="SmolLM2-135M-Instruct",
-            messages=messages,
-            max_tokens=6,
-            stream=True,
-            stream_options={"include_usage": True},
+    with openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none") as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        whole = client.chat.completions.create(
+            model="SmolLM2-135M-Instruct", messages=messages, max_tokens=6, n=2, seed=5
         )
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 6
-    assert [model.id for model in client.models.list()] == ["SmolLM2-135M-Instruct"]
+        assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
+        chunks = list(
+            client.chat.completions.create(
+                model="SmolLM2-135M-Instruct",
+                messages=messages,
+                max_tokens=6,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 6
+        assert [model.id for model in client.models.list()] == ["SmolLM2-135M-Instruct"]
 
 
 def test_status_shows_all_processes_and_small_memory(fake: Serving) -> None:

@@ -84,16 +84,21 @@ def test_chunked_and_preempted(oracle: Oracle) -> None:
 
 
 def test_paris(smol: Serving) -> None:
-    client = openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none")
-    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
-    ask: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "max_tokens": 30}
-    whole = client.chat.completions.create(**ask).choices[0].message.content
-    assert whole is not None
-    assert "Paris" in whole
-    streamed = "".join(
-        chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ask, stream=True)
-    )
-    assert streamed == whole
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none") as client:
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        ask: dict[str, Any] = {
+            "model": "SmolLM2-135M-Instruct",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 30,
+        }
+        whole = client.chat.completions.create(**ask).choices[0].message.content
+        assert whole is not None
+        assert "Paris" in whole
+        streamed = "".join(
+            chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ask, stream=True)
+        )
+        assert streamed == whole
 
 
 def test_logprobs_and_echo(smol: Serving) -> None:
