@@ -66,7 +66,7 @@ class FakeEngine:
         self._rows.apply(plan)
         arrays = self._rows.step(plan)
         launched = time.monotonic_ns()
-        token_ids = self._compute(arrays)
+        token_ids = self._compute(arrays, bool(plan.new_rows))
         self._rows.sampled(arrays, token_ids)
         if self._step_s:
             begun = max(self._free_at, time.monotonic())
@@ -83,28 +83,36 @@ class FakeEngine:
             )
         )
 
-    def _compute(self, arrays: StepArrays) -> NDArray[np.int32]:
+    def _compute(self, arrays: StepArrays, has_new_rows: bool) -> NDArray[np.int32]:
         """Write every token's state, read the last one's of the rows that sample."""
-        block_size = self._rows.block_size
-        before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
-        slot_before = (
-            self._rows.blocks[arrays.rows, before // block_size].astype(np.int64) * block_size + before % block_size
-        )
-        carried = np.where(arrays.starts > 0, self._state[slot_before], np.uint64(0))
-        terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
-        if len(terms) == len(arrays.rows):
-            states = carried * np.uint64(_FACTOR) + terms
-            self._state[arrays.slots] = states
+        if has_new_rows or len(arrays.slots) > len(arrays.rows):
+            self._write_in_order(arrays)
         else:
-            for index, (begin, end) in enumerate(
-                zip(arrays.query_start[:-1].tolist(), arrays.query_start[1:].tolist())
-            ):
-                count = end - begin
-                # state[k] = carried * F^(k+1) + sum_j<=k term[j] * F^(k-j)
-                sums = np.cumsum(terms[begin:end] * self._down[:count], dtype=np.uint64)
-                self._state[arrays.slots[begin:end]] = (
-                    carried[index] * self._up[1 : count + 1] + sums * self._up[:count]
-                )
+            self._write_decodes(arrays)
         last = arrays.slots[arrays.query_start[1:] - 1][arrays.samples]
         chosen = (self._state[last] >> np.uint64(33)) % np.uint64(self._vocab_size - FIRST_TOKEN)
         return (chosen + np.uint64(FIRST_TOKEN)).astype(np.int32)
+
+    def _slots_before(self, arrays: StepArrays) -> NDArray[np.int64]:
+        """Where the token before each request's first one is (slot of position 0 for those that start at 0)."""
+        block_size = self._rows.block_size
+        before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
+        return self._rows.blocks[arrays.rows, before // block_size].astype(np.int64) * block_size + before % block_size
+
+    def _write_decodes(self, arrays: StepArrays) -> None:
+        terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
+        carried = np.where(arrays.starts > 0, self._state[self._slots_before(arrays)], np.uint64(0))
+        self._state[arrays.slots] = carried * np.uint64(_FACTOR) + terms
+
+    def _write_in_order(self, arrays: StepArrays) -> None:
+        """By first position: a request may share a prefix that another one computes in this very step, as a real model
+        allows, which writes all keys and values of a layer before it reads any."""
+        terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
+        before = self._slots_before(arrays)
+        for index in np.argsort(arrays.starts, kind="stable").tolist():
+            begin, end = int(arrays.query_start[index]), int(arrays.query_start[index + 1])
+            count = end - begin
+            carried = self._state[before[index]] if arrays.starts[index] else np.uint64(0)
+            # state[k] = carried * F^(k+1) + sum_j<=k term[j] * F^(k-j)
+            sums = np.cumsum(terms[begin:end] * self._down[:count], dtype=np.uint64)
+            self._state[arrays.slots[begin:end]] = carried * self._up[1 : count + 1] + sums * self._up[:count]
