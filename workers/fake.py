@@ -97,7 +97,8 @@ class FakeEngine:
         """Where the token before each request's first one is (slot of position 0 for those that start at 0)."""
         block_size = self._rows.block_size
         before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
-        return self._rows.blocks[arrays.rows, before // block_size].astype(np.int64) * block_size + before % block_size
+        blocks: NDArray[np.int64] = self._rows.blocks[arrays.rows, before // block_size].astype(np.int64)
+        return blocks * block_size + before % block_size
 
     def _write_decodes(self, arrays: StepArrays) -> None:
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
