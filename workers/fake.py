@@ -98,7 +98,8 @@ class FakeEngine:
         block_size = self._rows.block_size
         before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
         blocks: NDArray[np.int64] = self._rows.blocks[arrays.rows, before // block_size].astype(np.int64)
-        return blocks * block_size + before % block_size
+        slots: NDArray[np.int64] = blocks * block_size + before % block_size
+        return slots
 
     def _write_decodes(self, arrays: StepArrays) -> None:
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
