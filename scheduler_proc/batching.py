@@ -55,6 +55,7 @@ class Batching:
     def _give_back(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
+        request.capacity = 0
         request.num_computed = request.num_remembered = 0
         self._removed_rows.append(request.row)
         self._free_rows.append(request.row)
@@ -83,44 +84,76 @@ class Batching:
         return builder.finish(session, step, now_ns)
 
     def _plan_running(self, builder: PlanBuilder) -> None:
-        total = self.limits.max_num_batched_tokens
-        num_decodes = sum(1 for r in self.running if len(r.tokens) + r.num_inflight - r.num_computed == 1)
-        prefill_left = self.budget.prefill_limit(num_decodes)
-        block_size = self.block_size
+        """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
+        running, left = self.running, self.limits.max_num_batched_tokens
+        prompts: list[Request] = []
+        decodes, starts = builder.decodes, builder.decode_starts
         at = 0
-        while at < len(self.running):  # preemption shortens the list from its end
-            request = self.running[at]
+        while at < len(running):  # preemption shortens the list from its end
+            request = running[at]
             at += 1
+            computed = request.num_computed
             virtual = len(request.tokens) + request.num_inflight
-            count = virtual - request.num_computed
-            if count <= 0 or virtual >= request.max_len:
-                continue  # everything it may still get is on its way
-            if count > 1:
-                count = min(count, prefill_left)
-                prefill_left -= count
-            count = min(count, total - builder.num_tokens)
-            if count <= 0:
+            if virtual - computed != 1:
+                if virtual > computed:
+                    prompts.append(request)
                 continue
-            missing = -(-(request.num_computed + count) // block_size) - len(request.blocks)
-            if missing > 0 and not self._make_room(request, missing):
+            if virtual >= request.max_len or not left:
+                continue  # everything it may still get is on its way
+            if virtual > request.capacity and not self._grow(builder, request, virtual):
                 continue  # it was preempted itself
-            if missing > 0:
-                blocks = self.pool.allocate(missing)
-                request.blocks += blocks
-                builder.grow(request.row, blocks)
+            decodes.append(request)
+            starts.append(computed)
+            left -= 1
+            request.num_computed = virtual
+            request.num_inflight += 1
+        builder.num_tokens = len(decodes)
+        if prompts:
+            self._plan_prompts(builder, prompts)
+
+    def _plan_prompts(self, builder: PlanBuilder, prompts: list[Request]) -> None:
+        """Running requests with more than one token to compute, within what the budget leaves for prompts."""
+        left = self.budget.prefill_limit(builder.num_decodes)
+        for place, request in enumerate(prompts):
+            virtual = len(request.tokens) + request.num_inflight
+            count = min(virtual - request.num_computed, left)
+            if count <= 0 or request.state is not RequestState.RUNNING:
+                continue
+            needed = request.num_computed + count
+            if needed > request.capacity and not self._make_room(request, needed, prompts[place + 1 :]):
+                continue  # the decodes have the memory; it waits for one of them to end
+            if needed > request.capacity:
+                self._take_blocks(builder, request, needed)
+            left -= count
             self._advance(builder, request, count, virtual)
 
-    def _make_room(self, request: Request, missing: int) -> bool:
-        """Preempt from the end of the order until `missing` blocks are free. False when the request itself had to go.
-
-        The end of the list is never planned yet: planning goes from the front.
-        """
+    def _grow(self, builder: PlanBuilder, request: Request, needed: int) -> bool:
+        """Blocks for `needed` tokens, by preempting from the end of the order: nothing there is planned yet, as planning goes
+        from the front. False when the request itself had to go."""
+        missing = -(-needed // self.block_size) - len(request.blocks)
         while self.pool.num_free < missing:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:
                 return False
+        self._take_blocks(builder, request, needed)
         return True
+
+    def _make_room(self, request: Request, needed: int, later: list[Request]) -> bool:
+        """Whether `needed` tokens fit now, if need be by preempting prompts that come later."""
+        missing = -(-needed // self.block_size) - len(request.blocks)
+        for victim in reversed(later):
+            if self.pool.num_free >= missing:
+                break
+            if victim.state is RequestState.RUNNING:
+                self.preempt(victim)
+        return self.pool.num_free >= missing
+
+    def _take_blocks(self, builder: PlanBuilder, request: Request, needed: int) -> None:
+        blocks = self.pool.allocate(-(-needed // self.block_size) - len(request.blocks))
+        request.blocks += blocks
+        request.capacity = len(request.blocks) * self.block_size
+        builder.grow(request.row, blocks)
 
     def _advance(self, builder: PlanBuilder, request: Request, count: int, virtual: int) -> None:
         samples = request.num_computed + count == virtual
@@ -128,9 +161,13 @@ class Batching:
         request.num_computed += count
         if samples:
             request.num_inflight += 1
-        known = min(request.num_computed, len(request.tokens))
-        if self.limits.prefix_caching and known // self.block_size > request.num_remembered:
-            self._remember(request, known)
+        if self.limits.prefix_caching:
+            self._remember(request, min(request.num_computed, len(request.tokens)))
+
+    def appended(self, request: Request, num_tokens: int) -> None:
+        """A result brought token number `num_tokens`; all before it are computed. Called when that fills a block."""
+        if self.limits.prefix_caching and request.state is RequestState.RUNNING:
+            self._remember(request, min(num_tokens - 1, request.num_computed))
 
     def _remember(self, request: Request, known: int) -> None:
         """Tell the pool which of the request's blocks are now full of known tokens."""
@@ -184,6 +221,7 @@ class Batching:
         del self.waiting[at]
         insort(self.running, request, key=self._key)
         request.blocks = cached + self.pool.allocate(missing)
+        request.capacity = len(request.blocks) * self.block_size
         request.row = self._free_rows.pop()
         request.num_computed = len(cached) * self.block_size
         request.num_remembered = len(cached)
@@ -218,7 +256,8 @@ class Batching:
         for request in self.running:
             assert request.state is RequestState.RUNNING
             assert request.num_computed <= len(request.tokens) + request.num_inflight, "computed what does not exist"
-            assert len(request.blocks) * self.block_size >= request.num_computed, "tokens without a block"
+            assert request.capacity == len(request.blocks) * self.block_size
+            assert request.capacity >= request.num_computed, "tokens without a block"
         for request in self.waiting:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.blocks

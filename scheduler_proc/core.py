@@ -32,6 +32,7 @@ class Scheduler:
         self.num_steps = 0
         self._next_step = 1
         self._workers_ready: dict[Identity, WorkerReady] = {}
+        self._detokenizers: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
         self._ended: list[RequestId] = []
         self._prompt_tokens = self._generation_tokens = 0
         self._last_done_ns = 0
@@ -90,7 +91,8 @@ class Scheduler:
             if known.work.attempt >= work.attempt and known.incarnation == assign.incarnation:
                 return  # a repetition
             self._drop(known)
-        request = Request(work, assign.detokenizer, assign.incarnation, self.limits.max_model_len)
+        detokenizer = self._detokenizers.setdefault(assign.detokenizer, assign.detokenizer)
+        request = Request(work, detokenizer, assign.incarnation, self.limits.max_model_len)
         self.requests[work.request_id] = request
         self.batching.enqueue(request)
         if len(request.tokens) >= request.max_len:
@@ -225,30 +227,60 @@ class Scheduler:
         record = self.inflight.popleft()
         self._learn(record, result)
         self._prompt_tokens += record.num_tokens - record.num_decodes
-        tokens = iter(unpack_i32(result.token_ids))
-        for place, request in enumerate(record.batch):
-            if place in result.prompt_logprobs and request.state is not RequestState.FINISHED:
-                request.prompt_logprobs.append(result.prompt_logprobs[place])
-            if record.samples[place]:
-                self._token(request, next(tokens), place, result, output)
+        tokens = unpack_i32(result.token_ids)
+        if not (record.samples or result.logprobs or result.prompt_logprobs):
+            self._tokens(record.batch, tokens, output)
+        else:
+            self._tokens_with_details(record, result, tokens, output)
         return (0, result.received_ns, result.launched_ns, result.done_ns, now_ns)
 
-    def _token(self, request: Request, token: int, place: int, result: StepResult, output: Output) -> None:
-        if request.state is RequestState.FINISHED:
-            return  # it ended while this step was in flight
-        request.num_inflight -= 1
-        request.tokens.append(token)
-        self._generation_tokens += 1
-        box = output.of(request.detokenizer)
-        row = box.token(request, token)
-        if result.logprobs and place in result.logprobs:
-            box.logprobs[row] = result.logprobs[place]
-        if token in request.stop_ids and len(request.tokens) - request.num_prompt > request.work.sampling.min_tokens:
-            box.ended.append(Ended(row, FinishReason.STOP, token))
-            self._drop(request)
-        elif len(request.tokens) >= request.max_len:
-            box.ended.append(Ended(row, FinishReason.LENGTH))
-            self._drop(request)
+    def _tokens(self, batch: list[Request], tokens: "memoryview[int]", output: Output) -> None:
+        """One token for each request of the batch. The hot loop of a result: everything rare is in a branch."""
+        block_size = self.batching.block_size
+        detokenizer: Identity | None = None
+        box = None
+        finished = RequestState.FINISHED
+        for request, token in zip(batch, tokens, strict=True):
+            if request.state is finished:
+                continue  # it ended while this step was in flight
+            if box is None or request.detokenizer is not detokenizer:
+                detokenizer = request.detokenizer
+                box = output.of(detokenizer)
+            known = request.tokens
+            known.append(token)
+            request.num_inflight -= 1
+            length = len(known)
+            row = box.token(request.handle, length - 1 - request.num_prompt, token)
+            if request.num_cached >= 0:
+                box.first(row, request)
+            if length % block_size == 1:
+                self.batching.appended(request, length)
+            if token in request.stop_ids:
+                box.ended.append(Ended(row, FinishReason.STOP, token))
+                self._drop(request)
+            elif length >= request.max_len:
+                box.ended.append(Ended(row, FinishReason.LENGTH))
+                self._drop(request)
+        self._generation_tokens += len(batch)
+
+    def _tokens_with_details(
+        self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
+    ) -> None:
+        """A step with unfinished prompts or logprobs, request by request."""
+        samples = record.samples or b"\x01" * len(record.batch)
+        at = 0
+        for place, request in enumerate(record.batch):
+            alive = request.state is not RequestState.FINISHED
+            if place in result.prompt_logprobs and alive:
+                request.prompt_logprobs.append(result.prompt_logprobs[place])
+            if not samples[place]:
+                continue
+            if alive:
+                box = output.of(request.detokenizer)
+                if place in result.logprobs:
+                    box.logprobs[len(box.handles)] = result.logprobs[place]
+                self._tokens([request], tokens[at : at + 1], output)
+            at += 1
 
     def _learn(self, record: Inflight, result: StepResult) -> None:
         """The device's time for this step: from its launch or the end of the step before, whichever was later."""
@@ -293,7 +325,7 @@ class Scheduler:
         assert len(self.inflight) <= self.limits.async_depth
         owed: dict[int, int] = {}
         for record in self.inflight:
-            for request, samples in zip(record.batch, record.samples, strict=True):
+            for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
                 owed[id(request)] = owed.get(id(request), 0) + samples
         for request in self.requests.values():
             assert request.num_inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"

@@ -29,20 +29,21 @@ class Outbox:
         self.uneven = self.uneven or len(tokens) != 1
         return len(self.handles) - 1
 
-    def token(self, request: Request, token: int) -> int:
-        """The row of a request that got one token, already appended to its tokens."""
-        self.handles.append(request.work.handle)
-        self.starts.append(len(request.tokens) - 1 - request.num_prompt)
+    def token(self, handle: Handle, start: int, token: int) -> int:
+        """A row with one token, at output index `start`; its place in the batch."""
+        self.handles.append(handle)
+        self.starts.append(start)
         self.counts.append(1)
         self.tokens.append(token)
-        row = len(self.handles) - 1
-        if request.num_cached >= 0:
-            self.cached[row] = request.num_cached
-            request.num_cached = -2
-            if request.prompt_logprobs:
-                self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
-                request.prompt_logprobs = []
-        return row
+        return len(self.handles) - 1
+
+    def first(self, row: int, request: Request) -> None:
+        """What comes with a request's first token only."""
+        self.cached[row] = request.num_cached
+        request.num_cached = -2
+        if request.prompt_logprobs:
+            self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
+            request.prompt_logprobs = []
 
     def message(self, timings_ns: tuple[int, ...]) -> TokenDeltas:
         return TokenDeltas(

@@ -8,7 +8,7 @@ from meshlm.scheduler_proc.request import Request
 
 
 class Inflight:
-    """What was sent as one step, to make sense of its result."""
+    """What was sent as one step, to make sense of its result. `samples` is b"" when all requests sampled."""
 
     __slots__ = ("batch", "num_decodes", "num_tokens", "samples", "step")
 
@@ -25,32 +25,32 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
-        self._decodes: list[Request] = []
-        self._decode_starts = array("i")
-        self._decode_samples = bytearray()
+        self.decodes: list[Request] = []  # one token each, and sampling: filled by the planning loop itself
+        self.decode_starts = array("i")
         self._rest: list[Request] = []
         self._rest_starts, self._rest_counts = array("i"), array("i")
         self._rest_samples = bytearray()
 
     @property
     def num_decodes(self) -> int:
-        return len(self._decodes)
+        return len(self.decodes)
 
     def __len__(self) -> int:
-        return len(self._decodes) + len(self._rest)
+        return len(self.decodes) + len(self._rest)
 
     def add(self, request: Request, count: int, samples: bool) -> None:
         """`count` tokens from request.num_computed on; call before that is advanced."""
         self.num_tokens += count
-        if count == 1:
-            self._decodes.append(request)
-            self._decode_starts.append(request.num_computed)
-            self._decode_samples.append(samples)
+        if count == 1 and samples:
+            self.decodes.append(request)
+            self.decode_starts.append(request.num_computed)
         else:
-            self._rest.append(request)
-            self._rest_starts.append(request.num_computed)
-            self._rest_counts.append(count)
-            self._rest_samples.append(samples)
+            # A single token that does not sample stands right behind the decodes: all counts of one come first.
+            at = 0 if count == 1 else len(self._rest)
+            self._rest.insert(at, request)
+            self._rest_starts.insert(at, request.num_computed)
+            self._rest_counts.insert(at, count)
+            self._rest_samples.insert(at, samples)
 
     def grow(self, row: Row, blocks: list[BlockId]) -> None:
         for block in blocks:
@@ -58,16 +58,16 @@ class PlanBuilder:
             self.block_ids.append(block)
 
     def finish(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight]:
-        batch = self._decodes + self._rest
-        samples = bytes(self._decode_samples + self._rest_samples)
-        counts = array("i", [1]) * len(self._decodes) + self._rest_counts if self._rest else array("i")
+        batch = self.decodes + self._rest
+        samples = bytes(self._rest_samples)
+        counts = array("i", [1]) * len(self.decodes) + self._rest_counts if self._rest else array("i")
         plan = StepPlan(
             session=session,
             step=step,
             rows=array("i", [request.row for request in batch]).tobytes(),
-            starts=(self._decode_starts + self._rest_starts).tobytes(),
+            starts=(self.decode_starts + self._rest_starts).tobytes(),
             counts=counts.tobytes(),
-            samples=b"" if all(samples) else samples,
+            samples=b"" if all(samples) else b"\x01" * len(self.decodes) + samples,
             num_tokens=self.num_tokens,
             removed_rows=array("i", self.removed_rows).tobytes(),
             new_rows=self.new_rows,
@@ -75,4 +75,4 @@ class PlanBuilder:
             block_ids=self.block_ids.tobytes(),
             planned_ns=now_ns,
         )
-        return plan, Inflight(step, batch, samples, self.num_tokens, self.num_decodes)
+        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes)

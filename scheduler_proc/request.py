@@ -39,7 +39,9 @@ class Request:
 
     __slots__ = (
         "blocks",
+        "capacity",
         "detokenizer",
+        "handle",
         "hashes",
         "incarnation",
         "max_len",
@@ -54,12 +56,12 @@ class Request:
         "stop_ids",
         "story",
         "tokens",
-        "was_scheduled",
         "work",
     )
 
     def __init__(self, work: Work, detokenizer: Identity, incarnation: Incarnation, max_model_len: int) -> None:
         self.work, self.detokenizer, self.incarnation = work, detokenizer, incarnation
+        self.handle = work.handle
         self.tokens = array("i", work.prompt_token_ids + work.emitted)
         self.num_prompt = len(work.prompt_token_ids) // 4
         self.max_len = min(self.num_prompt + work.sampling.max_tokens, max_model_len)
@@ -68,13 +70,13 @@ class Request:
         self.story: deque[str] = deque(["arrived"], maxlen=12)
         self.row = Row(-1)
         self.blocks: list[BlockId] = []
+        self.capacity = 0  # tokens that its blocks hold
         self.hashes: list[bytes] = []
         self.num_remembered = 0  # blocks that the pool knows by hash or that came from it
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_inflight = 0
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
         self.prompt_logprobs: list[LogprobColumns] = []
-        self.was_scheduled = False
 
     @property
     def order(self) -> tuple[int, float, str]:

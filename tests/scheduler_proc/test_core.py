@@ -56,7 +56,8 @@ class Model:
         assert sum(counts) == plan.num_tokens
         assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
         tokens: list[int] = []
-        for row, start, count in zip(rows, starts, counts, strict=True):
+        # A layer writes all keys before it reads any, so a prefix may be shared within one step: by position it is in order.
+        for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
             for position in range(start, start + count):
                 before = self.slots[self.slot(row, position - 1)] if position else 0
                 self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position])
