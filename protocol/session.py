@@ -18,7 +18,7 @@ from meshlm.protocol.ids import Identity, Incarnation
 
 HELLO_EVERY_S = 0.05
 ACK_EVERY = 32  # data frames without an ack of ours going out
-ACK_AFTER_S = 0.05
+ACK_AFTER_S = 0.4  # and at the latest: well before the peer's replay
 REPLAY_AFTER_S = 1.0  # without progress of the peer's acks
 
 
@@ -99,6 +99,7 @@ class Session:
         self._queued: deque[bytes] = deque()
         self._received = 0
         self._acked_to_peer = 0
+        self._acked_at = now
         self._progress_at = now
         self.wire.clear()
 
@@ -138,7 +139,8 @@ class Session:
             self._hello_at = now
             self._put(Kind.HELLO, self._hello_body)
         elif self.state is SessionState.OPEN:
-            if self._received > self._acked_to_peer:
+            if self._received > self._acked_to_peer and now - self._acked_at >= ACK_AFTER_S:
+                self._acked_at = now
                 self._put(Kind.ACK)
             if self._unacked and now - self._progress_at >= REPLAY_AFTER_S:
                 self._progress_at = now

@@ -5,7 +5,6 @@ methods in the event loop; never calls it from another thread.
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,11 +20,12 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import FrameError, Kind, unpack
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
-from meshlm.protocol.session import Delivered, Hello, Opened, Refused, SendQueueFull, Session
+from meshlm.protocol.session import Delivered, Hello, Opened, Refused, SendQueueFull, Session, SessionState
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
 
-TICK_S = 0.02
+TICK_S = 0.1
+TICK_CONNECTING_S = 0.02  # while a session is not open yet
 COORDINATOR = Identity(Role.COORDINATOR, 0)
 SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 
@@ -67,8 +67,8 @@ class Mesh:
         self._hello = Hello(schema_digest(), self.address_of(identity))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: Inbox | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._flushing = False
+        self._timer: asyncio.Handle | None = None
+        self._closed = False
 
     def address_of(self, identity: Identity) -> str:
         """Where a process of this host listens."""
@@ -89,6 +89,7 @@ class Mesh:
         for peer in self._peers.values():
             peer.outbox.flush(peer.session.wire)
         await asyncio.sleep(0.01)  # LINGER 0 would drop what ZeroMQ's thread has not written yet
+        self._closed = True
         if self._timer:
             self._timer.cancel()
         if self._inbox:
@@ -103,7 +104,7 @@ class Mesh:
     def send(self, peer: Identity, message: Struct) -> None:
         """Queue one message; never blocks. LinkDown, LinkFull (see channels.py)."""
         link = self._peers.get(peer)
-        if link is None or not link.session.peer_incarnation or link.session.state.value != "open":
+        if link is None or not link.session.peer_incarnation or link.session.state is not SessionState.OPEN:
             raise LinkDown(peer)
         assert self._loop is not None
         try:
@@ -117,12 +118,12 @@ class Mesh:
 
     def peers(self, role: Role) -> list[Identity]:
         """Peers of this role with an open session, by index."""
-        return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state.value == "open")
+        return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state is SessionState.OPEN)
 
     def incarnation_of(self, peer: Identity) -> Incarnation:
         """Of the life that the open session is with; 0 without one."""
         link = self._peers.get(peer)
-        return link.session.peer_incarnation if link and link.session.state.value == "open" else Incarnation(0)
+        return link.session.peer_incarnation if link and link.session.state is SessionState.OPEN else Incarnation(0)
 
     def tell_supervisor(self, message: Struct) -> None:
         """Say something to the supervisor; without one (tests, a lone process) it is dropped."""
@@ -263,16 +264,24 @@ class Mesh:
             outgoing.when_full,
         )
         decode = msgspec.msgpack.Decoder(incoming.messages).decode
+        if self._timer is not None and not self._closed and self._loop is not None:
+            self._timer.cancel()  # a new peer is greeted at once
+            self._timer = self._loop.call_soon(self._tick)
         self._peers[peer] = link = _Peer(session, Outbox(self._context, address), decode)
         return link
 
     def _tick(self) -> None:
         assert self._loop is not None
         now = self._loop.time()
-        for link in list(itertools.chain(self._peers.values())):
+        delay = TICK_S
+        for link in list(self._peers.values()):
             link.session.tick(now)
-            if link.session.state.value == "closed" and link.outbox.pending:
-                link.session.wire.clear()  # one hello waiting is enough
+            if link.session.state is not SessionState.OPEN:
+                delay = TICK_CONNECTING_S
+                if link.outbox.pending:
+                    link.session.wire.clear()  # one hello waiting is enough
             if link.session.wire or link.outbox.pending:
                 link.outbox.flush(link.session.wire)
-        self._timer = self._loop.call_later(TICK_S, self._tick)
+        if self._closed:
+            return
+        self._timer = self._loop.call_later(delay, self._tick)
