@@ -26,6 +26,7 @@ WORKER, DETOKENIZER, COORDINATOR = Identity(Role.WORKER), Identity(Role.DETOKENI
 def steady(num_requests: int, num_steps: int) -> dict[str, float]:
     """Median µs of plan() and of handling a result, with all requests decoding."""
     core = Scheduler(Limits(max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=8192))
+    core.handle(PeerUp(DETOKENIZER, LIFE), 0.0)
     core.handle(PeerUp(WORKER, LIFE), 0.0)
     core.handle(Received(WORKER, LIFE, WorkerReady(core.session, 60000, 16, 1024, 8192, 50000)), 0.0)
     for number in range(num_requests):

@@ -3,6 +3,7 @@
 from array import array
 
 from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.stream import Stream
 from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import LogprobColumns
@@ -17,6 +18,7 @@ class FrontendBatch:
         "finished",
         "handles",
         "logprobs",
+        "more",
         "prompt_logprobs",
         "starts",
         "texts",
@@ -26,6 +28,7 @@ class FrontendBatch:
 
     def __init__(self) -> None:
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
+        self.more: dict[int, list[int]] = {}  # row -> tokens after its first, not in `tokens` yet
         self.texts: list[str] = []
         self.finished: list[Finished] = []
         self.logprobs: dict[int, list[PositionLogprobs]] = {}
@@ -42,7 +45,33 @@ class FrontendBatch:
         self.texts.append(text)
         return len(self.texts) - 1
 
+    def token(self, stream: Stream, start: int, token: int, text: str) -> None:
+        """One more token of a stream. Where its last row is in this batch too (tokens pile up), the row grows."""
+        if stream.batch is self:
+            self.more.setdefault(stream.place, []).append(token)
+            self.texts[stream.place] += text
+            return
+        stream.batch, stream.place = self, len(self.texts)
+        self.handles.append(stream.frontend_handle)
+        self.starts.append(start)
+        self.counts.append(1)
+        self.tokens.append(token)
+        self.texts.append(text)
+
+    def _spread(self) -> None:
+        """Bring the tokens of `more` into their places."""
+        more, flat, at = self.more, array("i"), 0
+        for row, count in enumerate(self.counts):
+            flat.extend(self.tokens[at : at + count])
+            at += count
+            if row in more:
+                flat.extend(array("i", more[row]))
+                self.counts[row] = count + len(more[row])
+        self.tokens, self.more = flat, {}
+
     def message(self) -> TextDeltas:
+        if self.more:
+            self._spread()
         return TextDeltas(
             handles=self.handles.tobytes(),
             starts=self.starts.tobytes(),

@@ -183,6 +183,10 @@ class Detokenizer:
     def _tokens(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
         handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
         counts = unpack_i32(deltas.counts) if deltas.counts else None
+        if counts is None and not (
+            deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.num_cached_tokens
+        ):
+            return self._plain_tokens(sender, deltas, handles, starts, tokens)
         ended = {end.row: end for end in deltas.ended}
         effects: list[Effect] = []
         at = 0
@@ -197,6 +201,40 @@ class Detokenizer:
                     new = tokens[at + have - start : at + count]
                     effects += self._new_tokens(stream, new, ended.get(row), row, deltas)
             at += count
+        return effects
+
+    def _plain_tokens(
+        self, sender: Identity, deltas: TokenDeltas, handles: memoryview, starts: memoryview, tokens: memoryview
+    ) -> list[Effect]:
+        """A step of nothing but decodes: the hot loop. What needs more than a table look-up goes the general way."""
+        effects: list[Effect] = []
+        by_handle, batches = self.by_handle, self._batches
+        frontend: Identity | None = None
+        batch: FrontendBatch | None = None
+        for row, handle in enumerate(handles):
+            stream = by_handle.get(handle)
+            if stream is None:
+                continue
+            have, start = len(stream.emitted), starts[row]
+            if start != have or stream.stop is not None:
+                if start > have:
+                    effects.append(Send(sender, AttachTokens(stream.handle, have)))
+                elif start == have:
+                    effects += self._new_tokens(stream, tokens[row : row + 1], None, row, deltas)
+                continue
+            if stream.frontend is not frontend:
+                frontend = stream.frontend
+                batch = batches.get(frontend)
+                if batch is None:
+                    batch = batches[frontend] = FrontendBatch()
+            assert batch is not None
+            assert stream.decoder is not None
+            token = tokens[row]
+            stream.emitted.append(token)
+            batch.token(stream, have, token, stream.decoder.push(token))
+        self.num_tokens += len(handles)
+        if deltas.timings_ns and batch is not None:
+            batch.timings = deltas.timings_ns
         return effects
 
     def _new_tokens(
@@ -234,6 +272,7 @@ class Detokenizer:
         batch = self._batches.get(stream.frontend)
         if batch is None:
             batch = self._batches[stream.frontend] = FrontendBatch()
+        stream.batch = None
         return batch.row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
 
     def _details(self, stream: Stream, place: int, taken: list[int], row: int, deltas: TokenDeltas) -> None:

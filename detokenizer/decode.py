@@ -64,6 +64,8 @@ class TokenTable:
             except UnicodeDecodeError:
                 self.text[index] = None
 
+        self.shown = ["" if index in self.special else text for index, text in enumerate(self.text)]
+
     def __len__(self) -> int:
         return len(self.bytes)
 
@@ -90,18 +92,24 @@ class _ByteDecoder:
     __slots__ = ("_bytes", "_pending", "_skip", "_text")
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._text, self._bytes = table.text, table.bytes
+        self._text = table.shown if skip_special_tokens else table.text
+        self._bytes = table.bytes
         self._skip = table.special if skip_special_tokens else frozenset()
         self._pending: codecs.IncrementalDecoder | None = None
 
     def push(self, token: int) -> str:
-        if token in self._skip or token >= len(self._bytes):
-            return ""
         if self._pending is None:
-            text = self._text[token]
+            try:
+                text = self._text[token]
+            except IndexError:
+                return ""
             if text is not None:
                 return text
+            if token in self._skip:
+                return ""
             self._pending = _utf8("replace")
+        elif token in self._skip or token >= len(self._bytes):
+            return ""
         text = self._pending.decode(self._bytes[token])
         if not self._pending.getstate()[0]:
             self._pending = None

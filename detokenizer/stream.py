@@ -24,12 +24,14 @@ class Stream:
 
     __slots__ = (
         "attempt",
+        "batch",
         "decoder",
         "emitted",
         "frontend",
         "frontend_handle",
         "frontend_incarnation",
         "handle",
+        "place",
         "prompt",
         "request_id",
         "sampling",
@@ -55,6 +57,8 @@ class Stream:
         self.scheduler_incarnation = Incarnation(0)
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
+        self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
+        self.place = 0
 
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""

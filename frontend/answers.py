@@ -146,6 +146,9 @@ class WholeAnswer(Answer):
         if finished is not None:
             self.ended()
 
+    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+        self._texts.setdefault(choice.index, []).append(text)
+
     def body(self) -> bytes:
         """The JSON answer; call after the end, when `error` is None."""
         kept = self._best()
@@ -249,6 +252,13 @@ class StreamAnswer(Answer):
             self._general(choice, token_ids, text, finished, logprobs, prompt_logprobs)
         if finished is not None:
             self.ended()
+
+    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+        affixes = self._affixes.get(choice.index)
+        if affixes is None or not self._plain:
+            self.row(choice, token_ids, text, None, None, None, None)
+        elif text:
+            self._write(affixes[0] + _encode(text) + affixes[1])
 
     def _begin(self, choice: Choice) -> None:
         """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""

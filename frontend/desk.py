@@ -29,7 +29,18 @@ MAX_ATTEMPTS = 5
 class Choice:
     """One sequence that is being generated, and what its client has of it."""
 
-    __slots__ = ("detokenizer", "exchange", "finished", "handle", "index", "prompt_index", "submit", "token_ids")
+    __slots__ = (
+        "detokenizer",
+        "exchange",
+        "finished",
+        "first_at",
+        "handle",
+        "index",
+        "last_at",
+        "prompt_index",
+        "submit",
+        "token_ids",
+    )
 
     def __init__(self, exchange: "Exchange", index: int, prompt_index: int, submit: Submit, handle: Handle) -> None:
         self.exchange, self.index, self.prompt_index = exchange, index, prompt_index
@@ -37,6 +48,7 @@ class Choice:
         self.detokenizer: Identity | None = None
         self.token_ids: array[int] = array("i")
         self.finished: Finished | None = None
+        self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 
 class Exchange(Protocol):
@@ -53,6 +65,10 @@ class Exchange(Protocol):
         prompt_logprobs: list[PositionLogprobs | None] | None,
         num_cached: int | None,
     ) -> None: ...
+    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+        """A row that is nothing but tokens and text, as nearly all are."""
+        ...
+
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...
 
 
@@ -70,6 +86,7 @@ class Desk:
         self.by_handle: dict[int, Choice] = {}
         self.orphans: list[Choice] = []  # without a detokenizer, until one is there
         self.load: dict[Identity, int] = {}  # open choices by detokenizer
+        self.intervals: dict[float, int] = {}  # seconds between tokens -> how often, for the metrics
         self._next_handle = 0
 
     def new_handle(self) -> Handle:
@@ -167,15 +184,15 @@ class Desk:
         for choice in orphans:
             self._fail(choice, ErrorKind.OVERLOADED, message, "")
 
-    def deltas(self, message: TextDeltas, sender: Identity) -> list[Send]:
-        """A batch of new text, in rows."""
+    def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:
+        """A batch of new text, in rows, that came at `now`."""
         handles, starts, tokens = unpack_i32(message.handles), unpack_i32(message.starts), unpack_i32(message.token_ids)
         counts = unpack_i32(message.counts) if message.counts else None
         finished = {end.row: end for end in message.finished}
         logprobs, prompt_logprobs, cached = message.logprobs, message.prompt_logprobs, message.num_cached_tokens
         plain = not (finished or logprobs or prompt_logprobs or cached)
         gaps: list[Send] = []
-        by_handle, texts = self.by_handle, message.texts
+        by_handle, texts, intervals = self.by_handle, message.texts, self.intervals
         at = 0
         for row, handle in enumerate(handles):
             count = 1 if counts is None else counts[row]
@@ -186,11 +203,17 @@ class Desk:
                 if start == have:
                     ids = tokens[at : at + count]
                     choice.token_ids.extend(ids)
+                    if choice.last_at:
+                        interval = now - choice.last_at
+                        intervals[interval] = intervals.get(interval, 0) + 1
+                    else:
+                        choice.first_at = now
+                    choice.last_at = now
                     if end is not None:
                         self._forget(choice)
                         choice.finished = end
                     if plain:
-                        choice.exchange.row(choice, ids, texts[row], None, None, None, None)
+                        choice.exchange.text(choice, ids, texts[row])
                     else:
                         choice.exchange.row(
                             choice, ids, texts[row], end, logprobs.get(row), prompt_logprobs.get(row), cached.get(row)

@@ -58,9 +58,8 @@ class EventWriter:
     def write(self, event: bytes) -> None:
         """One or more whole events. What cannot be sent now waits, and goes out in one piece later."""
         transport = self._transport
-        if self.started and transport is not None and not self._waiting and not self._flow.write_paused:
-            if not transport.is_closing():
-                transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        if transport is not None and self.started and not self._waiting and not self._flow.write_paused:
+            transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # a closing transport drops it
             return
         self._waiting.append(event)
         self._wake.set()

@@ -31,6 +31,7 @@ from meshlm.runtime.mesh import Mesh
 TICK_S = 1.0
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 ASK_TIMEOUT_S = 30.0
+HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
 
 
 class FrontendApp:
@@ -47,6 +48,7 @@ class FrontendApp:
         self._serving: asyncio.Task[None] | None = None
         self._orphaned_at: float | None = None
         self._draining = False
+        self._news = asyncio.Event()  # set whenever the answer of not_ready_reason may have changed
         self._closed = asyncio.Event()  # set whenever a request ends
         self.num_open = 0
         self._ticks = 0
@@ -75,7 +77,7 @@ class FrontendApp:
     def _tick(self) -> None:
         assert self._mesh is not None
         self._ticks += 1
-        self._metrics.flush()
+        self._metrics.flush(self._desk.intervals)
         if self._desk.orphans:
             now = time.monotonic()
             self._orphaned_at = self._orphaned_at or now
@@ -104,6 +106,21 @@ class FrontendApp:
         if self._stats.serving and not self._desk.load:
             return "no detokenizer can be reached"
         return "" if self._stats.serving else self._stats.reason
+
+    async def wait_serving(self) -> str:
+        """Wait until requests can be served, HOLD_S at most; what is missing then, "" when nothing is."""
+        if not self.not_ready_reason() or self._draining:
+            return self.not_ready_reason()
+        self.num_open += 1  # it counts towards --max-concurrent-requests
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOLD_S):
+                    while self.not_ready_reason() and not self._draining:
+                        self._news.clear()
+                        await self._news.wait()
+        finally:
+            self.num_open -= 1
+        return self.not_ready_reason()
 
     def new_handle(self) -> Handle:
         return self._desk.new_handle()
@@ -144,6 +161,12 @@ class FrontendApp:
         self._metrics.generation_tokens.inc(usage["completion_tokens"])
         for choice in answer.choices:
             self._metrics.finished(choice.finished.reason.value if choice.finished else "abort")
+            if choice.first_at:
+                self._metrics.ttft.observe(choice.first_at - started)
+            if len(choice.token_ids) > 1:
+                self._metrics.tpot.observe((choice.last_at - choice.first_at) / (len(choice.token_ids) - 1))
+        if answer.ask.max_tokens:
+            self._metrics.max_tokens.observe(answer.ask.max_tokens)
         for name in answer.ask.unknown_fields:
             if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
                 self._unknown_seen.add(name)
@@ -164,7 +187,7 @@ class FrontendApp:
             )
 
     def metrics(self) -> bytes:
-        self._metrics.flush()
+        self._metrics.flush(self._desk.intervals)
         return self._exposition()
 
     # --- App ---
@@ -172,7 +195,7 @@ class FrontendApp:
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
             case TextDeltas():
-                self._send(self._desk.deltas(message, peer))
+                self._send(self._desk.deltas(message, peer, time.monotonic()))
             case Accepted():
                 self._desk.accepted(message)
             case Rejected():
@@ -183,12 +206,14 @@ class FrontendApp:
                     future.set_result(message)
             case MeshStats():
                 self._stats = message
+                self._news.set()
                 if self._mesh is not None:
                     self._metrics.mesh(message)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer.role is Role.DETOKENIZER:
             self._send(self._desk.detokenizer_up(peer))
+            self._news.set()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
@@ -203,6 +228,7 @@ class FrontendApp:
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests; wait for the open ones."""
         self._draining = True
+        self._news.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.num_open:

@@ -91,7 +91,11 @@ class Metrics:
             for gauge, value in zip(self._gauges.values(), values, strict=True):
                 gauge.labels(self._model, str(rank.dp_rank)).set(value)
 
-    def flush(self) -> None:
+    def flush(self, intervals: dict[float, int]) -> None:
+        """Take the seconds between tokens since the last flush; empties the dictionary."""
+        for interval, times in intervals.items():
+            self.itl.observe(interval, times)
+        intervals.clear()
         self.itl.flush()
 
 
@@ -103,9 +107,9 @@ class _Bulk:
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def flush(self) -> None:
         """prometheus_client has no call for many observations at once; these are its own fields."""

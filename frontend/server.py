@@ -46,6 +46,7 @@ class Backend(Protocol):
     num_open: int
 
     def not_ready_reason(self) -> str: ...
+    async def wait_serving(self) -> str: ...
     def new_handle(self) -> Handle: ...
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
     def close(self, choices: list[Choice]) -> None: ...
@@ -172,11 +173,10 @@ class Routes:
 
     async def _generate(self, request: Request, ask: parse.Ask, model: str, prefix: str) -> Response | None:
         backend = self._backend
-        reason = backend.not_ready_reason()
-        if reason or backend.num_open >= backend.config.server.max_concurrent_requests:
-            raise HttpError(
-                503, reason or "too many open requests (--max-concurrent-requests)", kind="overloaded_error"
-            )
+        if backend.num_open >= backend.config.server.max_concurrent_requests:
+            raise HttpError(503, "too many open requests (--max-concurrent-requests)", kind="overloaded_error")
+        if reason := await backend.wait_serving():
+            raise HttpError(503, reason, kind="overloaded_error")
         request_id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)[:128]
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()

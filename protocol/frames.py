@@ -22,6 +22,10 @@ _ROLES = tuple(Role)
 _ROLE_NUMBER = {role: number for number, role in enumerate(_ROLES)}
 
 
+_KINDS: dict[int, "Kind"] = {}
+_identities: dict[int, Identity] = {}  # role << 16 | index: one object each, so that hashes are computed once
+
+
 class FrameError(ValueError):
     """These bytes are no frame of ours; the text says why. They are logged and dropped."""
 
@@ -34,6 +38,9 @@ class Kind(IntEnum):
     DATA = 3  # body: one message of the channel
     ACK = 4  # no body: the header's ack is the news
     REFUSE = 5  # body: UTF-8 text, why there will be no session
+
+
+_KINDS.update({kind.value: kind for kind in Kind})
 
 
 class Header(NamedTuple):
@@ -73,15 +80,19 @@ def unpack(frame: bytes) -> tuple[Header, memoryview]:
     magic, version, kind, role, to_role, index, to_index, life, to_life, seq, ack = _HEADER.unpack_from(frame)
     if magic != MAGIC or version != VERSION:
         raise FrameError(f"not a frame of version {VERSION}")
-    if not (1 <= kind <= 5 and role < len(_ROLES) and to_role < len(_ROLES)):
+    if not (kind in _KINDS and role < len(_ROLES) and to_role < len(_ROLES)):
         raise FrameError(f"kind {kind} or roles {role}, {to_role} unknown")
     header = Header(
-        Kind(kind),
-        Identity(_ROLES[role], index),
-        Identity(_ROLES[to_role], to_index),
+        _KINDS[kind],
+        _identities.get(role << 16 | index) or _intern(role, index),
+        _identities.get(to_role << 16 | to_index) or _intern(to_role, to_index),
         Incarnation(life),
         Incarnation(to_life),
         seq,
         ack,
     )
     return header, memoryview(frame)[HEADER_BYTES:]
+
+
+def _intern(role: int, index: int) -> Identity:
+    return _identities.setdefault(role << 16 | index, Identity(_ROLES[role], index))

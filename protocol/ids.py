@@ -21,7 +21,7 @@ class Role(Enum):
     WORKER = "worker"
 
 
-class Identity(Struct, frozen=True, order=True):
+class Identity(Struct, frozen=True, order=True, cache_hash=True):
     """A place in the mesh, `role/index`. It outlives the processes that fill it."""
 
     role: Role

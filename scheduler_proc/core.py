@@ -8,7 +8,7 @@ from collections import deque
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
 from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role, StepId
+from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady
 from meshlm.protocol.token_edge import AttachTokens, Ended
 from meshlm.scheduler_proc.batching import Batching, tokens_of
@@ -33,6 +33,8 @@ class Scheduler:
         self._next_step = 1
         self._workers_ready: dict[Identity, WorkerReady] = {}
         self._detokenizers: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
+        self._lives: dict[Identity, Incarnation] = {}  # of the detokenizers that can be reached
+        self._early: list[Assign] = []  # for detokenizers that cannot yet: their tokens would be lost
         self._ended: list[RequestId] = []
         self._prompt_tokens = self._generation_tokens = 0
         self._last_done_ns = 0
@@ -58,7 +60,7 @@ class Scheduler:
             case Received():
                 effects = self._received(event, output)
             case PeerUp():
-                effects = self._peer_up(event)
+                effects = self._peer_up(event, output)
             case PeerLost():
                 self._peer_lost(event)
             case Tick():
@@ -74,6 +76,7 @@ class Scheduler:
             case AbortRequests() as abort:
                 for request_id in abort.request_ids:
                     self._drop(self.requests.get(request_id))
+                self._early = [a for a in self._early if a.work.request_id not in abort.request_ids]
             case WorkerReady() as ready:
                 self._worker_ready(event.sender, ready)
             case StepFailed() as failed:
@@ -86,6 +89,13 @@ class Scheduler:
 
     def _assign(self, assign: Assign, output: Output) -> None:
         work = assign.work
+        life = self._lives.get(assign.detokenizer, 0)
+        if life != assign.incarnation:
+            if life < assign.incarnation:
+                self._early.append(assign)
+            else:
+                self._ended.append(work.request_id)  # its detokenizer is gone, and admits it again
+            return
         known = self.requests.get(work.request_id)
         if known is not None:
             if known.work.attempt >= work.attempt and known.incarnation == assign.incarnation:
@@ -146,17 +156,24 @@ class Scheduler:
 
     # --- workers ---
 
-    def _peer_up(self, event: PeerUp) -> list[Send]:
+    def _peer_up(self, event: PeerUp, output: Output) -> list[Send]:
         if event.identity.role is Role.WORKER:
             return self._reset()
         if event.identity == COORDINATOR:
             self._last_load = None
+        elif event.identity.role is Role.DETOKENIZER:
+            self._lives[event.identity] = event.incarnation
+            early, self._early = self._early, []
+            for assign in early:
+                self._assign(assign, output)
         return []
 
     def _peer_lost(self, event: PeerLost) -> None:
         if event.identity.role is Role.WORKER:
             self._lose_workers()
         elif event.identity.role is Role.DETOKENIZER:
+            if self._lives.get(event.identity) == event.incarnation:
+                del self._lives[event.identity]
             for request in list(self.requests.values()):
                 if request.detokenizer == event.identity and request.incarnation == event.incarnation:
                     self._drop(request)

@@ -113,9 +113,7 @@ class TorchEngine:
         spec = self._resolved.spec
         shape = (2, count, self._config.cache.block_size, spec.num_key_value_heads, spec.head_dim)
         try:
-            tensors = [
-                torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(spec.num_hidden_layers)
-            ]
+            tensors = [self._zeros(shape) for _ in range(spec.num_hidden_layers)]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
         return [LayerCache(both[0], both[1]) for both in tensors]

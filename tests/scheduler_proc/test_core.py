@@ -94,6 +94,7 @@ class Bench:
         self.ended: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
         self.now = 0.0
+        self.take(self.core.handle(PeerUp(DETOKENIZER, LIFE), self.now))
         self.take(self.core.handle(PeerUp(WORKER, LIFE), self.now))
 
     def take(self, sends: list[Send]) -> None:
@@ -301,3 +302,15 @@ def test_numpy_reads_the_columns() -> None:
     bench.assign(1, [1, 2, 3], 2)
     assert np.frombuffer(bench.plans[0].starts, np.int32).tolist() == [0]
     assert array("i", bench.plans[0].counts).tolist() == [3]
+
+
+def test_a_request_waits_until_its_detokenizer_can_be_reached() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.event(PeerLost(DETOKENIZER, LIFE))
+    bench.assign(1, [1, 2, 3], 4)
+    bench.assign(2, [4, 5], 4)
+    bench.event(Received(COORDINATOR, LIFE, AbortRequests((RequestId("r2"),))))
+    assert not bench.plans
+    bench.event(PeerUp(DETOKENIZER, LIFE))
+    bench.finish()
+    assert bench.tokens == {1: reference([1, 2, 3], 4)}
