@@ -79,9 +79,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
     ] = ()
-    attention_backend: Annotated[Literal["auto", "torch", "triton"], Meta(description="attention implementation")] = (
-        "auto"
-    )
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "torch", "triton"], Meta(description="attention implementation")
+    ] = "auto"
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core")] = 0
     fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step")] = 0.0
 

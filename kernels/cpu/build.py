@@ -1,0 +1,79 @@
+"""Compiles source.c once for this processor and loads it. The library is kept in the user's cache.
+
+Without a C compiler, or on a processor whose compiler fails, `load` returns None and says why once: plain torch then does the work.
+The library uses torch's own OpenMP runtime, so that both share one pool of threads.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("source.c")
+# Reassociation lets the compiler vectorise sums; NaN and infinity keep their meaning.
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fassociative-math", "-fno-signed-zeros"]
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "meshlm" / "cpu"
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Compile, then put it in place in one step: several workers may do it at once."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / "library.so"
+        # Linked without -fopenmp: the OpenMP symbols come from the runtime that torch has loaded.
+        subprocess.run(
+            [compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{folder}/object.o"], check=True, capture_output=True
+        )
+        link = [compiler, "-shared", "-o", str(made), f"{folder}/object.o", "-lm"]
+        subprocess.run(link, check=True, capture_output=True)
+        made.replace(library)
+
+
+def _openmp() -> None:
+    """Make torch's OpenMP symbols visible to our library."""
+    for candidate in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
+        return
+    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The library, compiled if need be (about two seconds, once per machine)."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    key = hashlib.sha256(SOURCE.read_bytes() + "\0".join([*FLAGS, _processor()]).encode()).hexdigest()[:16]
+    library = _cache_dir() / f"kernels-{key}.so"
+    try:
+        _openmp()
+        if not library.exists():
+            if compiler is None:
+                raise OSError("no C compiler (cc, gcc or clang)")
+            _compile(compiler, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"") or b""
+        text = said.decode("utf-8", "replace").strip().splitlines()
+        warnings.warn(f"the CPU kernels are not used: {text[0] if text else error}", RuntimeWarning, stacklevel=2)
+        return None

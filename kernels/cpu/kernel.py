@@ -1,0 +1,150 @@
+"""The CPU kernels as functions of torch tensors. Shapes and formulas: source.c. References: kernels/<op>/reference.py.
+
+All tensors are float32, dense and on the CPU. `library()` is None where they cannot be had.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.cpu.build import load
+
+WIDTH = 16  # outputs of a packed panel
+MAX_HEAD_DIM = 1024
+
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_SIGNATURES = {
+    "meshlm_pack": [_POINTER] * 2 + [_LONG] * 2,
+    "meshlm_linear": [_POINTER] * 4 + [_LONG] * 3,
+    "meshlm_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
+    "meshlm_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
+    "meshlm_rope_cache": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 5,
+    "meshlm_paged_decode": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT, _LONG],
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library with its argument types declared."""
+    found = load()
+    if found is not None:
+        for name, types in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.argtypes = types
+            function.restype = ctypes.c_int if name == "meshlm_paged_decode" else None
+    return found
+
+
+def _lib() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise RuntimeError("the CPU kernels are not available here")
+    return found
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[n, k] -> panels [ceil(n / 16), k, 16], zeros where there is no output."""
+    n, k = weight.shape
+    packed = torch.empty(-(-n // WIDTH), k, WIDTH)
+    _lib().meshlm_pack(weight.contiguous().data_ptr(), packed.data_ptr(), n, k)
+    return packed
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """x [m, k] -> [m, outputs]."""
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], outputs)
+    where = bias.data_ptr() if bias is not None else None
+    _lib().meshlm_linear(x.data_ptr(), packed.data_ptr(), where, out.data_ptr(), x.shape[0], outputs, packed.shape[1])
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [m, n] -> [m, n]; x / rms(x) * weight."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _lib().meshlm_rms_norm(None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x, in place; the norm of the sum."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _lib().meshlm_rms_norm(
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[m, 2n] -> silu(gate) * up [m, n]."""
+    m, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(m, n)
+    _lib().meshlm_silu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n)
+    return out
+
+
+def rope_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+) -> Tensor:
+    """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`."""
+    kv_heads, d = keys.shape[-2:]
+    query = torch.empty(qkv.shape[0], num_heads, d)
+    q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (None, None)
+    _lib().meshlm_rope_cache(
+        qkv.contiguous().data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        table.data_ptr(),
+        q_norm,
+        k_norm,
+        eps,
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        qkv.shape[0],
+        num_heads,
+        kv_heads,
+        d,
+        table.shape[1],
+    )
+    return query
+
+
+def paged_decode(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor, scale: float, window: int
+) -> Tensor:
+    """query [n, heads, d] over keys, values [blocks, size, kv_heads, d] by tables int64 [n, any] and lens int64 [n]."""
+    n, heads, d = query.shape
+    _, size, kv_heads, _ = keys.shape
+    query, out = query.contiguous(), torch.empty(n, heads, d)
+    failed = _lib().meshlm_paged_decode(
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        tables.data_ptr(),
+        lens.data_ptr(),
+        out.data_ptr(),
+        n,
+        heads,
+        kv_heads,
+        d,
+        size,
+        tables.stride(0),
+        scale,
+        window,
+    )
+    if failed:
+        raise MemoryError("no memory for attention scores")
+    return out

@@ -1,0 +1,75 @@
+"""Attention backends: what they are, and which one a device gets."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.batch import ForwardBatch, LayerCache
+
+
+class StepAttention(Protocol):
+    """Attention for one step; made once, run by every layer."""
+
+    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
+        """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to compute attention on a device."""
+
+    name: str
+    graphs: bool  # may be captured in a CUDA graph when all requests decode one token
+
+    def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
+        """Why it cannot serve this model here; "" when it can."""
+        ...
+
+    def step(self, batch: ForwardBatch, block_size: int) -> StepAttention: ...
+
+
+class TorchBackend:
+    """The reference: correct everywhere."""
+
+    name, graphs = "torch", False
+
+    def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
+        return ""
+
+    def step(self, batch: ForwardBatch, block_size: int) -> StepAttention:
+        return TorchAttention(batch, block_size)
+
+
+def _torch() -> Backend:
+    return TorchBackend()
+
+
+def _cpu() -> Backend:
+    from meshlm.workers.attention.cpu_backend import CpuBackend
+
+    return CpuBackend()
+
+
+# By name, the one to prefer first. A plug-in adds itself here before the engine is made.
+BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "torch": _torch}
+
+
+def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> Backend:
+    """The named backend, or with "auto" the first that can. ProcessFatal says why a named one cannot."""
+    if name != "auto":
+        if name not in BACKENDS:
+            raise ProcessFatal(f"--attention-backend {name}: there are auto, {', '.join(BACKENDS)}")
+        backend = BACKENDS[name]()
+        if reason := backend.unsupported(spec, device, dtype, block_size):
+            raise ProcessFatal(f"--attention-backend {name}: {reason}")
+        return backend
+    for make in BACKENDS.values():
+        backend = make()
+        if not backend.unsupported(spec, device, dtype, block_size):
+            return backend
+    raise AssertionError("the torch backend supports everything")

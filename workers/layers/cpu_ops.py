@@ -1,0 +1,44 @@
+"""Ops by the compiled CPU kernels (kernels/cpu): float32 only."""
+
+from torch import Tensor
+
+from meshlm.kernels.cpu import kernel
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads
+
+
+def available() -> bool:
+    """Whether the kernels could be compiled and loaded."""
+    return kernel.library() is not None
+
+
+class CpuOps:
+    """See `meshlm.workers.layers.ops.Ops`."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return kernel.pack(weight)
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        return kernel.linear(x, packed, bias, outputs)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return kernel.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return kernel.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return kernel.silu_mul(gate_up)
+
+    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+        return kernel.rope_cache(
+            qkv,
+            batch.positions,
+            batch.slot_mapping,
+            table,
+            heads.norms,
+            heads.eps,
+            cache.keys,
+            cache.values,
+            heads.num_heads,
+        )

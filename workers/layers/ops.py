@@ -1,0 +1,108 @@
+"""The operations that a model is made of, behind one interface: plain torch here, faster ones per device beside it.
+
+A model never asks on which device it runs; `make_ops` does, once.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.rope import apply_rope
+
+
+class Heads:
+    """What rope_cache needs to know of an attention layer."""
+
+    __slots__ = ("eps", "head_dim", "norms", "num_heads", "num_kv_heads")
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
+
+
+class Ops(Protocol):
+    """m rows, t tokens."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight [outputs, inputs] as this device likes it; what `linear` takes."""
+        ...
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """[m, inputs] -> [m, outputs]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight (Zhang and Sennrich 2019); statistics in float32."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; the norm of the sum."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[m, 2n] -> silu(first half) * second half."""
+        ...
+
+    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+        """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d]."""
+        ...
+
+
+class TorchOps:
+    """Plain torch: any device, any dtype."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        return F.linear(x, packed, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return F.rms_norm(residual, weight.shape, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+        split = heads.num_heads + heads.num_kv_heads
+        lines = qkv.view(qkv.shape[0], -1, heads.head_dim)
+        both, value = lines[:, :split], lines[:, split:]
+        if heads.norms is not None:
+            query, key = both[:, : heads.num_heads], both[:, heads.num_heads :]
+            shape = (heads.head_dim,)
+            query, key = (
+                F.rms_norm(query, shape, heads.norms[0], heads.eps),
+                F.rms_norm(key, shape, heads.norms[1], heads.eps),
+            )
+            both = torch.cat((query, key), dim=1)
+        angles = table[batch.positions].to(qkv.dtype)
+        half = angles.shape[1] // 2
+        both = apply_rope(both, angles[:, None, :half], angles[:, None, half:])
+        keys, values = cache.flat()
+        keys.index_copy_(0, batch.slot_mapping, both[:, heads.num_heads :])
+        values.index_copy_(0, batch.slot_mapping, value)
+        return both[:, : heads.num_heads]
+
+
+def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest that this device has for this dtype."""
+    if device.type == "cpu" and dtype == torch.float32:
+        from meshlm.workers.layers import cpu_ops
+
+        if cpu_ops.available():
+            return cpu_ops.CpuOps()
+    if device.type == "cuda":
+        from meshlm.workers.layers.triton_ops import TritonOps
+
+        return TritonOps()
+    return TorchOps()
