@@ -1,0 +1,36 @@
+"""What rope_cache/kernel.py computes, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.norm.reference import rms_norm
+
+
+def rope_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+) -> Tensor:
+    kv_heads, dim = keys.shape[-2:]
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, dim)
+    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        query, key = rms_norm(query, norms[0], eps), rms_norm(key, norms[1], eps)
+    angles = table[positions]
+    half = table.shape[1] // 2
+    cos, sin = angles[:, None, :half], angles[:, None, half:]
+
+    def turn(x: Tensor) -> Tensor:
+        a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+
+    written = slots >= 0
+    keys.view(-1, kv_heads, dim)[slots[written]] = turn(key)[written].to(keys.dtype)
+    values.view(-1, kv_heads, dim)[slots[written]] = value[written].to(values.dtype)
+    return turn(query)

@@ -1,0 +1,17 @@
+"""Where kernels are tested and how near they must come."""
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+MARKS = [pytest.mark.gpu] if ON_GPU else []
+# The interpreter's products of bfloat16 are wrong (triton 3.6 to 3.9): bfloat16 is for the GPU.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    """Within the dtype's rounding of the reference."""
+    tolerance = TOLERANCE[dtype] * factor
+    torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)

@@ -1,0 +1,90 @@
+"""Paged attention against its reference: prompts, chunks and decodes, at odd lengths."""
+
+import pytest
+import torch
+from device import DEVICE, DTYPES, MARKS, near
+
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, decode, prefill
+from meshlm.kernels.attention.reference import attention
+
+pytestmark = MARKS
+PAGE = 16
+SHAPES = [(4, 2, 64), (6, 2, 64), (8, 1, 80), (2, 2, 32)]
+
+
+def make(
+    requests: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Columns]:
+    """requests: (start, count). Every page table is a random permutation."""
+    torch.manual_seed(1)
+    pages = [-(-(start + count) // PAGE) for start, count in requests]
+    total = sum(pages) + 3
+    order = torch.randperm(total)
+    blocks = torch.zeros(len(requests) + 2, max(pages) + 1, dtype=torch.int32)
+    rows = torch.randperm(len(requests) + 2)[: len(requests)].int()
+    at = 0
+    for row, need in zip(rows.tolist(), pages, strict=True):
+        blocks[row, :need] = order[at : at + need].int()
+        at += need
+    starts = torch.tensor([start for start, _ in requests], dtype=torch.int32)
+    ends = torch.tensor([count for _, count in requests], dtype=torch.int32).cumsum(0).int()
+    columns = Columns(rows.to(DEVICE), starts.to(DEVICE), ends.to(DEVICE), len(requests), blocks.to(DEVICE))
+    cache = torch.randn(2, total, PAGE, kv_heads, dim, device=DEVICE).to(dtype)
+    query = torch.randn(int(ends[-1]), heads, dim, device=DEVICE).to(dtype)
+    return query, cache[0], cache[1], columns
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [0, 5, 40])
+def test_prefill(shape: tuple[int, int, int], window: int, dtype: torch.dtype) -> None:
+    requests = [(0, 1), (37, 1), (0, 50), (20, 33), (64, 3), (0, 17)]
+    query, keys, values, at = make(requests, *shape, dtype)
+    out = torch.zeros_like(query)
+    extras = Extras(window=window)
+    prefill(query, keys, values, at, 0.125, out, extras=extras, block_q=8, block_n=32, warps=4)
+    near(out, attention(query, keys, values, at, 0.125, extras), dtype, 2)
+
+
+def test_prefill_after_decodes_leaves_them_alone() -> None:
+    requests = [(9, 1), (37, 1), (30, 1), (0, 21), (8, 9)]
+    query, keys, values, at = make(requests, 4, 2, 64, torch.float32)
+    out = torch.full_like(query, 7.0)
+    prefill(query, keys, values, at, 0.125, out, skip=3, block_q=4, block_n=32, warps=4)
+    assert (out[:3] == 7.0).all()
+    near(out[3:], attention(query, keys, values, at, 0.125)[3:], torch.float32, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [0, 20])
+def test_decode(shape: tuple[int, int, int], splits: int, window: int, dtype: torch.dtype) -> None:
+    requests = [(0, 1), (15, 1), (16, 1), (99, 1), (200, 1)]
+    query, keys, values, at = make(requests, *shape, dtype)
+    at.ends = torch.cat((at.ends, at.ends[-1:]))  # one request of padding
+    at.rows, at.starts = torch.cat((at.rows, at.rows[:1])), torch.cat((at.starts, at.starts[:1]))
+    at.n += 1
+    heads, _, dim = shape
+    room = (torch.empty(6, heads, splits, dim, device=DEVICE), torch.empty(6, heads, splits, 2, device=DEVICE))
+    out = torch.full((6, heads, dim), 7.0, device=DEVICE, dtype=dtype)
+    extras = Extras(window=window)
+    decode(query, keys, values, at, 0.125, out, room, splits, extras, block_n=32)
+    at.n -= 1
+    near(out[:5], attention(query, keys, values, at, 0.125, extras), dtype, 2)
+    assert (out[5] == 7.0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_soft_cap_and_sinks(splits: int) -> None:
+    sinks = torch.randn(4, device=DEVICE)
+    extras = Extras(cap=2.0, sinks=sinks)
+    query, keys, values, at = make([(0, 1), (45, 1), (70, 1)], 4, 2, 64, torch.float32)
+    out = torch.empty_like(query)
+    expected = attention(query, keys, values, at, 0.5, extras)
+    prefill(query, keys, values, at, 0.5, out, extras=extras, block_q=4, block_n=32, warps=4)
+    near(out, expected, torch.float32, 2)
+    room = (torch.empty(3, 4, splits, 64, device=DEVICE), torch.empty(3, 4, splits, 2, device=DEVICE))
+    decode(query, keys, values, at, 0.5, out, room, splits, extras, block_n=32)
+    near(out, expected, torch.float32, 2)
+    assert not torch.allclose(expected, attention(query, keys, values, at, 0.5, PLAIN))

@@ -1,0 +1,57 @@
+"""Norms, the gate and rope_cache against their references, at odd shapes."""
+
+import pytest
+import torch
+from device import DEVICE, DTYPES, MARKS, near
+
+from meshlm.kernels.norm import kernel as norm
+from meshlm.kernels.norm import reference as norm_reference
+from meshlm.kernels.rope_cache import kernel as rope
+from meshlm.kernels.rope_cache import reference as rope_reference
+from meshlm.kernels.silu_mul import kernel as gate
+from meshlm.kernels.silu_mul import reference as gate_reference
+
+pytestmark = MARKS
+SHAPES = [(1, 64), (3, 576), (7, 1000), (17, 129)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, *shape, device=DEVICE).to(dtype)
+    weight = torch.rand(shape[1], device=DEVICE).to(dtype) + 0.5
+    near(norm.rms_norm(x, weight, 1e-6), norm_reference.rms_norm(x, weight, 1e-6), dtype)
+    ours, theirs = residual.clone(), residual.clone()
+    near(norm.add_rms_norm(x, ours, weight, 1e-5), norm_reference.add_rms_norm(x, theirs, weight, 1e-5), dtype)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape[0], 2 * shape[1], device=DEVICE).to(dtype) * 3
+    near(gate.silu_mul(x), gate_reference.silu_mul(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"), [(4, 2, 64, 64), (3, 1, 80, 80), (9, 3, 64, 32), (8, 8, 128, 128)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tokens = 5
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
+    angles = torch.outer(torch.arange(40.0), 1.0 / 10000 ** (torch.arange(0, rotary, 2) / rotary)).to(DEVICE)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.tensor([3, 0, 39, 7, 0], device=DEVICE)
+    slots = torch.tensor([5, 31, 0, 17, -1], device=DEVICE)
+    norms = tuple(torch.rand(2, dim, device=DEVICE).to(dtype) + 0.5) if normed else None
+    caches = torch.zeros(4, 2, 16, kv_heads, dim, device=DEVICE, dtype=dtype)
+    ours = rope.rope_cache(qkv, positions, slots, table, norms, 1e-6, caches[0], caches[1], heads)  # type: ignore[arg-type]
+    theirs = rope_reference.rope_cache(qkv, positions, slots, table, norms, 1e-6, caches[2], caches[3], heads)  # type: ignore[arg-type]
+    near(ours, theirs, dtype)
+    near(caches[:2], caches[2:], dtype)
+    assert caches[0].view(-1, kv_heads, dim)[1].abs().sum() == 0, "a slot was written that no token has"

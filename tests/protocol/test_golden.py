@@ -1,0 +1,429 @@
+"""The wire, byte by byte: one instance of every message against golden.json; and nothing that unpickles anywhere.
+
+A failure of `test_bytes` means that processes of two versions no longer understand each other. If that is meant:
+
+    .venv/bin/python tests/protocol/test_golden.py --write
+"""
+
+import ast
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from meshlm.protocol import admit_edge as admit
+from meshlm.protocol import control_edge as control
+from meshlm.protocol import digest, frames, sampling, session
+from meshlm.protocol import step_edge as step
+from meshlm.protocol import text_edge as text
+from meshlm.protocol import token_edge as token
+from meshlm.protocol.channels import BY_DIRECTION, CHANNELS, Channel
+from meshlm.protocol.columns import pack_f32, pack_i32
+from meshlm.protocol.ids import (
+    Epoch,
+    ErrorKind,
+    FinishReason,
+    Handle,
+    Identity,
+    Incarnation,
+    RequestId,
+    Role,
+    Row,
+    StepId,
+)
+
+GOLDEN = Path(__file__).with_name("golden.json")
+ROOT = Path(__file__).parents[2]
+EDGES = (admit, control, step, text, token)
+
+LIFE = Incarnation(1_750_000_000_000_000_000)
+SCHEDULER, DETOKENIZER = Identity(Role.SCHEDULER, 3), Identity(Role.DETOKENIZER, 1)
+SAMPLING = sampling.SamplingParams(
+    max_tokens=99,
+    min_tokens=2,
+    temperature=0.75,
+    top_p=0.5,
+    top_k=40,
+    min_p=0.125,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.5,
+    seed=0x7FFF_FFFF_FFFF_FFFF,
+    stop_token_ids=(5, 6),
+    eos_token_ids=(2,),
+    logit_bias={7: -100.0, 70000: 1.5},
+    allowed_token_ids=(1, 2, 3),
+    logprobs=0,
+    prompt_logprobs=4,
+)
+WORK = admit.Work(
+    request_id=RequestId("cmpl-é-0"),
+    handle=Handle(0x7FFF_FFFF),
+    prompt_token_ids=pack_i32([1, 2, 70000]),
+    sampling=SAMPLING,
+    attempt=2,
+    emitted=pack_i32([9]),
+    priority=-7,
+    cache_salt="salt",
+    arrival_s=1750000000.25,
+    deadline_s=1750000060.5,
+)
+MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", ready=True)
+COLUMNS = token.LogprobColumns(
+    width=2,
+    logprobs=pack_f32([-0.5]),
+    ranks=pack_i32([3]),
+    top_ids=pack_i32([8, -1]),
+    top_logprobs=pack_f32([-0.25, -1.0]),
+)
+NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING)
+TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
+POSITION = text.PositionLogprobs(TOKEN_LOGPROB, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
+RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8)
+FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT)
+ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED)
+CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
+
+# Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
+FULL: tuple[Struct, ...] = (
+    # frontend <-> detokenizer
+    text.TextPrompt("Grüße", False),
+    text.TokenPrompt(pack_i32([1, -1])),
+    CHAT,
+    text.TextParams(("\n\n", "END"), True, False, False, 512),
+    text.Submit(
+        handles=(Handle(1), Handle(2)),
+        request_ids=(RequestId("cmpl-a-0"), RequestId("cmpl-a-1")),
+        prompt=CHAT,
+        sampling=SAMPLING,
+        text=text.TextParams(("x",), True, False, False, 1),
+        max_tokens=7,
+        attempt=1,
+        delivered=pack_i32([4, 5]),
+        want_prompt=True,
+        priority=3,
+        cache_salt="s",
+        arrival_s=1.5,
+        deadline_s=2.5,
+        dp_rank=1,
+    ),
+    text.Abort((RequestId("cmpl-a-0"),)),
+    text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
+    text.Tokenize(Handle(6), text.TextPrompt("a", False), True),
+    text.Detokenize(Handle(7), pack_i32([1])),
+    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", ("a", "b", "c")),
+    text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
+    TOKEN_LOGPROB,
+    POSITION,
+    FINISHED,
+    text.TextDeltas(
+        handles=pack_i32([1, 2]),
+        starts=pack_i32([0, 5]),
+        counts=pack_i32([2, 1]),
+        token_ids=pack_i32([7, 8, 9]),
+        texts=["ab", ""],
+        finished=[FINISHED],
+        logprobs={0: [POSITION, POSITION]},
+        prompt_logprobs={0: [None, POSITION]},
+        num_cached_tokens={0: 16},
+        timings_ns=(1, 2, 3),
+    ),
+    text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), 2048, "no", "prompt"),
+    text.DetokenizeReply(Handle(7), "a", "no", "tokens"),
+    # detokenizer <-> coordinator -> scheduler
+    WORK,
+    admit.Admit(WORK, 2),
+    admit.AbortRequests((RequestId("a"), RequestId("b"))),
+    admit.Routed(Handle(9), SCHEDULER, LIFE),
+    admit.Refused(Handle(9), ErrorKind.OVERLOADED, "full"),
+    admit.Assign(WORK, DETOKENIZER, LIFE),
+    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False),
+    # scheduler <-> detokenizer
+    ENDED,
+    COLUMNS,
+    token.TokenDeltas(
+        handles=pack_i32([1, 2]),
+        starts=pack_i32([0, 4]),
+        counts=pack_i32([1, 1]),
+        token_ids=pack_i32([11, 2]),
+        ended=[ENDED],
+        logprobs={0: COLUMNS},
+        prompt_logprobs={1: COLUMNS},
+        num_cached_tokens={1: 32},
+        timings_ns=(1,),
+    ),
+    token.AttachTokens(Handle(3), 21),
+    # scheduler <-> worker
+    step.Reset(77),
+    NEW_ROW,
+    step.StepPlan(
+        session=77,
+        step=StepId(5),
+        rows=pack_i32([0, 4]),
+        starts=pack_i32([8, 0]),
+        counts=pack_i32([1, 2]),
+        samples=b"\x01\x00",
+        num_tokens=3,
+        removed_rows=pack_i32([2]),
+        new_rows=[NEW_ROW],
+        block_rows=pack_i32([0]),
+        block_ids=pack_i32([12]),
+        planned_ns=1,
+        sent_ns=2,
+    ),
+    step.WorkerReady(77, 1000, 16, 64, 1024, 49152),
+    step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3),
+    step.StepFailed(77, StepId(5), "out of memory"),
+    # everyone <-> supervisor, everyone <-> coordinator
+    control.Progress("weights", 12, 100, "MB"),
+    control.Ready({"KV cache": "9,000 blocks"}),
+    control.Failed("no such model"),
+    control.Beat(4, "stepping", 1 << 33),
+    control.Died(SCHEDULER, LIFE),
+    control.Shutdown(30.0),
+    MEMBER,
+    control.Join(MEMBER),
+    control.Leave(),
+    control.Members(Epoch(8), (MEMBER, control.Member(DETOKENIZER, LIFE, "ipc://d"))),
+    RANK_STATS,
+    control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4),
+    # carried by several
+    SAMPLING,
+    session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0"),
+)
+NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
+BY_NAME = dict(zip(NAMES, FULL))
+
+
+def frame() -> bytes:
+    """A whole frame: header and a message, as the socket carries it."""
+    header = frames.Header(
+        frames.Kind.DATA, SCHEDULER, DETOKENIZER, LIFE, Incarnation(LIFE + 1), 0x0102_0304_0506_0708, 9
+    )
+    return frames.pack(header, msgspec.msgpack.encode(token.AttachTokens(Handle(3), 21)))
+
+
+def least(value: Struct) -> Struct:
+    """The same message with nothing but its required fields."""
+    fields = msgspec.structs.fields(type(value))
+    return type(value)(**{field.name: getattr(value, field.name) for field in fields if field.required})
+
+
+def encoded() -> dict[str, dict[str, str]]:
+    """What golden.json holds: hex of the message with all its fields, and with the required ones only."""
+    messages = {
+        name: {"full": msgspec.msgpack.encode(value).hex(), "least": msgspec.msgpack.encode(least(value)).hex()}
+        for name, value in BY_NAME.items()
+    }
+    return {**messages, "frame": {"full": frame().hex()}}
+
+
+def golden() -> dict[str, dict[str, str]]:
+    return msgspec.json.decode(GOLDEN.read_bytes(), type=dict[str, dict[str, str]])
+
+
+def structs_of(module: ModuleType) -> Iterator[type[Struct]]:
+    for _, found in inspect.getmembers(module, inspect.isclass):
+        if issubclass(found, Struct) and found.__module__ == module.__name__:
+            yield found
+
+
+def test_every_struct_of_every_edge_is_here_once() -> None:
+    known = [type(value) for value in FULL]
+    assert len(set(known)) == len(known)
+    assert {kind for module in EDGES for kind in structs_of(module)} <= set(known)
+    assert {kind for channel in CHANNELS for kind in digest.union_members(channel.messages)} <= set(known)
+
+
+def test_every_edge_module_is_looked_at() -> None:
+    assert {path.stem for path in (ROOT / "protocol").glob("*_edge.py")} == {
+        module.__name__.rpartition(".")[2] for module in EDGES
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_field_is_left_at_its_default(name: str) -> None:
+    value = BY_NAME[name]
+    for field in msgspec.structs.fields(type(value)):
+        if not field.required:
+            assert getattr(value, field.name) != getattr(least(value), field.name), field.name
+
+
+def test_golden_holds_these_messages_and_no_others() -> None:
+    assert sorted(golden()) == sorted([*NAMES, "frame"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes(name: str) -> None:
+    stored, value = golden()[name], BY_NAME[name]
+    assert msgspec.msgpack.encode(value).hex() == stored["full"]
+    assert msgspec.msgpack.encode(least(value)).hex() == stored["least"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_mean_what_they_meant(name: str) -> None:
+    stored, value = golden()[name], BY_NAME[name]
+    assert msgspec.msgpack.decode(bytes.fromhex(stored["full"]), type=type(value)) == value
+    assert msgspec.msgpack.decode(bytes.fromhex(stored["least"]), type=type(value)) == least(value)
+
+
+@pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: f"{channel.sender.value}-{channel.receiver.value}")
+def test_a_channel_decodes_each_of_its_messages(channel: Channel) -> None:
+    """As runtime/mesh.py does: one decoder of the union, on a view of the frame."""
+    decode = msgspec.msgpack.Decoder(channel.messages).decode
+    of_channel = [
+        (name, value) for name, value in BY_NAME.items() if type(value) in digest.union_members(channel.messages)
+    ]
+    assert len(of_channel) == len(digest.union_members(channel.messages))
+    for name, value in of_channel:
+        got = decode(memoryview(bytes.fromhex(golden()[name]["full"])))
+        assert type(got) is type(value)
+        assert got == value
+
+
+@pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: f"{channel.sender.value}-{channel.receiver.value}")
+@pytest.mark.parametrize("body", [{"type": "nobody's"}, {}, [], 7], ids=str)
+def test_a_channel_refuses_what_is_none_of_its_messages(channel: Channel, body: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=channel.messages)
+
+
+def test_frame() -> None:
+    stored = bytes.fromhex(golden()["frame"]["full"])
+    assert frame() == stored
+    header, body = frames.unpack(stored)
+    assert (header.kind, header.sender, header.receiver) == (frames.Kind.DATA, SCHEDULER, DETOKENIZER)
+    assert (header.sender_incarnation, header.receiver_incarnation) == (LIFE, LIFE + 1)
+    assert (header.seq, header.ack) == (0x0102_0304_0506_0708, 9)
+    channel = BY_DIRECTION[DETOKENIZER.role, SCHEDULER.role]
+    assert msgspec.msgpack.decode(body, type=channel.messages) == token.AttachTokens(Handle(3), 21)
+
+
+# --- the digest that two processes compare ---
+
+
+def described(kind: type[Struct]) -> str:
+    seen: dict[str, str] = {}
+    digest._describe(kind, seen)
+    return seen[kind.__name__]
+
+
+def test_digest_knows_names_types_and_tags() -> None:
+    base = msgspec.defstruct("M", [("a", int, 0)], tag="m")
+    others = [
+        msgspec.defstruct("M", [("b", int, 0)], tag="m"),
+        msgspec.defstruct("M", [("a", float, 0)], tag="m"),
+        msgspec.defstruct("M", [("a", int, 0)], tag="n"),
+        msgspec.defstruct("M", [("a", int, 0)], tag="m", array_like=True),
+    ]
+    assert described(base) == described(msgspec.defstruct("M", [("a", int, 0)], tag="m"))
+    assert described(base) not in [described(other) for other in others]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="digest.py:44 leaves defaults out, though its docstring and omit_defaults need them"
+)
+def test_digest_knows_defaults() -> None:
+    """With omit_defaults a default is part of the wire: it is what an absent field means."""
+    one = msgspec.defstruct("M", [("max_tokens", int, 16)], omit_defaults=True)
+    other = msgspec.defstruct("M", [("max_tokens", int, 32)], omit_defaults=True)
+    assert described(one) != described(other)
+
+
+# --- nothing that runs code from data ---
+
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
+UNPICKLING_CALLS = {"recv_pyobj", "send_pyobj", "read_pickle", "send_serialized_pyobj"}
+SOURCES = sorted(
+    path
+    for folder in ROOT.iterdir()
+    if folder.is_dir() and not folder.name.startswith(".") and folder.name not in {"build", "dist", "src"}
+    for path in folder.rglob("*.py")
+) + sorted((ROOT / "src" / "meshlm").glob("*.py"))
+
+
+def _keyword(call: ast.Call, name: str) -> object:
+    """The constant given for a keyword; None when it is absent, "?" when it is no constant."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value.value if isinstance(keyword.value, ast.Constant) else "?"
+    return None
+
+
+def unpickling(source: str) -> list[str]:
+    """What in this source could run code from data, as "line: text"."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        bad = False
+        match node:
+            case ast.Import(names=names):
+                bad = any(alias.name.partition(".")[0] in UNPICKLERS for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                bad = module.partition(".")[0] in UNPICKLERS
+                bad = bad or any(
+                    alias.name in UNPICKLERS or f"{module}.{alias.name}" == "torch.load" for alias in names
+                )
+            case ast.Call(func=ast.Name(id="__import__") | ast.Attribute(attr="import_module"), args=[first, *_]):
+                bad = isinstance(first, ast.Constant) and str(first.value).partition(".")[0] in UNPICKLERS
+            case ast.Call(func=function):
+                name = ast.unparse(function)
+                bad = name.rpartition(".")[2] in UNPICKLING_CALLS
+                bad = bad or (name == "torch.load" and _keyword(node, "weights_only") is not True)
+                bad = bad or _keyword(node, "allow_pickle") not in (None, False)
+        if bad:
+            assert isinstance(node, ast.stmt | ast.expr)
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_no_source_unpickles() -> None:
+    assert len(SOURCES) > 80
+    found = {str(path.relative_to(ROOT)): bad for path in SOURCES if (bad := unpickling(path.read_text("utf-8")))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "def f():\n    from pickle import loads",
+        "import marshal",
+        "from multiprocessing.reduction import pickle",
+        "__import__('pickle')",
+        "importlib.import_module('dill')",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "from torch import load",
+        "socket.recv_pyobj()",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_walk_sees(source: str) -> None:
+    assert unpickling(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["torch.load(path, weights_only=True)", "np.load(path)", "'import pickle'", "json.load(file)", "from . import a"],
+)
+def test_the_walk_lets_pass(source: str) -> None:
+    assert not unpickling(source)
+
+
+def write() -> None:
+    GOLDEN.write_text(json.dumps(encoded(), indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(__doc__)
+    write()
+    print(f"{GOLDEN}: {len(BY_NAME)} messages")
