@@ -1,9 +1,13 @@
 """The explicit record that a model's forward takes: one step's tensors. Nothing about a step is global."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from meshlm.kernels.attention.kernel import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class ForwardBatch:
     query_lens: tuple[int, ...]  # of the requests after the decodes
     context_lens: tuple[int, ...]  # of the same requests, this step included
     max_decode_len: int  # longest context among the decodes
+    columns: "Columns | None" = None  # the requests as device columns, for backends that read those (triton)
 
     @property
     def device(self) -> torch.device:

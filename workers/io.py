@@ -29,6 +29,12 @@ def make_engine(config: MeshConfig, report: ProgressReport) -> Engine:
         from meshlm.workers.fake import FakeEngine
 
         return FakeEngine(config, report)
+    if config.resolved.device == "cuda":
+        from meshlm.workers.cuda.engine import make_cuda_engine
+
+        engine = make_cuda_engine(config, report)
+        if engine is not None:
+            return engine
     from meshlm.workers.runner import TorchEngine
 
     return TorchEngine(config, report)

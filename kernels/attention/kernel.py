@@ -11,7 +11,6 @@ Requests are columns as in kernels/step_input: rows, starts, ends. Masks: causal
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -153,7 +152,7 @@ def _decode(
     line = request.to(tl.int64) * HEADS + head
     m = tl.full((GROUP,), float("-inf"), tl.float32)
     l = tl.zeros((GROUP,), tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
         if split == 0:
             m = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             l = tl.where(m == float("-inf"), 0.0, 1.0)

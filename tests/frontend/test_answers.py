@@ -116,9 +116,12 @@ def give(
 
 
 def body(answer: WholeAnswer) -> Json:
-    """The answer, which OpenAI's own models must understand."""
+    """The answer, in the form of OpenAI's own models."""
     found: Json = json.loads(answer.body())
-    (ChatCompletion if answer.ask.is_chat else Completion).model_validate(found)
+    if answer.ask.is_chat:
+        ChatCompletion.model_validate(found)
+    elif not answer.ask.echo:  # of an echo's first token OpenAI answers null, which their model has no place for
+        Completion.model_validate(found)
     return found
 
 
@@ -130,7 +133,8 @@ def chunks(events: Sequence[bytes], is_chat: bool) -> list[Json]:
         assert event.endswith(b"}\n\n")
         assert b"\n" not in event[:-2]
         chunk: Json = json.loads(event.removeprefix(b"data: "))
-        (ChatCompletionChunk if is_chat else Completion.model_construct).__call__(**chunk)
+        if is_chat:
+            ChatCompletionChunk.model_validate(chunk)
         assert {key: chunk[key] for key in FRAME} == FRAME
         assert chunk["object"] == ("chat.completion.chunk" if is_chat else "text_completion")
         found.append(chunk)
@@ -310,7 +314,8 @@ def test_whole_echo_with_logprobs_begins_with_the_prompts() -> None:
     found = echoed_logprobs()
     assert found["tokens"] == ["Hi", " you", "Hé", " w"]
     assert found["token_logprobs"] == [None, -3.0, -0.25, -2.0]
-    assert found["top_logprobs"] == [None, {" me": -0.5, " you": -3.0}, *BOTH_TEXT["top_logprobs"]]
+    assert found["top_logprobs"][:2] == [None, {" me": -0.5, " you": -3.0}]
+    assert found["top_logprobs"][2:] == BOTH_TEXT["top_logprobs"]
 
 
 @pytest.mark.xfail(strict=True, reason="answers.py _completion_logprobs: the first prompt token's length is left out")
@@ -540,7 +545,8 @@ def test_streamed_prompt_logprobs_beside_logprobs() -> None:
 
 
 @pytest.mark.xfail(
-    strict=True, reason="answers.py StreamAnswer.row: a row of text and prompt_logprobs is taken for plain text"
+    strict=True,
+    reason="answers.py StreamAnswer.row: a row of text and prompt_logprobs is taken for plain text (vLLM: 400)",
 )
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_streamed_prompt_logprobs_alone(is_chat: bool) -> None:

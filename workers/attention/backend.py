@@ -55,8 +55,14 @@ def _cpu() -> Backend:
     return CpuBackend()
 
 
+def _triton() -> Backend:
+    from meshlm.workers.attention.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
 # By name, the one to prefer first. A plug-in adds itself here before the engine is made.
-BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "torch": _torch}
+BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "triton": _triton, "torch": _torch}
 
 
 def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> Backend:
@@ -68,8 +74,9 @@ def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype,
         if reason := backend.unsupported(spec, device, dtype, block_size):
             raise ProcessFatal(f"--attention-backend {name}: {reason}")
         return backend
-    for make in BACKENDS.values():
-        backend = make()
+    order = ("cpu", "torch") if device.type == "cpu" else tuple(name for name in BACKENDS if name != "cpu")
+    for candidate in order:  # triton may not even be installed beside a CPU build of torch
+        backend = BACKENDS[candidate]()
         if not backend.unsupported(spec, device, dtype, block_size):
             return backend
     raise AssertionError("the torch backend supports everything")

@@ -101,7 +101,7 @@ def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
         if cpu_ops.available():
             return cpu_ops.CpuOps()
-    if device.type == "cuda":
+    if device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0):
         from meshlm.workers.layers.triton_ops import TritonOps
 
         return TritonOps()

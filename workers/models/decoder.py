@@ -153,6 +153,8 @@ class Decoder(nn.Module):
         assert x is not None
         return ops.add_rms_norm(x, residual, self.norm.weight, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[l, hidden] -> [l, vocab]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""
+        if out is not None:
+            return torch.mm(hidden, self._head_weight.t(), out=out)
         return self.ops.linear(hidden, self._head_weight, None, self.spec.vocab_size)

@@ -1,6 +1,7 @@
 """Sampling parameters by row, as columns: a step picks its rows by indexing, without a loop over requests."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
 
@@ -20,6 +21,7 @@ class SamplingTable:
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)
         self.penalised = np.zeros(max_rows, np.bool_)
+        self.general = np.zeros(max_rows, np.bool_)  # more than temperature and seed
         self.special: dict[int, SamplingParams] = {}
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -37,7 +39,21 @@ class SamplingTable:
         self.penalised[row] = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
+        self.general[row] = bool(
+            self.penalised[row]
+            or params.top_p < 1
+            or params.top_k > 0
+            or params.min_p > 0
+            or params.logprobs >= 0
+            or params.logit_bias
+            or params.allowed_token_ids
+            or params.min_tokens
+        )
         if params.logit_bias or params.allowed_token_ids or params.min_tokens:
             self.special[row] = params
         else:
             self.special.pop(row, None)
+
+    def needs_torch(self, rows: NDArray[np.int32]) -> bool:
+        """Whether any of these rows asks for more than kernels/sample does."""
+        return bool(self.general[rows].any())

@@ -1,0 +1,149 @@
+"""Attention against the roofline, on the GPU that is there.
+
+    python -P -m meshlm.kernels.attention.bench [--tune] [--json FILE]
+
+Decode counts the bytes of keys and values read; prefill counts 4 q k d / 2 (causal) operations. --tune tries many tile shapes and
+prints the best of each case.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshlm.kernels.attention.kernel import Columns, decode, prefill
+
+PAGE = 16
+DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
+PREFILLS = [(1, 1024), (1, 8192), (4, 2048), (1, 32768)]
+HEADS = [(32, 8, 128), (16, 8, 128)]
+
+
+def microseconds(run: Callable[[], None], repeats: int = 20) -> float:
+    """Median over graph replays: no launch cost."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            run()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 200)
+    return sorted(times)[len(times) // 2]
+
+
+def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
+    """n requests of start + count tokens, pages in random order."""
+    pages = -(-(start + count) // PAGE)
+    total = n * pages
+    blocks = torch.randperm(total, device="cuda").int().view(n, pages)
+    rows = torch.arange(n, dtype=torch.int32, device="cuda")
+    starts = torch.full((n,), start, dtype=torch.int32, device="cuda")
+    ends = torch.arange(1, n + 1, dtype=torch.int32, device="cuda") * count
+    return Columns(rows, starts, ends, n, blocks), total
+
+
+def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) -> dict[str, Any]:
+    from meshlm.workers.attention.triton_backend import num_splits
+
+    heads, kv_heads, dim = shape
+    at, total = columns(n, context - 1, 1)
+    cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    own = num_splits(n * kv_heads, query.device)
+    choices: list[tuple[int, int, int, int]] = [(own, 64, 4, 3)]
+    if tune:
+        splits = sorted({max(1, own // 2), own, min(64, 2 * own), min(64, 4 * own)})
+        choices = list(itertools.product(splits, (32, 64, 128), (2, 4, 8), (2, 3, 4)))
+    found = []
+    for splits_, block_n, warps, stages in choices:
+        room = (
+            torch.empty(n * heads * splits_ * dim, device="cuda"),
+            torch.empty(n * heads * splits_ * 2, device="cuda"),
+        )
+
+        def run(s: int = splits_, b: int = block_n, w: int = warps, g: int = stages, r: Any = room) -> None:
+            decode(query, cache[0], cache[1], at, dim**-0.5, out, r, s, block_n=b, warps=w, stages=g)
+
+        try:
+            found.append((microseconds(run, 10), splits_, block_n, warps, stages))
+        except Exception as error:
+            if not tune:
+                raise
+            print("skipped", splits_, block_n, warps, stages, str(error)[:60])
+    found.sort()
+    best = found[0][0]
+    bytes_read = n * context * 2 * kv_heads * dim * 2
+    result: dict[str, Any] = {"decode": [n, context], "heads": shape, "us": round(best, 1)}
+    result["tb_s"] = round(bytes_read / best / 1e6, 2)
+    if tune:
+        result["best"] = [
+            {"us": round(f[0], 1), "splits": f[1], "block_n": f[2], "warps": f[3], "stages": f[4]} for f in found[:4]
+        ]
+        result["default_us"] = round(next(f[0] for f in found if f[1:] == (own, 64, 4, 3)), 1)
+    return result
+
+
+def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool) -> dict[str, Any]:
+    heads, kv_heads, dim = shape
+    at, total = columns(n, 0, tokens)
+    cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(n * tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    group = heads // kv_heads
+    choices: list[tuple[int, int, int, int]] = [(128 // group, 64, 8, 3)]
+    if tune:
+        choices = list(itertools.product((64 // group, 128 // group), (32, 64, 128), (4, 8), (2, 3, 4)))
+    found = []
+    for block_q, block_n, warps, stages in choices:
+
+        def run(q: int = block_q, b: int = block_n, w: int = warps, g: int = stages) -> None:
+            prefill(query, cache[0], cache[1], at, dim**-0.5, out, block_q=q, block_n=b, warps=w, stages=g)
+
+        try:
+            found.append((microseconds(run, 5), block_q, block_n, warps, stages))
+        except Exception as error:
+            if not tune:
+                raise
+            print("skipped", block_q, block_n, warps, stages, str(error)[:60])
+    found.sort()
+    best = found[0][0]
+    result: dict[str, Any] = {"prefill": [n, tokens], "heads": shape, "us": round(best, 1)}
+    result["tflop_s"] = round(n * 2 * tokens * tokens * heads * dim / best / 1e6)
+    if tune:
+        result["best"] = [
+            {"us": round(f[0], 1), "block_q": f[1], "block_n": f[2], "warps": f[3], "stages": f[4]} for f in found[:4]
+        ]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    results = []
+    for shape in HEADS:
+        for n, context in DECODES:
+            results.append(bench_decode(n, context, shape, arguments.tune))
+            print(json.dumps(results[-1]), flush=True)
+        for n, tokens in PREFILLS:
+            results.append(bench_prefill(n, tokens, shape, arguments.tune and tokens <= 8192))
+            print(json.dumps(results[-1]), flush=True)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

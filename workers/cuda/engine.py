@@ -1,0 +1,379 @@
+"""The engine on an NVIDIA GPU: persistent rows on the device, CUDA graphs for decodes, nothing that waits for the device.
+
+A step: copy its columns and changes (one transfer), scatter the changes, then either replay the graph of the padded batch size
+(inputs, model, sampling) or launch the same kernels one by one. Sampled tokens are written behind their rows on the device, where the
+next step finds them, and go to the host behind an event. Used by the stepper thread only (workers/io.py).
+"""
+
+import time
+import warnings
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.sample import kernel as sampling
+from meshlm.kernels.step_input.kernel import scatter, step_input
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers import memory
+from meshlm.workers.attention.backend import Backend
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.cuda.graphs import Dispatcher, default_sizes
+from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
+from meshlm.workers.engine import EngineFacts, ProgressReport
+from meshlm.workers.sampling import logprobs
+from meshlm.workers.sampling.sampler import SampleRows, sample
+from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
+
+MB = 1 << 20
+INBOX_INTS = 1 << 18
+
+
+class Columns32:
+    """One step's requests, host side. n requests, t tokens."""
+
+    __slots__ = ("all_sample", "counts", "n", "rows", "samples", "starts", "t")
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
+        self.n, self.t = len(self.rows), plan.num_tokens
+        self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
+        self.all_sample = not plan.samples
+        self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
+
+    @property
+    def uniform(self) -> bool:
+        """One token each, and each samples."""
+        return self.n == self.t and (self.samples is None or bool(self.samples.all()))
+
+    def places(self) -> NDArray[np.int64]:
+        """Of the requests that sample."""
+        return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)
+
+
+class _Launched:
+    """A step on its way; its tokens are valid after the event."""
+
+    def __init__(self, result: StepResult, tokens: I32, event: torch.cuda.Event) -> None:
+        self._result, self._tokens, self._event = result, tokens, event
+
+    def wait(self) -> StepResult:
+        self._event.synchronize()
+        result = self._result
+        return StepResult(
+            session=result.session,
+            step=result.step,
+            token_ids=self._tokens.tobytes(),
+            logprobs=result.logprobs,
+            prompt_logprobs=result.prompt_logprobs,
+            received_ns=result.received_ns,
+            launched_ns=result.launched_ns,
+            done_ns=time.monotonic_ns(),
+        )
+
+
+class CudaEngine:
+    """See `meshlm.workers.engine.Engine`."""
+
+    def __init__(self, config: MeshConfig, backend: Backend, report: ProgressReport) -> None:
+        resolved = config.resolved
+        assert resolved is not None
+        self._config, self._resolved, self._attention = config, resolved, backend
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._dtype = DTYPES[resolved.dtype]
+        self._block_size = config.cache.block_size
+
+        def progress(done: int, total: int) -> None:
+            report("weights", done // MB, total // MB, "MB")
+
+        self._model = load_model(resolved, self._device, config.model.seed, progress)
+        rows = resolved.max_num_seqs
+        self._rows = DeviceRows(rows, resolved.max_model_len, self._block_size, self._device)
+        self._sampling = SamplingTable(rows)
+        self._staging = Staging(INBOX_INTS, self._device)
+        self._inbox = torch.zeros(INBOX_INTS, dtype=torch.int32, device=self._device)
+        self._changes_at = 4 * aligned(rows)
+        self._answers = [torch.empty(rows, dtype=torch.int32, pin_memory=True) for _ in range(8)]
+        self._num_steps = 0
+        lines = rows
+        vocab = resolved.spec.vocab_size
+        self._logits = torch.empty(lines, vocab, dtype=self._dtype, device=self._device)
+        self._room = sampling.workspace(lines, vocab, self._device)
+        self._sampled = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self._caches: list[LayerCache] = []
+        count = self._num_blocks(report)
+        self._caches = self._make_caches(count)
+        report("KV cache", count, count, "blocks")
+        worker = config.worker
+        off = worker.enforce_eager or worker.cudagraph_mode in ("NONE", "PIECEWISE")
+        sizes = list(worker.cudagraph_capture_sizes) or default_sizes(rows)
+        self.graphs = Dispatcher([] if off else [s for s in sizes if s <= lines], self._capture)
+        self._warm_up()
+        gib = weight_bytes(self._model) / 2**30
+        shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
+        self.facts = EngineFacts(count, self._block_size, rows, vocab, shown)
+
+    # --- memory ---
+
+    def _num_blocks(self, report: ProgressReport) -> int:
+        wanted = self._config.cache.kv_cache_memory
+        if wanted is None:
+            report("memory profile", 0, 1, "")
+            wanted = self._profile()
+        return memory.num_blocks(self._config, wanted, self._dtype)
+
+    def _profile(self) -> int:
+        """Bytes that the KV cache may have: the share of the GPU, less weights and a full step's activations."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        tokens = self._resolved.max_num_batched_tokens
+        length = min(tokens, self._resolved.max_model_len)
+        self._caches = self._make_caches(1)
+        small = torch.cuda.memory_allocated()
+        counts = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
+        self._dummy_step(counts)
+        torch.cuda.synchronize()
+        activations = torch.cuda.max_memory_allocated() - small
+        self._caches = []
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return int(total * self._config.cache.gpu_memory_utilization) - (total - free) - activations
+
+    def _make_caches(self, count: int) -> list[LayerCache]:
+        spec = self._resolved.spec
+        shape = (2, count, self._block_size, spec.num_key_value_heads, spec.head_dim)
+        try:
+            tensors = [
+                torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(spec.num_hidden_layers)
+            ]
+        except torch.OutOfMemoryError as error:
+            raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
+        return [LayerCache(both[0], both[1]) for both in tensors]
+
+    def _dummy_step(self, counts: list[int]) -> None:
+        """Prompts of the dummy row: reads block 0, writes nowhere that counts."""
+        n = min(len(counts), self._rows.max_rows)
+        step = _columns(
+            np.full(n, self._rows.max_rows, np.int32), np.zeros(n, np.int32), np.array(counts[:n], np.int32)
+        )
+        self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
+        self._eager(step)
+
+    def _warm_up(self) -> None:
+        """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
+        decodes = 1
+        while decodes < 2 * self._rows.max_rows:  # each number of splits is a variant
+            self._dummy_step([1] * min(decodes, self._rows.max_rows))
+            decodes *= 2
+        for counts in ([3], [1, 3]):
+            self._dummy_step(counts)
+        empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
+        self._send(_columns(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
+        torch.cuda.synchronize()
+
+    # --- steps ---
+
+    def reset(self) -> None:
+        self._sampling.special.clear()
+
+    def idle(self) -> bool:
+        """Capture a graph. Its inputs are padding, so that it computes nothing that counts."""
+        if self.graphs.num_captured == len(self.graphs.sizes):
+            return False
+        rows = self._rows.max_rows
+        padding = np.zeros(4 * aligned(rows), np.int32)
+        self._staging.send(padding, self._inbox)
+        with torch.inference_mode():
+            return self.graphs.background()
+
+    def step(self, plan: StepPlan, received_ns: int) -> _Launched:
+        with torch.inference_mode():
+            return self._step(plan, received_ns)
+
+    def _step(self, plan: StepPlan, received_ns: int) -> _Launched:
+        for new in plan.new_rows:
+            self._sampling.set(new.row, new.sampling)
+        changes, segments = self._rows.changes(plan)
+        step = Columns32(plan)
+        places = step.places()
+        size = self.graphs.padded(step.n) if step.uniform else 0
+        if not step.uniform:
+            self.graphs.miss("prompts in the step")
+        self._send(step, size or step.n, changes, segments, places)
+        of_prompt: dict[int, LogprobColumns] = {}
+        if size:
+            self.graphs.replay(size)
+            logits = self._logits[: step.n]
+        else:
+            hidden, logits = self._eager(step)
+            of_prompt = self._prompt_logprobs(step, hidden)
+        rows = step.rows[places]
+        found = {}
+        if len(places) and self._sampling.needs_torch(rows):
+            found = self._sample_by_torch(step, places, rows, logits)
+        answer = self._answers[self._num_steps % len(self._answers)][: len(places)]
+        self._num_steps += 1
+        answer.copy_(self._sampled[: len(places)], non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        result = StepResult(
+            session=plan.session,
+            step=plan.step,
+            token_ids=b"",
+            logprobs=found,
+            prompt_logprobs=of_prompt,
+            received_ns=received_ns,
+            launched_ns=time.monotonic_ns(),
+        )
+        return _Launched(result, answer.numpy(), event)
+
+    def _send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+        """Columns padded to `size` requests, places that sample, and changes: one copy. Then apply the changes."""
+        stride, n = aligned(size), step.n
+        big = len(changes) > INBOX_INTS - self._changes_at
+        buffer = np.zeros(self._changes_at + (0 if big else len(changes)) if segments else 4 * stride, np.int32)
+        buffer[:n] = step.rows
+        buffer[n:size] = self._rows.max_rows
+        buffer[stride : stride + n] = step.starts
+        np.cumsum(step.counts, out=buffer[2 * stride : 2 * stride + n])
+        buffer[2 * stride + n : 3 * stride] = step.t
+        buffer[3 * stride : 3 * stride + len(places)] = places
+        if segments and not big:
+            buffer[self._changes_at :] = changes
+        self._staging.send(buffer, self._inbox)
+        if segments:
+            where = self._inbox[self._changes_at :]
+            if big:
+                where = torch.empty(len(changes), dtype=torch.int32, device=self._device)
+                self._staging.send(changes, where)
+            scatter(where, segments, self._rows.state)
+
+    def _views(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """rows, starts, ends, places of a batch padded to `size`."""
+        stride, inbox = aligned(size), self._inbox
+        return (
+            inbox[:size],
+            inbox[stride : stride + size],
+            inbox[2 * stride : 2 * stride + size],
+            inbox[3 * stride : 3 * stride + size],
+        )
+
+    def _batch(self, size: int, tokens: int, num_decodes: int) -> ForwardBatch:
+        rows, starts, ends, _ = self._views(size)
+        ids = torch.empty(3, aligned(tokens), dtype=torch.int64, device=self._device)
+        input_ids, positions, slots = (line[:tokens] for line in ids)
+        step_input(
+            rows,
+            starts,
+            ends,
+            size,
+            self._rows.tokens,
+            self._rows.blocks,
+            self._block_size,
+            (input_ids, positions, slots),
+        )
+        return ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=self._rows.blocks,
+            seq_lens=ends,
+            logits_indices=ends,
+            num_decodes=num_decodes,
+            query_lens=(),
+            context_lens=(),
+            max_decode_len=0,
+            columns=Columns(rows, starts, ends, size, self._rows.blocks),
+        )
+
+    def _capture(self, size: int) -> None:
+        """The whole step of `size` decodes, from the columns to the sampled tokens."""
+        batch = self._batch(size, size, size)
+        hidden = self._model(batch, self._caches, self._attention.step(batch, self._block_size))
+        logits = self._logits[:size]
+        self._model.logits(hidden, out=logits)
+        rows, starts, ends, _ = self._views(size)
+        sampling.sample(logits, (rows, starts, ends), None, self._rows.sampling, self._room, self._sampled)
+
+    def _eager(self, step: Columns32) -> tuple[Tensor, Tensor]:
+        """Launch a step kernel by kernel: hidden states of all tokens, logits of those that sample."""
+        rows, starts, ends, places = self._views(step.n)
+        num_decodes = int(np.argmin(step.counts == 1)) if (step.counts != 1).any() else step.n
+        batch = self._batch(step.n, step.t, num_decodes)
+        hidden: Tensor = self._model(batch, self._caches, self._attention.step(batch, self._block_size))
+        count = step.n if step.samples is None else int(step.samples.sum())
+        logits = self._logits[:count]
+        if count:
+            places = places[:count]
+            last = ends[places.long()].long() - 1
+            self._model.logits(hidden[last], out=logits)
+            sampling.sample(logits, (rows, starts, ends), places, self._rows.sampling, self._room, self._sampled)
+        return hidden, logits
+
+    def _sample_by_torch(
+        self, step: Columns32, places: NDArray[np.int64], rows: I32, logits: Tensor
+    ) -> dict[int, LogprobColumns]:
+        """Rows with truncation, penalties, biases or logprobs: sample all again by the general sampler."""
+        lens = (step.starts + step.counts)[places].astype(np.int64)
+        prompt_lens = self._rows.num_prompt[rows]
+        at = SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
+        wanted = np.flatnonzero(self._sampling.logprobs[rows] >= 0)
+        raw = logits[torch.from_numpy(wanted).to(self._device)].clone() if len(wanted) else None
+        token_ids = sample(logits, at, self._sampling, self._rows.tokens).int()
+        where = torch.from_numpy(np.stack((rows.astype(np.int64), lens))).to(self._device, non_blocking=True)
+        self._rows.tokens[where[0], where[1]] = token_ids
+        self._sampled[: len(places)] = token_ids
+        found = {}
+        for nth, place in enumerate(wanted.tolist()):
+            assert raw is not None
+            width = int(self._sampling.logprobs[rows[place]])
+            found[int(places[place])] = logprobs.columns(raw[nth : nth + 1], token_ids[place : place + 1].long(), width)
+        return found
+
+    def _prompt_logprobs(self, step: Columns32, hidden: Tensor) -> dict[int, LogprobColumns]:
+        """For rows that want them: the prompt tokens that follow the positions of this step."""
+        found = {}
+        wanted = self._sampling.prompt_logprobs[step.rows]
+        for place in np.flatnonzero(wanted >= 0).tolist():
+            row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])
+            last = min(start + count, int(self._rows.num_prompt[row]) - 1)
+            if last <= start:
+                continue
+            begin = int(step.counts[:place].sum())
+            logits = self._model.logits(hidden[begin : begin + last - start])
+            following = self._rows.tokens[row, start + 1 : last + 1].long()
+            found[place] = logprobs.columns(logits, following, int(wanted[place]))
+        return found
+
+
+def _columns(rows: I32, starts: I32, counts: I32) -> Columns32:
+    plan = StepPlan(0, 0, rows.tobytes(), starts.tobytes(), counts.tobytes(), b"", int(counts.sum()))  # type: ignore[arg-type]
+    return Columns32(plan)
+
+
+def make_cuda_engine(config: MeshConfig, report: ProgressReport) -> "CudaEngine | None":
+    """The engine for this GPU, or None (said once) where only plain torch works."""
+    from meshlm.workers.attention import backend as backends
+
+    resolved: Resolved | None = config.resolved
+    assert resolved is not None
+    if not torch.cuda.is_available():
+        raise ProcessFatal("--device cuda: torch sees no GPU (driver, or a CPU build of torch)")
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = DTYPES[resolved.dtype]
+    name = config.worker.attention_backend
+    chosen = backends.choose(name, resolved.spec, device, dtype, config.cache.block_size)
+    if not chosen.graphs:
+        if name == "auto":
+            warnings.warn(
+                "no Triton attention for this GPU, model or dtype: plain torch computes", RuntimeWarning, stacklevel=2
+            )
+        return None
+    torch.set_grad_enabled(False)
+    return CudaEngine(config, chosen, report)

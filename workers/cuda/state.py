@@ -1,0 +1,118 @@
+"""The persistent rows on the GPU: all tokens, block tables and sampling columns in one int32 tensor.
+
+A plan's changes become segments of one host buffer that is copied once and scattered by one kernel. Padding requests of CUDA graphs
+use the row after the last. Owned by the stepper thread.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.kernels.sample.kernel import Rows
+from meshlm.protocol.step_edge import NewRow, StepPlan
+
+I32 = NDArray[np.int32]
+ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+class DeviceRows:
+    """Row `max_rows` is the dummy of padding."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        rows = max_rows + 1
+        self.max_rows, self.block_size = max_rows, block_size
+        self._width = aligned(max_model_len + 1)
+        self._table = aligned(-(-max_model_len // block_size))
+        sizes = [rows * self._width, rows * self._table, aligned(rows), aligned(2 * rows), aligned(rows)]
+        self._tokens_at, self._blocks_at, self._heat_at, self._seeds_at, self._prompts_at = (
+            int(at) for at in np.cumsum([0, *sizes[:-1]])
+        )
+        self.state = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.tokens = self.state[: sizes[0]].view(rows, self._width)
+        self.blocks = self.state[self._blocks_at : self._heat_at].view(rows, self._table)
+        self.sampling = Rows(
+            self.state[self._heat_at : self._heat_at + rows].view(torch.float32),
+            self.state[self._seeds_at : self._seeds_at + 2 * rows].view(rows, 2),
+            self.state[self._prompts_at : self._prompts_at + rows],
+            self.tokens,
+        )
+        self.num_prompt = np.zeros(rows, np.int64)
+        self._num_blocks = np.zeros(rows, np.int64)
+
+    def changes(self, plan: StepPlan) -> tuple[I32, int]:
+        """The buffer for kernels/step_input's `scatter`, and its number of segments."""
+        segments: list[tuple[int, int, int]] = []
+        data: list[I32] = []
+        size = 0
+
+        def add(place: int, values: I32) -> None:
+            nonlocal size
+            segments.append((place, size, len(values)))
+            data.append(values)
+            size += len(values)
+
+        for new in plan.new_rows:
+            self._take(new, add)
+        triples = np.array(segments, np.int32).reshape(-1, 3)
+        if plan.block_rows:
+            rows = np.frombuffer(plan.block_rows, np.int32)
+            places = self._appended(rows)
+            more = np.empty((len(rows), 3), np.int32)
+            more[:, 0], more[:, 1], more[:, 2] = places, np.arange(size, size + len(rows)), 1
+            triples = np.concatenate((triples, more))
+            data.append(np.frombuffer(plan.block_ids, np.int32))
+        if not len(triples):
+            return np.empty(0, np.int32), 0
+        return np.concatenate((triples.ravel(), *data)), len(triples)
+
+    def _take(self, new: NewRow, add: "object") -> None:
+        assert callable(add)
+        row, sampling = new.row, new.sampling
+        blocks = np.frombuffer(new.block_ids, np.int32)
+        self.num_prompt[row] = new.num_prompt_tokens
+        self._num_blocks[row] = len(blocks)
+        add(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))
+        add(self._blocks_at + row * self._table, blocks)
+        add(self._heat_at + row, np.array([sampling.temperature], np.float32).view(np.int32))
+        add(self._seeds_at + 2 * row, np.array([sampling.seed], np.uint64).view(np.int32))
+        add(self._prompts_at + row, np.array([new.num_prompt_tokens], np.int32))
+
+    def _appended(self, rows: I32) -> NDArray[np.int64]:
+        """Places of new blocks. A row may get several; its pairs stand together and in order."""
+        first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+        lengths = np.diff(np.append(first, len(rows)))
+        nth = np.arange(len(rows)) - np.repeat(first, lengths)
+        places: NDArray[np.int64] = self._blocks_at + rows.astype(np.int64) * self._table + self._num_blocks[rows] + nth
+        self._num_blocks[rows[first]] += lengths
+        return places
+
+
+class Staging:
+    """Host buffers on their way to the GPU: pinned, in a ring, none reused before its copy is done."""
+
+    def __init__(self, ints: int, device: torch.device, depth: int = 8) -> None:
+        self._device = device
+        self._slots = [torch.empty(ints, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
+        self._events: list[torch.cuda.Event | None] = [None] * depth
+        self._next = 0
+
+    def send(self, values: I32, to: Tensor) -> None:
+        """Queue the copy of `values` into the beginning of `to`."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._slots)
+        event = self._events[slot]
+        if event is not None:
+            event.synchronize()  # long past, unless the host is a whole ring ahead
+        if len(values) > self._slots[slot].numel():
+            self._slots[slot] = torch.empty(2 * len(values), dtype=torch.int32, pin_memory=True)
+        pinned = self._slots[slot][: len(values)]
+        pinned.numpy()[:] = values
+        to[: len(values)].copy_(pinned, non_blocking=True)
+        event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._events[slot] = event
