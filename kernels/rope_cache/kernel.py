@@ -4,7 +4,8 @@
     (a, b) = halves of the first `rotary` dimensions
     (a, b) -> (a cos - b sin, b cos + a sin)                          (Su et al. 2021, halves as in Hugging Face)
 
-One program a token and kv head: its query heads, its key head and its value head. A slot below 0 is padding: nothing is written.
+One program a token and kv head, its query heads, key head and value head being the rows of one tile. A slot below 0 is padding:
+nothing is written.
 """
 
 import torch
@@ -14,49 +15,45 @@ from torch import Tensor
 
 
 @triton.jit
-def _turn(line, weight, table, at, inside, DIM, ROTARY, eps, NORM: tl.constexpr):
-    """One head: `line` points at its first element. Returns the rotated head (float32 over `at`)."""
-    half = ROTARY // 2
-    partner = tl.where(at < half, at + half, at - half)
-    turned = at < ROTARY
-    own = tl.load(line + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(line + partner, mask=inside & turned, other=0.0).to(tl.float32)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(own * own, axis=0) / DIM + eps)
-        dtype = line.dtype.element_ty
-        own = (own * inverse * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        scale = tl.load(weight + partner, mask=inside & turned, other=0.0).to(tl.float32)
-        other = (other * inverse * scale).to(dtype).to(tl.float32)
-    angle = tl.where(at < half, at, at - half)
-    cos = tl.load(table + angle, mask=inside & turned, other=1.0)
-    sin = tl.load(table + half + angle, mask=inside & turned, other=0.0)
-    sign = tl.where(at < half, -1.0, 1.0)
-    return tl.where(turned, own * cos + sign * other * sin, own)
-
-
-@triton.jit
 def _rope_cache(
     qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    NORM: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
-    at = tl.arange(0, BLOCK)
-    inside = at < DIM
+    half: tl.constexpr = ROTARY // 2
+    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK)  # rows: group query heads, the key head
+    is_query, is_key = r < group, r == group
+    head = tl.where(is_query, kv * group + r, HEADS + kv)
+    inside = (is_query | is_key)[:, None] & (d < DIM)[None, :]
+    turned = (d < ROTARY)[None, :]
+    partner = tl.where(d < half, d + half, d - half)
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM)
+    own = tl.load(row + head[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(row + head[:, None] * DIM + partner[None, :], mask=inside & turned, other=0.0).to(tl.float32)
+    value = tl.load(row + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM, other=0.0)
+    if NORM:
+        dtype = query.dtype.element_ty
+        inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
+        q_w = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        k_w = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        own = (own * inverse * tl.where(is_key[:, None], k_w[None, :], q_w[None, :])).to(dtype).to(tl.float32)
+        q_w = tl.load(q_weight + partner, mask=d < ROTARY, other=0.0).to(tl.float32)
+        k_w = tl.load(k_weight + partner, mask=d < ROTARY, other=0.0).to(tl.float32)
+        other = (other * inverse * tl.where(is_key[:, None], k_w[None, :], q_w[None, :])).to(dtype).to(tl.float32)
     angles = table + tl.load(positions + token) * ROTARY
-    for nth in tl.static_range(group):
-        head = kv * group + nth
-        turned = _turn(row + head * DIM, q_weight, angles, at, inside, DIM, ROTARY, eps, NORM)
-        tl.store(query + (token * HEADS + head) * DIM + at, turned.to(query.dtype.element_ty), mask=inside)
+    angle = tl.where(d < half, d, d - half)
+    cos = tl.load(angles + angle, mask=d < ROTARY, other=1.0)
+    sin = tl.load(angles + half + angle, mask=d < ROTARY, other=0.0) * tl.where(d < half, -1.0, 1.0)
+    own = own * cos[None, :] + tl.where(turned, other * sin[None, :], 0.0)
+    to = query + (token * HEADS + head)[:, None] * DIM + d[None, :]
+    tl.store(to, own.to(query.dtype.element_ty), mask=is_query[:, None] & inside)
     slot = tl.load(slots + token)
     if slot >= 0:
-        to = (slot * KV_HEADS + kv) * DIM + at
-        turned = _turn(row + (HEADS + kv) * DIM, k_weight, angles, at, inside, DIM, ROTARY, eps, NORM)
-        tl.store(keys + to, turned.to(keys.dtype.element_ty), mask=inside)
-        value = tl.load(row + (HEADS + KV_HEADS + kv) * DIM + at, mask=inside)
-        tl.store(values + to, value.to(values.dtype.element_ty), mask=inside)
+        place = (slot * KV_HEADS + kv) * DIM + d
+        tl.store(keys + place[None, :] + (r * 0)[:, None], own.to(keys.dtype.element_ty), mask=is_key[:, None] & inside)
+        tl.store(values + place, value.to(values.dtype.element_ty), mask=d < DIM)
 
 
 def rope_cache(
@@ -81,6 +78,7 @@ def rope_cache(
     _rope_cache[(tokens, kv_heads)](
         qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=table.shape[1],
-        NORM=norms is not None, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        NORM=norms is not None, ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
+        BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return query

@@ -9,24 +9,23 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["total"])
-def _silu_mul(gate_up, out, total, columns, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    row, column = at // columns, at % columns
-    from_ = gate_up + row * (2 * columns) + column
+@triton.jit
+def _silu_mul(gate_up, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    from_ = gate_up + row * (2 * columns) + at
     gate = tl.load(from_, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(from_ + columns, mask=inside, other=0.0).to(tl.float32)
     # Rounded after silu, as the unfused operations round.
     act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + at, (act * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + at, (act * up).to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[m, 2n], dense -> [m, n]."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
-    total = rows * columns
-    block = 1024 if total >= 1 << 18 else 512
-    _silu_mul[(triton.cdiv(total, block),)](gate_up, out, total, columns, BLOCK=block, num_warps=4)
+    block = 512 if rows < 64 else min(4096, triton.next_power_of_2(columns))
+    _silu_mul[(rows, triton.cdiv(columns, block))](gate_up, out, columns, BLOCK=block, num_warps=max(4, block // 512))
     return out

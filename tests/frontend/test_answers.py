@@ -1,4 +1,4 @@
-"""What the client reads, whole and streamed: every key of text and chat answers, logprobs, usage, token ids, echo, n > 1."""
+"""What the client reads, whole and streamed, text and chat: logprobs, usage, token ids, echo, n > 1, errors."""
 
 import json
 from collections.abc import Sequence

@@ -4,8 +4,9 @@ import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, near
 
-from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, decode, prefill
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, Rope, decode, prefill
 from meshlm.kernels.attention.reference import attention
+from meshlm.kernels.rope_cache.reference import rope_cache
 
 pytestmark = MARKS
 PAGE = 16
@@ -32,6 +33,14 @@ def make(
     cache = torch.randn(2, total, PAGE, kv_heads, dim, device=DEVICE).to(dtype)
     query = torch.randn(int(ends[-1]), heads, dim, device=DEVICE).to(dtype)
     return query, cache[0], cache[1], columns
+
+
+def workspace(n: int, heads: int, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.full((n, heads, splits, dim), torch.nan, device=DEVICE),
+        torch.full((n, heads, splits, 2), torch.nan, device=DEVICE),
+        torch.zeros(n, heads, dtype=torch.int32, device=DEVICE),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +75,7 @@ def test_decode(shape: tuple[int, int, int], splits: int, window: int, dtype: to
     at.rows, at.starts = torch.cat((at.rows, at.rows[:1])), torch.cat((at.starts, at.starts[:1]))
     at.n += 1
     heads, _, dim = shape
-    room = (torch.empty(6, heads, splits, dim, device=DEVICE), torch.empty(6, heads, splits, 2, device=DEVICE))
+    room = workspace(6, heads, splits, dim)
     out = torch.full((6, heads, dim), 7.0, device=DEVICE, dtype=dtype)
     extras = Extras(window=window)
     decode(query, keys, values, at, 0.125, out, room, splits, extras, block_n=32)
@@ -84,7 +93,35 @@ def test_soft_cap_and_sinks(splits: int) -> None:
     expected = attention(query, keys, values, at, 0.5, extras)
     prefill(query, keys, values, at, 0.5, out, extras=extras, block_q=4, block_n=32, warps=4)
     near(out, expected, torch.float32, 2)
-    room = (torch.empty(3, 4, splits, 64, device=DEVICE), torch.empty(3, 4, splits, 2, device=DEVICE))
+    room = workspace(3, 4, splits, 64)
     decode(query, keys, values, at, 0.5, out, room, splits, extras, block_n=32)
     near(out, expected, torch.float32, 2)
     assert not torch.allclose(expected, attention(query, keys, values, at, 0.5, PLAIN))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 2, 64), (3, 1, 80)])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("normed", [False, True])
+def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = shape
+    requests = [(0, 1), (31, 1), (16, 1), (99, 1)]
+    _, keys, values, at = make(requests, heads, kv_heads, dim, dtype)
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
+    rotary = dim - 16
+    angles = torch.outer(torch.arange(128.0), 1.0 / 10000 ** (torch.arange(0, rotary, 2) / rotary)).to(DEVICE)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    norms = tuple(torch.rand(2, dim, device=DEVICE).to(dtype) + 0.5) if normed else None
+    positions = at.starts.long()
+    slots = at.blocks[at.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
+    expected_keys, expected_values = keys.clone(), values.clone()
+    query = rope_cache(qkv, positions, slots, table, norms, 1e-6, expected_keys, expected_values, heads)  # type: ignore[arg-type]
+    expected = attention(query, expected_keys, expected_values, at, 0.125)
+    out = torch.empty(4, heads, dim, device=DEVICE, dtype=dtype)
+    room = workspace(4, heads, splits, dim)
+    rope = Rope(table, norms, 1e-6, heads)  # type: ignore[arg-type]
+    decode(qkv, keys, values, at, 0.125, out, room, splits, rope=rope)
+    near(keys, expected_keys, dtype)
+    assert torch.equal(values, expected_values)
+    near(out, expected, dtype, 2)
+    assert not room[2].any()

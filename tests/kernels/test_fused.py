@@ -4,6 +4,8 @@ import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, near
 
+from meshlm.kernels.gemv import kernel as gemv
+from meshlm.kernels.gemv import reference as gemv_reference
 from meshlm.kernels.norm import kernel as norm
 from meshlm.kernels.norm import reference as norm_reference
 from meshlm.kernels.rope_cache import kernel as rope
@@ -55,3 +57,24 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bo
     near(ours, theirs, dtype)
     near(caches[:2], caches[2:], dtype)
     assert caches[0].view(-1, kv_heads, dim)[1].abs().sum() == 0, "a slot was written that no token has"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (100, 576), (7, 1536)])
+def test_gemv(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, rows, inputs, device=DEVICE).to(dtype)
+    weight = (torch.randn(2 * outputs, inputs, device=DEVICE) / inputs**0.5).to(dtype)
+    bias = torch.randn(2 * outputs, device=DEVICE).to(dtype)
+    norm_weight = torch.rand(inputs, device=DEVICE).to(dtype) + 0.5
+    for options in (
+        {"bias": bias},
+        {"norm": norm_weight, "eps": 1e-5},
+        {"norm": norm_weight, "residual": residual, "eps": 1e-5},
+        {"norm": norm_weight, "residual": residual, "eps": 1e-5, "gate": True},
+    ):
+        ours, stream = gemv.gemv(x, weight, **options)  # type: ignore[arg-type]
+        theirs, expected = gemv_reference.gemv(x, weight, **options)  # type: ignore[arg-type]
+        near(ours, theirs, dtype, 2)
+        assert torch.equal(stream, expected)

@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
@@ -199,6 +200,7 @@ FULL: tuple[Struct, ...] = (
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
 BY_NAME = dict(zip(NAMES, FULL))
+ENUMS: tuple[type[Enum], ...] = (Role, FinishReason, ErrorKind, frames.Kind)
 
 
 def frame() -> bytes:
@@ -215,13 +217,25 @@ def least(value: Struct) -> Struct:
     return type(value)(**{field.name: getattr(value, field.name) for field in fields if field.required})
 
 
+def defaults(value: Struct) -> str:
+    """What the fields mean that are not there."""
+    found = least(value)
+    optional = [field.name for field in msgspec.structs.fields(type(value)) if not field.required]
+    return ", ".join(f"{name}={getattr(found, name)!r}" for name in optional)
+
+
 def encoded() -> dict[str, dict[str, str]]:
-    """What golden.json holds: hex of the message with all its fields, and with the required ones only."""
+    """What golden.json holds: the message with all its fields and with the required ones only; values of enums."""
     messages = {
-        name: {"full": msgspec.msgpack.encode(value).hex(), "least": msgspec.msgpack.encode(least(value)).hex()}
+        name: {
+            "full": msgspec.msgpack.encode(value).hex(),
+            "least": msgspec.msgpack.encode(least(value)).hex(),
+            "defaults": defaults(value),
+        }
         for name, value in BY_NAME.items()
     }
-    return {**messages, "frame": {"full": frame().hex()}}
+    enums = {kind.__name__: {"values": " ".join(str(member.value) for member in kind)} for kind in ENUMS}
+    return {**messages, **enums, "frame": {"full": frame().hex()}}
 
 
 def golden() -> dict[str, dict[str, str]]:
@@ -256,7 +270,7 @@ def test_no_field_is_left_at_its_default(name: str) -> None:
 
 
 def test_golden_holds_these_messages_and_no_others() -> None:
-    assert sorted(golden()) == sorted([*NAMES, "frame"])
+    assert sorted(golden()) == sorted([*NAMES, *(kind.__name__ for kind in ENUMS), "frame"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -264,6 +278,13 @@ def test_bytes(name: str) -> None:
     stored, value = golden()[name], BY_NAME[name]
     assert msgspec.msgpack.encode(value).hex() == stored["full"]
     assert msgspec.msgpack.encode(least(value)).hex() == stored["least"]
+    assert defaults(value) == stored["defaults"]
+
+
+@pytest.mark.parametrize("kind", ENUMS)
+def test_values_of_enums(kind: type[Enum]) -> None:
+    """In this order: a frame's header has a role by its number."""
+    assert " ".join(str(member.value) for member in kind) == golden()[kind.__name__]["values"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,13 +10,27 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads, Ops
 
 
 class StepAttention(Protocol):
     """Attention for one step; made once, run by every layer."""
 
-    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
-        """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
+    def attend(
+        self,
+        qkv: Tensor,
+        ops: Ops,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        """qkv [t, (heads + 2 kv_heads) d] as projected -> [t, heads, d]. Keys and values are in the cache afterwards.
+
+        table: cosines and sines by position (layers/rope.py). sliding_window 0: all keys.
+        """
         ...
 
 

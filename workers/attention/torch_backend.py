@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads, Ops
 
 
 class TorchAttention:
@@ -21,6 +22,21 @@ class TorchAttention:
         self._chunk_masks: dict[tuple[int, int], Tensor | None] = {}
         blocks = -(-batch.max_decode_len // block_size)
         self._decode_blocks = batch.block_tables[: batch.num_decodes, :blocks]
+
+    def attend(
+        self,
+        qkv: Tensor,
+        ops: Ops,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        """See `meshlm.workers.attention.backend.StepAttention`."""
+        query = ops.rope_cache(qkv, batch, table, cache, heads)
+        return self.run(query, cache, scale, sliding_window)
 
     def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
         """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""

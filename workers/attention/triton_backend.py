@@ -7,9 +7,11 @@ from torch import Tensor
 from meshlm.kernels.attention import kernel
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads, Ops
 
-MAX_SPLITS = 32
-PROGRAMS_PER_SM = 2.0
+MAX_SPLITS = 64
+PROGRAMS_PER_SM = 4.0  # of two warps each
+WORKSPACE_FLOATS = 1 << 22
 
 
 def num_splits(programs: int, device: torch.device) -> int:
@@ -23,14 +25,15 @@ class Workspace:
     """Room for the parts of split contexts, shared by all layers and steps (they run one after the other)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._flat = torch.empty(0, device=device)
+        self._flat = torch.empty(WORKSPACE_FLOATS, device=device)
+        self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
-    def of(self, requests: int, heads: int, splits: int, dim: int) -> tuple[Tensor, Tensor]:
-        need = requests * heads * splits
+    def of(self, requests: int, heads: int, splits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        need = requests * heads * splits if splits > 1 else 0
         if self._flat.numel() < need * (dim + 2):
-            self._flat = torch.empty(need * (dim + 2), device=self._device)
-        return self._flat[: need * dim], self._flat[need * dim :]
+            # Only a new number of splits gets here, and those are all seen while kernels are warmed up, before any graph.
+            self._flat = torch.empty(need * (dim + 2), device=self._flat.device)
+        return self._flat[: need * dim], self._flat[need * dim :], self._counters
 
 
 class TritonAttention:
@@ -42,18 +45,45 @@ class TritonAttention:
         columns = batch.columns
         self._decodes = kernel.Columns(columns.rows, columns.starts, columns.ends, batch.num_decodes, columns.blocks)
 
-    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
-        out = torch.empty_like(query)
-        extras = kernel.PLAIN if not sliding_window else kernel.Extras(window=sliding_window)
+    def attend(
+        self,
+        qkv: Tensor,
+        ops: Ops,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        extras = kernel.Extras(window=sliding_window) if sliding_window else kernel.PLAIN
         decodes, columns = self._batch.num_decodes, self._columns
+        if decodes == columns.n:
+            out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
+            rope = kernel.Rope(table, heads.norms, heads.eps, heads.num_heads)
+            self._decode(qkv, cache, scale, out, extras, heads, rope)
+            return out
+        query = ops.rope_cache(qkv, batch, table, cache, heads)
+        out = torch.empty_like(query)
         if decodes:
-            _, heads, dim = query.shape
-            splits = num_splits(decodes * cache.keys.shape[2], query.device)
-            room = self._workspace.of(decodes, heads, splits, dim) if splits > 1 else (query, query)
-            kernel.decode(query, cache.keys, cache.values, self._decodes, scale, out, room, splits, extras)
-        if columns.n > decodes:
-            kernel.prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras)
+            self._decode(query, cache, scale, out, extras, heads, None)
+        kernel.prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras)
         return out
+
+    def _decode(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        scale: float,
+        out: Tensor,
+        extras: kernel.Extras,
+        heads: Heads,
+        rope: kernel.Rope | None,
+    ) -> None:
+        requests = self._batch.num_decodes
+        splits = num_splits(requests * heads.num_kv_heads, query.device)
+        room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
+        kernel.decode(query, cache.keys, cache.values, self._decodes, scale, out, room, splits, extras, rope)
 
 
 class TritonBackend:

@@ -6,6 +6,7 @@ needs one.
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ class Dispatcher:
         self.replays = 0
         self._capture = capture
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def padded(self, num_decodes: int) -> int:
         """The graph for so many decodes; 0 (and a counted miss) when they exceed the largest."""

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from meshlm.kernels.cpu import kernel
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads
+from meshlm.workers.layers.ops import Composed, Heads
 
 
 def available() -> bool:
@@ -12,7 +12,7 @@ def available() -> bool:
     return kernel.library() is not None
 
 
-class CpuOps:
+class CpuOps(Composed):
     """See `meshlm.workers.layers.ops.Ops`."""
 
     def pack(self, weight: Tensor) -> Tensor:

@@ -48,12 +48,48 @@ class Ops(Protocol):
         """[m, 2n] -> silu(first half) * second half."""
         ...
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: tuple[Tensor, float],
+        packed: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """linear(rms_norm(x + residual)), with `gate` followed by silu_mul; and x + residual, which may be `residual` itself.
+
+        norm: its weight and eps. outputs: rows of the weight.
+        """
+        ...
+
     def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
         """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d]."""
         ...
 
 
-class TorchOps:
+class Composed:
+    """norm_linear by its parts."""
+
+    def norm_linear(
+        self: "Ops",
+        x: Tensor,
+        residual: Tensor | None,
+        norm: tuple[Tensor, float],
+        packed: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
+        out = self.linear(y, packed, bias, outputs)
+        return (self.silu_mul(out) if gate else out), (x if residual is None else residual)
+
+
+class TorchOps(Composed):
     """Plain torch: any device, any dtype."""
 
     def pack(self, weight: Tensor) -> Tensor:

@@ -1,29 +1,52 @@
-"""Ops on a GPU: cuBLAS for products, fused Triton kernels for what stands between them."""
+"""Ops on a GPU: cuBLAS for products, fused Triton kernels for what stands between them.
+
+Products of one, two or four rows are bound by the weight's bytes: there one Triton kernel does norm, product and gate.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.norm import kernel as norm
+from meshlm.kernels.gemv.kernel import gemv
+from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads
+from meshlm.workers.layers.ops import Composed, Heads
+
+GEMV_ROWS = (1, 2, 4)
 
 
-class TritonOps:
+class TritonOps(Composed):
     """See `meshlm.workers.layers.ops.Ops`."""
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        if x.shape[0] in GEMV_ROWS:
+            return gemv(x, packed, bias)[0]
         return F.linear(x, packed, bias)
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: tuple[Tensor, float],
+        packed: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape[0] in GEMV_ROWS and not (gate and bias is not None):
+            return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
+        return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.add_rms_norm(x, residual, weight, eps)
+        return norms.add_rms_norm(x, residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

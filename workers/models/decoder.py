@@ -47,6 +47,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.linear(x, self.weight, self.bias, self.outputs)
 
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops, *, gate: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.norm_linear`."""
+        return ops.norm_linear(x, residual, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
+
 
 class Attention(nn.Module):
     """Grouped-query self-attention over the paged cache."""
@@ -71,13 +77,21 @@ class Attention(nn.Module):
         self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, norms, spec.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: RMSNorm,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        attention: StepAttention,
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor]:
+        """What attention adds to the stream, and the stream with x in it."""
         assert self._heads is not None
-        query = ops.rope_cache(self.qkv(x, ops), batch, table, cache, self._heads)
-        out = attention.run(query, cache, self.scale, self.window)
-        result: Tensor = self.o(out.flatten(1), ops)
-        return result
+        qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
+        out = attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window)
+        return self.o(out.flatten(1), ops), stream
 
 
 class MLP(nn.Module):
@@ -89,19 +103,17 @@ class MLP(nn.Module):
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self._act = None if spec.hidden_act == "silu" else ACTIVATIONS[spec.hidden_act]
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        both = self.gate_up(x, ops)
-        if self._act is None:
-            hidden = ops.silu_mul(both)
-        else:
-            gate, up = both.chunk(2, dim=-1)
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """What the MLP adds to the stream, and the stream with x in it."""
+        hidden, stream = self.gate_up.after_norm(x, residual, norm, ops, gate=self._act is None)
+        if self._act is not None:
+            gate, up = hidden.chunk(2, dim=-1)
             hidden = self._act(gate) * up
-        result: Tensor = self.down(hidden, ops)
-        return result
+        return self.down(hidden, ops), stream
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP. Both norms also add what came before to the stream."""
+    """Attention and MLP. Each begins with a norm, which first adds to the stream what the block before it found."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -140,18 +152,14 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
-        ops, eps = self.ops, self.spec.rms_norm_eps
-        residual = self.embed(batch.input_ids)
-        x: Tensor | None = None  # what the last block adds to the stream
+        ops = self.ops
+        x, residual = self.embed(batch.input_ids), None
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            norm = layer.input_norm.weight
-            x = ops.rms_norm(residual, norm, eps) if x is None else ops.add_rms_norm(x, residual, norm, eps)
-            x = layer.attention(x, batch, self._rope, cache, attention, ops)
-            x = ops.add_rms_norm(x, residual, layer.post_norm.weight, eps)
-            x = layer.mlp(x, ops)
-        assert x is not None
-        return ops.add_rms_norm(x, residual, self.norm.weight, eps)
+            x, residual = layer.attention(x, residual, layer.input_norm, batch, self._rope, cache, attention, ops)
+            x, residual = layer.mlp(x, residual, layer.post_norm, ops)
+        assert residual is not None
+        return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""

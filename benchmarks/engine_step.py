@@ -1,0 +1,154 @@
+"""The GPU engine alone, without the mesh: how long a decode step takes, what the host spends on it, and on which kernels the GPU does.
+
+    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--json FILE]
+
+Two steps are in flight, as in the mesh. `step_ms` is the wall time per step, `host_ms` what `engine.step` takes to launch one,
+`graph_ms` a replay alone. Dummy weights.
+"""
+
+import argparse
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.supervisor import flags, resolve
+from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
+
+
+def make_engine(model: str, extra: list[str]) -> CudaEngine:
+    values: dict[str, object] = {"model": model, "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
+    values["max_model_len"] = 4096
+    for name, value in zip(extra[::2], extra[1::2], strict=True):
+        values[name.removeprefix("--").replace("-", "_")] = value
+    config = resolve.resolve(flags.build(values, None))
+    engine = make_cuda_engine(config, lambda *progress: None)
+    assert engine is not None
+    return engine
+
+
+def prompts(batch: int, context: int, block_size: int, reserve: int) -> StepPlan:
+    """New rows, computed in one step."""
+    blocks = -(-(context + reserve) // block_size)
+    rows = [
+        NewRow(
+            Row(row),
+            (np.arange(context, dtype=np.int32) * 7 + row).tobytes(),
+            context,
+            np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32).tobytes(),
+            SamplingParams(max_tokens=reserve, temperature=0.0, seed=row),
+        )
+        for row in range(batch)
+    ]
+    counts = np.full(batch, context, np.int32).tobytes()
+    columns = np.arange(batch, dtype=np.int32).tobytes(), np.zeros(batch, np.int32).tobytes()
+    return StepPlan(1, StepId(1), *columns, counts, b"", batch * context, new_rows=rows)
+
+
+def decodes(batch: int, start: int) -> StepPlan:
+    return StepPlan(
+        1,
+        StepId(2),
+        np.arange(batch, dtype=np.int32).tobytes(),
+        np.full(batch, start, np.int32).tobytes(),
+        b"",
+        b"",
+        batch,
+    )
+
+
+def measure(engine: CudaEngine, batch: int, context: int, steps: int, kernels: bool) -> dict[str, Any]:
+    reserve = 3 * steps + 64
+    chunk = max(1, 8192 // context)
+    for first in range(0, batch, chunk):  # in plans of at most 8,192 tokens
+        plan = prompts(batch, context, engine.facts.block_size, reserve)
+        part = plan.new_rows[first : first + chunk]
+        n = len(part)
+        rows = np.array([new.row for new in part], np.int32).tobytes()
+        counts = np.full(n, context, np.int32).tobytes()
+        engine.step(StepPlan(1, StepId(1), rows, bytes(4 * n), counts, b"", n * context, new_rows=part), 0).wait()
+    prefill = []
+    n = min(batch, chunk)
+    for _ in range(4):
+        begun = time.perf_counter()
+        again = prompts(n, context, engine.facts.block_size, reserve)
+        engine.step(again, 0).wait()
+        prefill.append(time.perf_counter() - begun)
+    position = context
+    pending: deque[Any] = deque()
+    host: list[float] = []
+
+    def run(count: int) -> float:
+        nonlocal position
+        begun = time.perf_counter()
+        for _ in range(count):
+            before = time.perf_counter()
+            pending.append(engine.step(decodes(batch, position), 0))
+            host.append(time.perf_counter() - before)
+            position += 1
+            if len(pending) == 2:
+                pending.popleft().wait()
+        while pending:
+            pending.popleft().wait()
+        return (time.perf_counter() - begun) / count
+
+    run(10)
+    host.clear()
+    wall = run(steps)
+    size = engine.graphs.padded(batch)
+    result: dict[str, Any] = {"batch": batch, "context": context, "step_ms": round(wall * 1e3, 3)}
+    result["host_ms"] = round(sorted(host)[len(host) // 2] * 1e3, 3)
+    result["prefill_tokens"], result["prefill_ms"] = n * context, round(min(prefill) * 1e3, 2)
+    if size:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(20):
+            engine.graphs.replay(size)
+        end.record()
+        end.synchronize()
+        result["graph_ms"] = round(begin.elapsed_time(end) / 20, 3)
+    if kernels:
+        result["kernels"] = {
+            "decode": breakdown(lambda: run(3), 3),
+            "prefill": breakdown(lambda: engine.step(again, 0).wait(), 1),
+        }
+    return result
+
+
+def breakdown(work: Any, steps: int) -> dict[str, str]:
+    """Microseconds a step by kernel, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
+    return {row.key[:70]: f"{row.device_time_total / steps:.1f} us, {row.count / steps:.0f} times" for row in rows[:14]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--json")
+    arguments, extra = parser.parse_known_args()
+    engine = make_engine(arguments.model, extra)
+    results = []
+    for batch in arguments.batch:
+        results.append(measure(engine, batch, arguments.context, arguments.steps, arguments.kernels))
+        print(json.dumps(results[-1], indent=1), flush=True)
+    if arguments.json:
+        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": Path(arguments.model).name}
+        Path(arguments.json).write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

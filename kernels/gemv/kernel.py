@@ -1,0 +1,113 @@
+"""Products of few rows with a weight, bound by reading the weight once; the norm before and the gate after come for free.
+
+    h = x + residual                                  (NORM with a residual; rounded to the stream's dtype)
+    y = h / sqrt(mean(h^2) + eps) * norm_weight       (NORM; the division is taken out of the sum over k)
+    out = y W^T + bias
+    out = silu(y W_gate^T) * (y W_up^T)               (GATE: W holds the gate's rows, then the up projection's)
+
+One program computes BLOCK_N outputs for all M rows. It keeps M x BLOCK_N x BLOCK_K partial sums in registers and has its whole tile
+of the weight in flight at once, which is what a memory-bound kernel needs; tensor cores would add nothing for M <= 4.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 4
+
+
+@triton.jit
+def _gemv(
+    x, residual, norm_weight, weight, bias, out, stream, outputs, eps,
+    M: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, M)
+    real = n < outputs
+    acc = tl.zeros((M, BLOCK_N, BLOCK_K), tl.float32)
+    if GATE:
+        acc_up = tl.zeros((M, BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((M, BLOCK_K), tl.float32)
+    for begin in tl.static_range(0, K, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        inside = k < K
+        full: tl.constexpr = K % BLOCK_K == 0
+        if full:
+            w = tl.load(
+                weight + n[:, None].to(tl.int64) * K + k[None, :],
+                mask=real[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+        else:
+            w = tl.load(
+                weight + n[:, None].to(tl.int64) * K + k[None, :], mask=real[:, None] & inside[None, :], other=0.0
+            )
+        if GATE:
+            up_at = (n + outputs)[:, None].to(tl.int64) * K + k[None, :]
+            if full:
+                w_up = tl.load(weight + up_at, mask=real[:, None], other=0.0, eviction_policy="evict_first")
+            else:
+                w_up = tl.load(weight + up_at, mask=real[:, None] & inside[None, :], other=0.0)
+        h = tl.load(x + m[:, None] * K + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            if ADD:
+                h += tl.load(residual + m[:, None] * K + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+                h = h.to(stream.dtype.element_ty).to(tl.float32)
+                if tl.program_id(0) == 0:
+                    where = stream + m[:, None] * K + k[None, :]
+                    tl.store(where, h.to(stream.dtype.element_ty), mask=inside[None, :])
+            squares += h * h
+            h *= tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += h[:, None, :] * w.to(tl.float32)[None, :, :]
+        if GATE:
+            acc_up += h[:, None, :] * w_up.to(tl.float32)[None, :, :]
+    result = tl.sum(acc, axis=2)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        result *= scale
+    if GATE:
+        up = tl.sum(acc_up, axis=2)
+        if NORM:
+            up *= scale
+        result = result / (1.0 + tl.exp(-result)) * up
+    if BIAS:
+        result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + m[:, None] * outputs + n[None, :], result.to(out.dtype.element_ty), mask=real[None, :])
+
+
+def shape_of(rows: int, outputs: int, inputs: int, gate: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K, warps. Tiles of about 8,192 weights, and at least some 500 programs where the weight has them."""
+    block_k = min(1024 if rows == 1 else 512, triton.next_power_of_2(inputs))
+    block_n = max(1, (8192 if rows == 1 else 4096) // block_k // (2 if gate else 1) // max(1, rows // 2))
+    while block_n > 1 and outputs // block_n < 512:
+        block_n //= 2
+    return block_n, block_k, 4
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 0.0,
+    gate: bool = False,
+    shape: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [m, k], m 1, 2 or 4; weight [n, k] (gate: [2 n, k]) -> out [m, n] and the stream x + residual [m, k] (else x)."""
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gate else weight.shape[0]
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    stream = torch.empty_like(x) if residual is not None else x
+    block_n, block_k, warps = shape or shape_of(rows, outputs, inputs, gate)
+    _gemv[(triton.cdiv(outputs, block_n),)](
+        x, residual if residual is not None else x, norm if norm is not None else x, weight,
+        bias if bias is not None else x, out, stream, outputs, eps,
+        M=rows, K=inputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
+    return out, stream
