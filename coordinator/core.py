@@ -3,14 +3,13 @@
 `handle(event, now)` gets messages with their senders, and answers with messages to send. Called by io.py.
 """
 
-from collections import deque
 from collections.abc import Iterable
 
 from msgspec import Struct
 
 from meshlm.coordinator.routing import Rank, choose
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed, SchedulerLife, Work
 from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
@@ -32,7 +31,9 @@ class PeerLost(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Once a second."""
+    """Once a second; `wall_s` is the wall clock, for deadlines."""
+
+    wall_s: float
 
 
 Event = Received | PeerLost | Tick
@@ -53,15 +54,16 @@ class _Held(Struct, frozen=True):
 
 
 class Coordinator:
-    """State and rules; see the module docstring."""
+    """State and rules; see the module docstring. `num_ranks` are configured, whether or not they are there yet."""
 
-    def __init__(self, max_waiting: int) -> None:
-        self.max_waiting = max_waiting
+    def __init__(self, max_waiting: int, num_ranks: int) -> None:
+        self.max_waiting, self.num_ranks = max_waiting, num_ranks
         self.members: dict[Identity, control.Member] = {}
         self.epoch = 0
         self.ranks: dict[Identity, Rank] = {}
         self.owner: dict[RequestId, Identity] = {}
-        self.held: deque[_Held] = deque()
+        self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
+        self._serving_lives: frozenset[SchedulerLife] = frozenset()
         self._serving = False
 
     def handle(self, event: Event, now: float) -> list[Send]:
@@ -71,8 +73,8 @@ class Coordinator:
             case PeerLost():
                 effects = self._lost(event)
             case Tick():
-                effects = [*self._expire(now), *self._stats()]
-        return effects + self._serving_change(now)
+                effects = [*self._expire(now, event.wall_s), *self._stats()]
+        return effects + self._release() + self._serving_change()
 
     def _received(self, event: Received, now: float) -> list[Send]:
         match event.message:
@@ -118,41 +120,66 @@ class Coordinator:
             for request_id in self.ranks.pop(lost.identity).requests:
                 self.owner.pop(request_id, None)  # its detokenizer admits it again
         elif lost.identity.role is Role.DETOKENIZER:
-            self.held = deque(held for held in self.held if held.sender != lost.identity)
+            self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
         return self._announce()
 
     # --- requests ---
 
     def _admit(self, sender: Identity, incarnation: Incarnation, admit: Admit, now: float) -> list[Send]:
-        if len(self.held) + self._num_waiting() >= self.max_waiting:
-            text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
-            return [Send(sender, Refused(admit.work.handle, ErrorKind.OVERLOADED, text))]
-        rank = choose(self.ranks.values(), admit.dp_rank)
+        self.held.pop(admit.work.request_id, None)
+        refused = self._refusal(admit)
+        if refused is not None:
+            return [Send(sender, refused)]
+        rank = choose(self.ranks.values(), admit.dp_rank, admit.lost)
         if rank is None:
-            self.held.append(_Held(sender, incarnation, admit, now + HOLD_S))
+            self.held[admit.work.request_id] = _Held(sender, incarnation, admit, now + HOLD_S)
             return []
         return self._dispatch(rank, sender, incarnation, admit)
 
+    def _refusal(self, admit: Admit) -> Refused | None:
+        work = admit.work
+        if admit.dp_rank >= self.num_ranks:
+            name = "X-data-parallel-rank"
+            ranks = f"ranks 0 to {self.num_ranks - 1}" if self.num_ranks > 1 else "rank 0 only"
+            text = f"{name}: there is no rank {admit.dp_rank}; this mesh has {ranks}"
+            return Refused(work.handle, ErrorKind.INVALID, text, name)
+        if work.attempt or work.emitted or admit.again:
+            return None  # it was let in before, and its client may read already
+        if len(self.held) + self._num_waiting() >= self.max_waiting:
+            text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
+            return Refused(work.handle, ErrorKind.OVERLOADED, text)
+        return None
+
     def _dispatch(self, rank: Rank, sender: Identity, incarnation: Incarnation, admit: Admit) -> list[Send]:
         work = admit.work
-        before = self.owner.get(work.request_id)
-        if before is not None and before in self.ranks:
-            self.ranks[before].remove(work.request_id)
+        effects = self._leave_others(work, rank)
         self.owner[work.request_id] = rank.identity
         rank.add(work.request_id, len(work.prompt_token_ids) // 4, work.sampling.max_tokens)
         return [
+            *effects,
             Send(rank.identity, Assign(work, sender, incarnation)),
             Send(sender, Routed(work.handle, rank.identity, rank.incarnation)),
         ]
+
+    def _leave_others(self, work: Work, rank: Rank) -> list[Send]:
+        """An earlier attempt ends where it is: no request has two ranks. `rank` itself sees which attempt is newer."""
+        before = self.owner.get(work.request_id)
+        if before is not None:
+            self.ranks[before].remove(work.request_id)
+            others: Iterable[Identity] = (before,)
+        else:
+            # Routed by an earlier life of this process, maybe: every rank is told.
+            others = self.ranks if work.attempt else ()
+        abort = AbortRequests((work.request_id,))
+        return [Send(other, abort) for other in others if other != rank.identity]
 
     def _num_waiting(self) -> int:
         return sum(rank.load.num_waiting for rank in self.ranks.values() if rank.load is not None)
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Send]:
-        gone = set(request_ids)
-        self.held = deque(held for held in self.held if held.admit.work.request_id not in gone)
         by_rank: dict[Identity, list[RequestId]] = {}
-        for request_id in gone:
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
             owner = self.owner.get(request_id)
             # Unknown after a restart of this process: every rank is asked, the one that has it acts.
             for identity in (owner,) if owner is not None else tuple(self.ranks):
@@ -170,29 +197,43 @@ class Coordinator:
                 del self.owner[request_id]
         return []
 
-    def _expire(self, now: float) -> list[Send]:
+    def _release(self) -> list[Send]:
+        """When other ranks serve than before: send on what may go there, in the order of arrival."""
+        serving = frozenset(rank.life for rank in self.ranks.values() if rank.serving)
+        if serving == self._serving_lives:
+            return []
+        self._serving_lives = serving
         effects: list[Send] = []
-        while self.held and self.held[0].until <= now:
-            held = self.held.popleft()
-            refused = Refused(
-                held.admit.work.handle, ErrorKind.OVERLOADED, f"no scheduler was ready within {HOLD_S:.0f} s"
-            )
+        for request_id, held in list(self.held.items()):
+            rank = choose(self.ranks.values(), held.admit.dp_rank, held.admit.lost)
+            if rank is not None:
+                del self.held[request_id]
+                effects += self._dispatch(rank, held.sender, held.incarnation, held.admit)
+        return effects
+
+    def _expire(self, now: float, wall_s: float) -> list[Send]:
+        effects: list[Send] = []
+        for request_id, held in list(self.held.items()):
+            handle = held.admit.work.handle
+            if 0 < held.admit.work.deadline_s <= wall_s:
+                refused = Refused(handle, ErrorKind.TIMEOUT, "the request's timeout passed")
+            elif held.until <= now:
+                missing = "no scheduler" if held.admit.dp_rank == -1 else f"no scheduler of rank {held.admit.dp_rank}"
+                refused = Refused(handle, ErrorKind.OVERLOADED, f"{missing} was ready within {HOLD_S:.0f} s")
+            else:
+                continue
+            del self.held[request_id]
             effects.append(Send(held.sender, refused))
         return effects
 
     # --- what frontends are told ---
 
-    def _serving_change(self, now: float) -> list[Send]:
+    def _serving_change(self) -> list[Send]:
         serving = self._reason() == ""
         if serving == self._serving:
             return []
         self._serving = serving
-        effects = self._stats()
-        if serving:
-            held, self.held = self.held, deque()
-            for entry in held:
-                effects += self._admit(entry.sender, entry.incarnation, entry.admit, now)
-        return effects
+        return self._stats()
 
     def _reason(self) -> str:
         """What is missing before requests can be served; "" when nothing is."""
@@ -232,6 +273,6 @@ class Coordinator:
                 assert self.owner.get(request_id) == rank.identity, "a request with two ranks"
         for request_id, identity in self.owner.items():
             assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
-        assert not (self.held and self._serving and all(h.admit.dp_rank == -1 for h in self.held)), (
-            "held although a rank serves"
-        )
+        for held in self.held.values():
+            may_go = choose(self.ranks.values(), held.admit.dp_rank, held.admit.lost)
+            assert may_go is None, "held although a rank serves"

@@ -1,6 +1,7 @@
 """The coordinator's links and timers."""
 
 import asyncio
+import time
 
 from msgspec import Struct
 
@@ -17,23 +18,24 @@ class CoordinatorApp:
 
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
-        self._core = Coordinator(0)
+        self._core: Coordinator | None = None
         self._ticks = 0
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
-        self._core.max_waiting = mesh.config.scheduler.max_waiting
+        self._core = Coordinator(mesh.config.scheduler.max_waiting, mesh.config.parallel.data_parallel_size)
         self._tick()
         return {}
 
     def _tick(self) -> None:
         assert self._mesh is not None
         self._ticks += 1
-        self._do(Tick())
+        self._do(Tick(time.time()))
         self._mesh.call_later(STATS_EVERY_S, self._tick)
 
     def _do(self, event: Event) -> None:
         assert self._mesh is not None
+        assert self._core is not None
         for effect in self._core.handle(event, asyncio.get_running_loop().time()):
             try:
                 self._mesh.send(effect.to, effect.message)

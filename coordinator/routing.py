@@ -6,7 +6,7 @@ Pure. The ledger is event-sourced: dispatch and the end of a request adjust it a
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshlm.protocol.admit_edge import Load
+from meshlm.protocol.admit_edge import Load, SchedulerLife
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 DECODE_WEIGHT = 1.0  # one outstanding decode token costs about as much as ...
@@ -28,6 +28,10 @@ class Rank:
     @property
     def serving(self) -> bool:
         return self.load is not None and self.load.serving
+
+    @property
+    def life(self) -> SchedulerLife:
+        return SchedulerLife(self.identity, self.incarnation)
 
     def add(self, request_id: RequestId, prompt: int, output: int) -> None:
         self.requests[request_id] = (prompt, output)
@@ -52,7 +56,7 @@ class Rank:
         return PREFILL_WEIGHT * self.prefill_tokens + DECODE_WEIGHT * self.decode_tokens + KV_WEIGHT * self.kv_pressure
 
 
-def choose(ranks: Iterable[Rank], wanted: int = -1) -> Rank | None:
-    """The rank for a request: the wanted one, or the least loaded; None when none serves."""
-    candidates = [rank for rank in ranks if rank.serving and wanted in (-1, rank.identity.index)]
+def choose(ranks: Iterable[Rank], wanted: int = -1, lost: SchedulerLife | None = None) -> Rank | None:
+    """The rank for a request: the wanted one, or the least loaded; never one that is `lost`. None when none serves."""
+    candidates = [rank for rank in ranks if rank.serving and wanted in (-1, rank.identity.index) and rank.life != lost]
     return min(candidates, key=lambda rank: (rank.score(), rank.identity.index), default=None)

@@ -6,7 +6,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stream import Stream
 from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
-from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
 
 
 class FrontendBatch:
@@ -57,6 +57,20 @@ class FrontendBatch:
         self.counts.append(1)
         self.tokens.append(token)
         self.texts.append(text)
+
+    def details(
+        self, stream: Stream, place: int, taken: list[int], row: int, deltas: TokenDeltas, table: TokenTable
+    ) -> None:
+        """What few rows have: logprobs, cached prompt tokens."""
+        if deltas.timings_ns:
+            self.timings = deltas.timings_ns
+        if row in deltas.num_cached_tokens:
+            self.cached[place] = deltas.num_cached_tokens[row]
+        if row in deltas.logprobs:
+            self.logprobs[place] = positions(deltas.logprobs[row], taken, table)
+        if row in deltas.prompt_logprobs:
+            of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt[1:], table)
+            self.prompt_logprobs[place] = [None, *of_prompt]
 
     def _spread(self) -> None:
         """Bring the tokens of `more` into their places."""

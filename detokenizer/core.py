@@ -4,27 +4,24 @@ The journal is what survives a scheduler: prompt, sampling parameters and emitte
 answers with effects; `batches()` gives the text that piled up. Called by io.py.
 """
 
-from array import array
-
+from meshlm.detokenizer import replies
 from meshlm.detokenizer.admission import checked_prompt, checked_sampling
-from meshlm.detokenizer.batch import FrontendBatch, positions
+from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
+from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import Stream, StreamState
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
     Abort,
-    Accepted,
     Attach,
     Detokenize,
-    DetokenizeReply,
     Finished,
     Rejected,
     Submit,
     Tokenize,
-    TokenizeReply,
 )
 from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
@@ -43,13 +40,14 @@ class Detokenizer:
         self.jobs: dict[int, list[Stream] | tuple[Identity, Tokenize]] = {}
         self._next_job = 0
         self._next_handle = 0
+        self._lives = Lives()
         self._batches: dict[Identity, FrontendBatch] = {}
         self.num_tokens = 0
 
     def handle(self, event: Event) -> list[Effect]:
         match event:
             case Received(message=TokenDeltas() as deltas):
-                return self._tokens(event.sender, deltas)
+                return self._tokens(event, deltas)
             case Received():
                 return self._received(event)
             case Encoded():
@@ -57,7 +55,7 @@ class Detokenizer:
             case PeerLost():
                 return self._lost(event)
             case PeerUp():
-                return []
+                return self._up(event)
 
     def batches(self) -> list[Send]:
         """One message for each frontend that has news."""
@@ -78,11 +76,9 @@ class Detokenizer:
                 self.jobs[self._next_job] = (event.sender, tokenize)
                 return [Encode(self._next_job, tokenize.prompt)]
             case Detokenize() as detokenize:
-                return [Send(event.sender, self._detokenized(detokenize))]
+                return [Send(event.sender, replies.detokenized(detokenize, self.table, self.vocab_size))]
             case Routed() as routed:
-                stream = self.by_handle.get(routed.handle)
-                if stream is not None:
-                    stream.scheduler, stream.scheduler_incarnation = routed.scheduler, routed.incarnation
+                return self._routed(routed)
             case Refused() as refused:
                 return self._refused(refused)
         return []
@@ -113,7 +109,7 @@ class Detokenizer:
     def _encoded(self, event: Encoded) -> list[Effect]:
         job = self.jobs.pop(event.job)
         if isinstance(job, tuple):
-            return [Send(job[0], self._tokenized(job[1], event))]
+            return [Send(job[0], replies.tokenized(job[1], event, self.table, self.max_model_len))]
         streams = [stream for stream in job if self.by_id.get(stream.request_id) is stream]
         if not streams:
             return []
@@ -132,19 +128,11 @@ class Detokenizer:
                 self._forget(stream)
             handles = tuple(stream.frontend_handle for stream in streams)
             return [Send(streams[0].frontend, Rejected(handles, error.kind, error.message, error.param))]
-        effects: list[Effect] = [Send(streams[0].frontend, self._accepted(streams, prompt))]
+        effects: list[Effect] = [Send(streams[0].frontend, replies.accepted(streams, prompt, self.table))]
         for stream, params in zip(streams, sampling, strict=True):
             stream.begin(self.table, prompt, params)
             effects += self._admit(stream)
         return effects
-
-    def _accepted(self, streams: list[Stream], prompt: "array[int]") -> Accepted:
-        handles = tuple(stream.frontend_handle for stream in streams)
-        if not streams[0].submit.want_prompt:
-            return Accepted(handles, len(prompt))
-        shown = tuple(self.table.show(token)[0] for token in prompt)
-        text = self.table.tokenizer.decode(list(prompt), skip_special_tokens=False)
-        return Accepted(handles, len(prompt), prompt.tobytes(), text, shown)
 
     def _admit(self, stream: Stream) -> list[Effect]:
         """Send the request towards a scheduler, unless the ids that exist already end it."""
@@ -156,37 +144,39 @@ class Detokenizer:
             return self._end(stream, FinishReason.STOP)
         if len(stream.emitted) >= stream.sampling.max_tokens:
             return self._end(stream, FinishReason.LENGTH)
-        return [Send(COORDINATOR, Admit(stream.work(), stream.submit.dp_rank))]
+        return self._ask(stream)
+
+    def _ask(self, stream: Stream) -> list[Effect]:
+        """Ask the coordinator for a rank. While it is away this waits for `_up`."""
+        stream.asked = self._lives.coordinator
+        if not stream.asked:
+            return []
+        return [Send(COORDINATOR, Admit(stream.work(), stream.submit.dp_rank, stream.lost))]
+
+    def _routed(self, routed: Routed) -> list[Effect]:
+        stream = self.by_handle.get(routed.handle)
+        if stream is None:
+            return []
+        stream.scheduler = SchedulerLife(routed.scheduler, routed.incarnation)
+        return self._admit_again(stream) if self._lives.over(routed.scheduler, routed.incarnation) else []
 
     def _end(self, stream: Stream, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
         """A terminal row of its own."""
         self._finish_row(stream, self._row(stream, [], ""), reason, stop_reason)
         return []
 
-    def _tokenized(self, ask: Tokenize, event: Encoded) -> TokenizeReply:
-        if event.error is not None:
-            return TokenizeReply(ask.handle, error=event.error.message, param=event.error.param)
-        assert event.token_ids is not None
-        strings = tuple(self.table.show(token)[0] for token in event.token_ids) if ask.want_strings else ()
-        return TokenizeReply(ask.handle, event.token_ids.tobytes(), strings, self.max_model_len)
-
-    def _detokenized(self, ask: Detokenize) -> DetokenizeReply:
-        ids = unpack_i32(ask.token_ids).tolist()
-        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            text = f"token id {bad} is outside the vocabulary 0..{self.vocab_size - 1}"
-            return DetokenizeReply(ask.handle, error=text, param="tokens")
-        return DetokenizeReply(ask.handle, self.table.tokenizer.decode(ids, skip_special_tokens=False))
-
     # --- tokens ---
 
-    def _tokens(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
+    def _tokens(self, event: Received, deltas: TokenDeltas) -> list[Effect]:
+        sender = event.sender
         handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
         counts = unpack_i32(deltas.counts) if deltas.counts else None
         if counts is None and not (
             deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.num_cached_tokens
         ):
             return self._plain_tokens(sender, deltas, handles, starts, tokens)
+        for row in deltas.num_cached_tokens:
+            self._heard(handles[row], SchedulerLife(sender, event.incarnation))
         ended = {end.row: end for end in deltas.ended}
         effects: list[Effect] = []
         at = 0
@@ -202,6 +192,12 @@ class Detokenizer:
                     effects += self._new_tokens(stream, new, ended.get(row), row, deltas)
             at += count
         return effects
+
+    def _heard(self, handle: int, scheduler: SchedulerLife) -> None:
+        """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
+        stream = self.by_handle.get(handle)
+        if stream is not None:
+            stream.scheduler, stream.heard = scheduler, True
 
     def _plain_tokens(
         self, sender: Identity, deltas: TokenDeltas, handles: memoryview, starts: memoryview, tokens: memoryview
@@ -259,7 +255,7 @@ class Detokenizer:
             text += stream.finish()
             stopped = stop is not None and stop.matched is not None
         place = self._row(stream, taken, text)
-        self._details(stream, place, taken, row, deltas)
+        self._batches[stream.frontend].details(stream, place, taken, row, deltas, self.table)
         if stopped:
             assert stop is not None
             self._finish_row(stream, place, FinishReason.STOP, stop.matched)
@@ -274,19 +270,6 @@ class Detokenizer:
             batch = self._batches[stream.frontend] = FrontendBatch()
         stream.batch = None
         return batch.row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
-
-    def _details(self, stream: Stream, place: int, taken: list[int], row: int, deltas: TokenDeltas) -> None:
-        """What few rows have: logprobs, cached prompt tokens."""
-        batch = self._batches[stream.frontend]
-        if deltas.timings_ns:
-            batch.timings = deltas.timings_ns
-        if row in deltas.num_cached_tokens:
-            batch.cached[place] = deltas.num_cached_tokens[row]
-        if row in deltas.logprobs:
-            batch.logprobs[place] = positions(deltas.logprobs[row], taken, self.table)
-        if row in deltas.prompt_logprobs:
-            of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt[1:], self.table)
-            batch.prompt_logprobs[place] = [None, *of_prompt]
 
     def _finish_row(
         self,
@@ -306,7 +289,9 @@ class Detokenizer:
         if stream is None:
             return []
         self._forget(stream)
-        return [Send(stream.frontend, Rejected((stream.frontend_handle,), refused.kind, refused.message))]
+        return [
+            Send(stream.frontend, Rejected((stream.frontend_handle,), refused.kind, refused.message, refused.param))
+        ]
 
     # --- ends ---
 
@@ -330,15 +315,31 @@ class Detokenizer:
             return [Send(sender, gone)]
         stream.frontend, stream.frontend_incarnation = sender, incarnation
         stream.frontend_handle = attach.handle
-        again = stream.emitted[attach.from_index :]
-        before = self.table.decoder(stream.submit.text.skip_special_tokens)
-        for token in stream.emitted[: attach.from_index]:
-            before.push(token)
-        text = "".join(before.push(token) for token in again)
-        self._row(stream, again.tolist(), text)
+        again = stream.emitted[attach.from_index :].tolist()
+        self._row(stream, again, stream.shown_from(self.table, attach.from_index))
         return []
 
+    # --- lives and deaths ---
+
+    def _up(self, event: PeerUp) -> list[Effect]:
+        self._lives.up(event.identity, event.incarnation)
+        if event.identity == COORDINATOR:
+            return [effect for stream in list(self.by_handle.values()) for effect in self._ask_anew(stream)]
+        return self._leave(event.identity)
+
+    def _ask_anew(self, stream: Stream) -> list[Effect]:
+        """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""
+        if stream.heard:
+            return []
+        if not stream.asked:
+            return self._ask(stream)
+        if stream.scheduler is None:
+            return self._admit_again(stream)
+        stream.asked = self._lives.coordinator
+        return [Send(COORDINATOR, Admit(stream.work(), stream.scheduler.scheduler.index, stream.lost, again=True))]
+
     def _lost(self, event: PeerLost) -> list[Effect]:
+        self._lives.lost(event.identity, event.incarnation)
         if event.identity.role is Role.FRONTEND:
             ids = tuple(
                 s.request_id
@@ -347,25 +348,28 @@ class Detokenizer:
             )
             self._batches.pop(event.identity, None)
             return self._abort(ids)
-        if event.identity.role is not Role.SCHEDULER:
-            return []
+        return self._leave(event.identity)
+
+    def _leave(self, scheduler: Identity) -> list[Effect]:
+        """What lives of this scheduler had that are over goes on elsewhere."""
         effects: list[Effect] = []
         for stream in list(self.by_handle.values()):
-            if stream.scheduler == event.identity and stream.scheduler_incarnation == event.incarnation:
+            life = stream.scheduler
+            if life is not None and life.scheduler == scheduler and self._lives.over(scheduler, life.incarnation):
                 effects += self._admit_again(stream)
         return effects
 
     def _admit_again(self, stream: Stream) -> list[Effect]:
-        """Its scheduler died: go on from the journal, under a new handle so that late tokens find nobody."""
+        """Go on from the journal, under a new handle so that late tokens find nobody."""
         del self.by_handle[stream.handle]
         if stream.attempt - stream.submit.attempt + 1 >= MAX_ATTEMPTS:
             self.by_handle[stream.handle] = stream
-            place = self._row(stream, [], "")
-            self._finish_row(stream, place, FinishReason.ERROR, None, f"its scheduler died {MAX_ATTEMPTS} times")
+            text = f"given up after {MAX_ATTEMPTS} attempts: each time its scheduler or the coordinator died"
+            self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
         stream.attempt += 1
         stream.handle = self._new_handle()
-        stream.scheduler = None
+        stream.lost, stream.scheduler, stream.heard = stream.scheduler or stream.lost, None, False
         return self._admit(stream)
 
     def check(self) -> None:
@@ -374,5 +378,8 @@ class Detokenizer:
             assert stream.handle == handle
             assert self.by_id.get(stream.request_id) is stream, "an admitted stream that is not in the journal"
             assert len(stream.emitted) <= stream.sampling.max_tokens, "more tokens than allowed"
+            life, asked = stream.scheduler, stream.asked
+            assert life is None or not self._lives.over(life.scheduler, life.incarnation), "left with a dead scheduler"
+            assert stream.heard or asked == self._lives.coordinator or not self._lives.coordinator, "nobody was asked"
         for stream in self.by_id.values():
             assert (stream.state is StreamState.ADMITTED) == (self.by_handle.get(stream.handle) is stream)

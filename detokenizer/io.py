@@ -11,7 +11,7 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received
-from meshlm.protocol.admit_edge import Admit
+from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import Prompt
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal, RequestError
@@ -29,7 +29,6 @@ class DetokenizerApp:
         self._encoder: Encoder | None = None
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, "encode")
         self._early: list[Event] = []  # what peers said before start() ran
-        self._unsent: list[Admit] = []  # while the coordinator is away
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         resolved = mesh.config.resolved
@@ -69,12 +68,15 @@ class DetokenizerApp:
         try:
             self._mesh.send(to, message)
         except LinkDown:
-            if isinstance(message, Admit):
-                self._unsent.append(message)
-            else:
-                self._mesh.log.debug("not delivered", to=str(to), message=type(message).__name__)
+            # Its PeerLost follows, and what must not be lost is sent again when it is back.
+            self._mesh.log.debug("not delivered", to=str(to), message=type(message).__name__)
         except LinkFull:
             self._mesh.log.warning("queue full", to=str(to), message=type(message).__name__)
+            if isinstance(message, Admit):
+                refused = Refused(
+                    message.work.handle, ErrorKind.OVERLOADED, "the coordinator's queue is full; try again"
+                )
+                self._do(Received(to, self._mesh.incarnation_of(to), refused))
 
     def _encode(self, job: int, prompt: Prompt) -> None:
         """In a thread."""
@@ -96,9 +98,6 @@ class DetokenizerApp:
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._do(PeerUp(peer, incarnation))
-        unsent, self._unsent = self._unsent, []
-        for admit in unsent:
-            self._send(Identity.parse("coordinator/0"), admit)
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         self._do(PeerLost(peer, incarnation))

@@ -5,7 +5,7 @@ from enum import Enum
 
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.protocol.admit_edge import Work
+from meshlm.protocol.admit_edge import SchedulerLife, Work
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Submit
@@ -13,7 +13,7 @@ from meshlm.protocol.token_edge import Ended
 
 
 class StreamState(Enum):
-    """ENCODING -> ADMITTED (again after a scheduler's death) -> gone from the journal."""
+    """ENCODING -> ADMITTED (again after a scheduler's or the coordinator's death) -> gone from the journal."""
 
     ENCODING = "encoding"
     ADMITTED = "admitted"
@@ -23,6 +23,7 @@ class Stream:
     """Changed by core.py and by itself in `push`."""
 
     __slots__ = (
+        "asked",
         "attempt",
         "batch",
         "decoder",
@@ -31,12 +32,13 @@ class Stream:
         "frontend_handle",
         "frontend_incarnation",
         "handle",
+        "heard",
+        "lost",
         "place",
         "prompt",
         "request_id",
         "sampling",
         "scheduler",
-        "scheduler_incarnation",
         "state",
         "stop",
         "submit",
@@ -53,8 +55,10 @@ class Stream:
         self.prompt: array[int] = array("i")
         self.emitted: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
-        self.scheduler: Identity | None = None
-        self.scheduler_incarnation = Incarnation(0)
+        self.asked = Incarnation(0)  # the life of the coordinator that this attempt's Admit went to; 0: none yet
+        self.scheduler: SchedulerLife | None = None  # which has this attempt
+        self.heard = False  # tokens of this attempt came
+        self.lost: SchedulerLife | None = None  # the last one that died with the request
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
@@ -63,20 +67,31 @@ class Stream:
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""
         self.prompt, self.sampling = prompt, sampling
-        text = self.submit.text
-        self.decoder = table.decoder(text.skip_special_tokens)
-        self.stop = StopFinder(text.stop, text.include_stop_str_in_output) if text.stop else None
+        self.decoder, self.stop = self._reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
+
+    def _reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
+        """The state of decoding, before the first token."""
+        text = self.submit.text
+        stop = StopFinder(text.stop, text.include_stop_str_in_output) if text.stop else None
+        return table.decoder(text.skip_special_tokens), stop
 
     def push(self, token: int) -> str:
         """One more output token; the text to show. `stop.matched` is set when a stop string is complete."""
         assert self.decoder is not None
         self.emitted.append(token)
-        text = self.decoder.push(token)
-        if self.stop is not None and len(self.emitted) > self.sampling.min_tokens:
-            return self.stop.push(text)
-        return text
+        return self._read(self.decoder, self.stop, token, len(self.emitted))
+
+    def _read(self, decoder: Decoder, stop: StopFinder | None, token: int, num_tokens: int) -> str:
+        text = decoder.push(token)
+        return stop.push(text) if stop is not None and num_tokens > self.sampling.min_tokens else text
+
+    def shown_from(self, table: TokenTable, index: int) -> str:
+        """The text that the tokens from `index` on have shown: read all again, what is held back now stays so."""
+        decoder, stop = self._reader(table)
+        texts = [self._read(decoder, stop, token, number) for number, token in enumerate(self.emitted, 1)]
+        return "".join(texts[index:])
 
     def push_silent(self, token: int) -> str:
         """A stop token: counted, not shown."""

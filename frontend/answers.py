@@ -4,7 +4,7 @@ Pure but for the `write` function that a stream is given. A chunk that is nothin
 constant suffix: 0.3 µs instead of a JSON encoder's 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -65,6 +65,12 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def prompt_ids(self, choice: Choice) -> Json:
+        if not self.ask.return_token_ids:
+            return {}
+        ids = self.prompt[choice.prompt_index].prompt_token_ids
+        return {"prompt_token_ids": memoryview(ids).cast("i").tolist()}
+
     def frame(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
@@ -85,8 +91,8 @@ def chat_logprobs(positions: list[PositionLogprobs]) -> Json:
     }
 
 
-def completion_logprobs(positions: list[PositionLogprobs | None], offset: int) -> Json:
-    """choices[].logprobs of a completion; None stands for a prompt's first token."""
+def completion_logprobs(positions: Sequence[PositionLogprobs | None], offset: int, first: str = "") -> Json:
+    """choices[].logprobs of a completion; None stands for a prompt's first token, whose text is `first`."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -94,9 +100,10 @@ def completion_logprobs(positions: list[PositionLogprobs | None], offset: int) -
     for position in positions:
         offsets.append(offset)
         if position is None:
-            tokens.append("")
+            tokens.append(first)
             values.append(None)
             tops.append(None)
+            offset += len(first)
             continue
         tokens.append(position.token.text)
         values.append(max(position.token.logprob, -9999.0))
@@ -104,6 +111,11 @@ def completion_logprobs(positions: list[PositionLogprobs | None], offset: int) -
         tops.append({**{top.text: max(top.logprob, -9999.0) for top in position.top}, **chosen})
         offset += len(position.token.text)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def echoed_logprobs(positions: list[PositionLogprobs | None] | None, accepted: Accepted) -> Json:
+    """choices[].logprobs of an echoed prompt; one of a single token has no positions."""
+    return completion_logprobs(positions or [None], 0, "".join(accepted.prompt_token_strings[:1]))
 
 
 def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[Json | None]:
@@ -154,7 +166,10 @@ class WholeAnswer(Answer):
         kept = self._best()
         entries = [self._entry(choice, index) for index, choice in enumerate(kept)]
         kind = "chat.completion" if self.ask.is_chat else "text_completion"
-        return _encode({**self.frame(kind, entries), "usage": self.usage(), "system_fingerprint": None})
+        rest: Json = {"usage": self.usage(), "system_fingerprint": None}
+        if self.ask.is_chat:
+            rest |= self._of_prompt(kept[0])
+        return _encode({**self.frame(kind, entries), **rest})
 
     def _best(self) -> list[Choice]:
         """All choices, or with best_of the likeliest of each prompt."""
@@ -185,26 +200,30 @@ class WholeAnswer(Answer):
         else:
             entry["text"] = accepted.prompt_text + text if self.ask.echo else text
             entry["logprobs"] = self._completion_logprobs(choice, accepted)
+            entry |= self._of_prompt(choice)
         entry["finish_reason"] = visible_reason(finished)
         entry["stop_reason"] = finished.stop_reason
-        if choice.index in self._prompt_logprobs and (self.ask.is_chat or not self.ask.echo):
-            entry["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs[choice.index])
         if self.ask.return_token_ids:
             entry["token_ids"] = choice.token_ids.tolist()
-            entry["prompt_token_ids"] = memoryview(accepted.prompt_token_ids).cast("i").tolist()
         return entry
 
+    def _of_prompt(self, choice: Choice) -> Json:
+        """What is asked for of the prompt: beside a chat's choices, in each choice of a completion."""
+        found = self.prompt_ids(choice)
+        shown = self.ask.echo and self.ask.logprobs >= 0  # in choices[].logprobs
+        if choice.index in self._prompt_logprobs and not shown:
+            found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs[choice.index])
+        return found
+
     def _completion_logprobs(self, choice: Choice, accepted: Accepted) -> Json | None:
-        if self.ask.logprobs < 0 or self.ask.num_returned != self.ask.num_choices:
+        if self.ask.logprobs < 0:
             return None
-        positions: list[PositionLogprobs | None] = list(self._logprobs.get(choice.index, []))
+        positions = self._logprobs.get(choice.index, [])
         if not self.ask.echo:
             return completion_logprobs(positions, 0)
-        of_prompt = self._prompt_logprobs.get(choice.index, [None])  # a single token has none
-        found = completion_logprobs(of_prompt + positions, 0)
-        if found["tokens"] and accepted.prompt_token_strings:
-            found["tokens"][0] = accepted.prompt_token_strings[0]
-        return found
+        of_prompt = echoed_logprobs(self._prompt_logprobs.get(choice.index), accepted)
+        of_output = completion_logprobs(positions, len(accepted.prompt_text))
+        return {key: of_prompt[key] + of_output[key] for key in of_prompt}
 
 
 class StreamAnswer(Answer):
@@ -238,8 +257,9 @@ class StreamAnswer(Answer):
         num_cached: int | None,
     ) -> None:
         index = choice.index
-        if index not in self._begun:
-            self._begin(choice)
+        failed = finished is not None and finished.reason is FinishReason.ERROR
+        if index not in self._begun and not failed:  # a failure at once still has its HTTP status
+            self._begin(choice, prompt_logprobs)
         if finished is None and logprobs is None and self._plain:
             if num_cached is not None:
                 self.note(choice, None, num_cached)
@@ -248,8 +268,8 @@ class StreamAnswer(Answer):
                 self._write(prefix + _encode(text) + suffix)
             return
         self.note(choice, finished, num_cached)
-        if finished is None or finished.reason is not FinishReason.ERROR:
-            self._general(choice, token_ids, text, finished, logprobs, prompt_logprobs)
+        if not failed:
+            self._general(choice, token_ids, text, finished, logprobs)
         if finished is not None:
             self.ended()
 
@@ -260,7 +280,7 @@ class StreamAnswer(Answer):
         elif text:
             self._write(affixes[0] + _encode(text) + affixes[1])
 
-    def _begin(self, choice: Choice) -> None:
+    def _begin(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> None:
         """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""
         index = choice.index
         self._begun.add(index)
@@ -269,28 +289,23 @@ class StreamAnswer(Answer):
         event = self._event([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
         prefix, suffix = event.split(_encode(mark))
         self._affixes[index] = (prefix, suffix)
+        token_ids: Json = {"token_ids": []} if self.ask.return_token_ids else {}
         if self.ask.is_chat:
-            first: Json = {
-                "index": index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            if self.ask.return_token_ids:
-                first["token_ids"] = []
-            self._write(self._event([first], self._prompt_ids(choice)))
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            first = {"index": index, **delta, "logprobs": None, "finish_reason": None, **token_ids}
+            self._write(self._event([first], self.prompt_ids(choice)))
         elif self.ask.echo or self.ask.return_token_ids:
-            text = self.prompt[choice.prompt_index].prompt_text if self.ask.echo else ""
-            entry = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-            if self.ask.return_token_ids:
-                entry["token_ids"] = []
-            self._write(self._event([{**entry, **self._prompt_ids(choice)}]))
+            first = {"index": index, **self._echo(choice, prompt_logprobs), "finish_reason": None, **token_ids}
+            self._write(self._event([{**first, **self.prompt_ids(choice)}]))
 
-    def _prompt_ids(self, choice: Choice) -> Json:
-        if not self.ask.return_token_ids:
-            return {}
-        ids = self.prompt[choice.prompt_index].prompt_token_ids
-        return {"prompt_token_ids": memoryview(ids).cast("i").tolist()}
+    def _echo(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> Json:
+        """The prompt's text and logprobs; what is generated begins behind them."""
+        if not self.ask.echo:
+            return {"text": "", "logprobs": None}
+        accepted = self.prompt[choice.prompt_index]
+        self._offsets[choice.index] = len(accepted.prompt_text)
+        logprobs = echoed_logprobs(prompt_logprobs, accepted) if self.ask.logprobs >= 0 else None
+        return {"text": accepted.prompt_text, "logprobs": logprobs}
 
     def _general(
         self,
@@ -299,7 +314,6 @@ class StreamAnswer(Answer):
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
     ) -> None:
         entry: Json = {"index": choice.index}
         if self.ask.is_chat:
@@ -308,13 +322,11 @@ class StreamAnswer(Answer):
         else:
             entry["text"] = text
             offset = self._offsets.get(choice.index, 0)
-            entry["logprobs"] = completion_logprobs(list(logprobs), offset) if logprobs else None
+            entry["logprobs"] = completion_logprobs(logprobs, offset) if logprobs else None
             self._offsets[choice.index] = offset + len(text)
         entry["finish_reason"] = visible_reason(finished) if finished is not None else None
         if finished is not None:
             entry["stop_reason"] = finished.stop_reason
-        if prompt_logprobs:
-            entry["prompt_logprobs"] = prompt_logprobs_json(prompt_logprobs)
         if self.ask.return_token_ids:
             entry["token_ids"] = token_ids.tolist()
         self._write(self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {}))

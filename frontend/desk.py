@@ -98,7 +98,7 @@ class Desk:
     def detokenizer_up(self, identity: Identity) -> list[Send]:
         self.load.setdefault(identity, 0)
         orphans, self.orphans = self.orphans, []
-        return [send for choice in orphans if choice.finished is None for send in self._again(choice)]
+        return [send for choice in orphans if choice.finished is None for send in self._place(choice)]
 
     def detokenizer_down(self, identity: Identity) -> list[Send]:
         """Its choices go on elsewhere, after what their clients have."""
@@ -107,20 +107,25 @@ class Desk:
         return [send for choice in lost for send in self._again(choice)]
 
     def _again(self, choice: Choice) -> list[Send]:
+        """Another attempt: what its client has is delivered."""
         self.by_handle.pop(choice.handle, None)
         choice.detokenizer = None
-        submit = choice.submit
-        if submit.attempt + 1 >= MAX_ATTEMPTS:
+        attempt = choice.submit.attempt + 1
+        if attempt >= MAX_ATTEMPTS:
             self._fail(choice, ErrorKind.INTERNAL, f"its detokenizer died {MAX_ATTEMPTS} times", "")
             return []
+        delivered = choice.token_ids.tobytes()
+        choice.submit = msgspec.structs.replace(choice.submit, attempt=attempt, delivered=delivered)
+        return self._place(choice)
+
+    def _place(self, choice: Choice) -> list[Send]:
+        """Ask a detokenizer for this choice alone; while there is none it waits."""
         target = self._least_loaded()
         if target is None:
             self.orphans.append(choice)
             return []
         choice.handle = self.new_handle()
-        choice.submit = msgspec.structs.replace(
-            submit, handles=(choice.handle,), attempt=submit.attempt + 1, delivered=choice.token_ids.tobytes()
-        )
+        choice.submit = msgspec.structs.replace(choice.submit, handles=(choice.handle,))
         self._assign(choice, target)
         return [Send(target, choice.submit)]
 
@@ -203,12 +208,13 @@ class Desk:
                 if start == have:
                     ids = tokens[at : at + count]
                     choice.token_ids.extend(ids)
-                    if choice.last_at:
-                        interval = now - choice.last_at
-                        intervals[interval] = intervals.get(interval, 0) + 1
-                    else:
-                        choice.first_at = now
-                    choice.last_at = now
+                    if count:  # an end may come without tokens
+                        if choice.last_at:
+                            interval = now - choice.last_at
+                            intervals[interval] = intervals.get(interval, 0) + 1
+                        else:
+                            choice.first_at = now
+                        choice.last_at = now
                     if end is not None:
                         self._forget(choice)
                         choice.finished = end

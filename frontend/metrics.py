@@ -72,13 +72,20 @@ class Metrics:
                 ("num_preemptions_total", "Preempted requests."),
             )
         }
+        self._held = Gauge(
+            "meshlm:num_requests_held",
+            "Requests that wait for a scheduler that serves.",
+            ("model_name",),
+            multiprocess_mode="mostrecent",
+        ).labels(model)
         self._model = model
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
 
     def mesh(self, stats: MeshStats) -> None:
-        """The schedulers' figures, as the coordinator collected them."""
+        """The schedulers' figures, as the coordinator collected them, and its own."""
+        self._held.set(stats.num_held)
         for rank in stats.ranks:
             values = (
                 rank.num_running,

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import (
+    MAX_SEQUENCES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     ChatRequest,
@@ -21,13 +22,15 @@ from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextParams, TextPrompt
 
 Body = TypeVar("Body", bound=Struct)
 MAX_PROMPTS = 2048
+MAX_ID_DIGITS = 10
 
 
 class Ask(NamedTuple):
     """What one HTTP request asks of the mesh."""
 
     prompts: list[Prompt]
-    sampling: SamplingParams
+    sampling: SamplingParams  # its seed is drawn later
+    seed: int | None  # the client's
     text: TextParams
     max_tokens: int | None
     num_choices: int  # per prompt, as generated
@@ -36,7 +39,7 @@ class Ask(NamedTuple):
     include_usage: bool
     continuous_usage: bool
     echo: bool
-    logprobs: int  # -1: none
+    logprobs: int  # that the client reads; -1: none
     prompt_logprobs: int
     return_token_ids: bool
     priority: int
@@ -53,7 +56,9 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     except msgspec.DecodeError as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from None
+        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {_bad_byte(body)}") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply") from None
     if not isinstance(raw, dict):
         raise HttpError(400, f"the body must be a JSON object, got {type(raw).__name__}")
     try:
@@ -65,6 +70,14 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
             param = what.rpartition("`")[0].rpartition("`")[2]
         raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
     return value, tuple(sorted(raw.keys() - set(kind.__struct_fields__)))
+
+
+def _bad_byte(body: bytes) -> int:
+    """Where the first byte is that is not UTF-8; msgspec counts from the beginning of the string it stands in."""
+    try:
+        return len(body.decode())
+    except UnicodeDecodeError as error:
+        return error.start
 
 
 def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, max_logprobs: int) -> Ask:
@@ -93,7 +106,7 @@ def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: R
         num_choices=generated,
         num_returned=returned,
         echo=bool(request.echo),
-        logprobs=max(logprobs, 0) if generated > returned else logprobs,
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         is_chat=False,
     )
@@ -108,11 +121,15 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, max
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
         raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
+    if request.tools:
+        raise HttpError(400, "tools are not supported", "tools")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported, as tools are not", "tool_choice")
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, max_logprobs) if request.logprobs else -1
     default = resolved.generation_defaults.get("max_tokens")
     prompt = chat_prompt(
         request.messages,
-        request.tools,
+        None,
         request.chat_template,
         request.chat_template_kwargs,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
@@ -155,10 +172,17 @@ def _ask(
     options = request.stream_options
     if options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise HttpError(400, "prompt_logprobs are not available with stream: true", "prompt_logprobs")
+    if len(prompts) * num_choices > MAX_SEQUENCES:
+        text = f"n: {len(prompts)} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
+        raise HttpError(400, text, "n")
     wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, max_logprobs)
     return Ask(
         prompts=prompts,
-        sampling=_sampling(request, resolved, logprobs, wanted),
+        # The best of several are chosen by their logprobs.
+        sampling=_sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted),
+        seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         text=TextParams(
             stop=_stops(request.stop),
             include_stop_str_in_output=request.include_stop_str_in_output,
@@ -214,7 +238,6 @@ def _sampling(request: Common, resolved: Resolved, logprobs: int, prompt_logprob
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=choose("repetition_penalty", 1.0),
-        seed=(request.seed or 0) & 0x7FFF_FFFF_FFFF_FFFF,
         stop_token_ids=_ids("stop_token_ids", request.stop_token_ids or [], vocab_size),
         eos_token_ids=() if request.ignore_eos else resolved.eos_token_ids,
         logit_bias=_bias(request.logit_bias or {}, vocab_size),
@@ -234,8 +257,8 @@ def _ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
 def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     found = {}
     for key, value in bias.items():
-        if not key.isdecimal():
-            raise HttpError(400, f"logit_bias: {key!r} is no token id", "logit_bias")
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
+            raise HttpError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
         _ids("logit_bias", [int(key)], vocab_size)
         found[int(key)] = value
     return found
@@ -276,18 +299,26 @@ def chat_prompt(
     """Messages checked in outline: what the template makes of them is the detokenizer's to see."""
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
-        if not isinstance(message.get("role"), str):
+        role = message.get("role")
+        if not (isinstance(role, str) and role):
             raise HttpError(400, f"{where}.role: must be a string such as 'user'", "messages")
         _check_content(message.get("content"), where)
     return ChatPrompt(
-        messages_json=msgspec.json.encode(messages),
-        tools_json=msgspec.json.encode(tools) if tools else b"",
+        messages_json=_json("messages", messages),
+        tools_json=_json("tools", tools) if tools else b"",
         chat_template=chat_template or "",
-        template_kwargs_json=msgspec.json.encode(template_kwargs) if template_kwargs else b"",
+        template_kwargs_json=_json("chat_template_kwargs", template_kwargs) if template_kwargs else b"",
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
     )
+
+
+def _json(field: str, value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError:
+        raise HttpError(400, f"{field}: nested too deeply", field) from None
 
 
 def _check_content(content: Any, where: str) -> None:

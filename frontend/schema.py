@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-MAX_CHOICES = 128
+MAX_CHOICES = 128  # per prompt
+MAX_SEQUENCES = 4096  # prompts x choices
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_TOKENS = 1 << 30

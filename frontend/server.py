@@ -256,7 +256,7 @@ def build_submits(
     answer: Answer, ask: parse.Ask, new_handle: Callable[[], Handle], dp_rank: int
 ) -> list[tuple[list[Choice], Submit]]:
     """One Submit per prompt, with a Choice for each sequence; fills answer.choices."""
-    seed = ask.sampling.seed or int.from_bytes(os.urandom(8), "little") >> 1
+    seed = int.from_bytes(os.urandom(8), "little") >> 1 if ask.seed is None else ask.seed
     now = time.time()
     want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
     found = []

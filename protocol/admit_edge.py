@@ -25,9 +25,20 @@ class Work(Struct, frozen=True, omit_defaults=True):
     deadline_s: float = 0.0  # wall clock; 0: none
 
 
+class SchedulerLife(Struct, frozen=True):
+    """One life of a scheduler."""
+
+    scheduler: Identity
+    incarnation: Incarnation
+
+
 class Admit(Struct, frozen=True, tag="admit"):
+    """A newer attempt takes the place of the older ones, wherever those are. A rank drops what it has already."""
+
     work: Work
     dp_rank: int = -1  # -1: the coordinator chooses
+    lost: SchedulerLife | None = None  # had the request and is dead, which the coordinator may not have heard yet
+    again: bool = False  # an earlier life of the coordinator chose dp_rank for this attempt; did Assign get there?
 
 
 class AbortRequests(Struct, frozen=True, tag="abort"):
@@ -53,6 +64,7 @@ class Refused(Struct, frozen=True, tag="refused"):
     handle: Handle
     kind: ErrorKind
     message: str
+    param: str = ""  # with INVALID: the field at fault
 
 
 CoordinatorToDetokenizer = Routed | Refused

@@ -102,4 +102,4 @@ class MeshStats(Struct, frozen=True, tag="stats"):
     serving: bool
     reason: str = ""  # while not serving: what is missing
     ranks: tuple[RankStats, ...] = ()
-    max_waiting: int = 0
+    num_held: int = 0  # requests that wait in the coordinator for a rank that serves

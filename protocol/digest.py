@@ -4,12 +4,14 @@ Two processes whose digests differ do not understand each other; the link refuse
 """
 
 import hashlib
+from enum import Enum
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import msgspec
-from msgspec import Struct
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import FieldInfo
 
 from meshlm.protocol import frames
 from meshlm.protocol.channels import CHANNELS
@@ -22,7 +24,7 @@ def union_members(messages: Any) -> tuple[type[Struct], ...]:
 
 @cache
 def schema_digest() -> str:
-    """sha256 (first 16 hex digits) over channel directions, message tags, field names, types and defaults."""
+    """sha256 (first 16 hex digits) over channel directions, message tags, fields' names, types and defaults, enums' values."""
     lines = [f"frame {frames.VERSION}"]
     seen: dict[str, str] = {}
     for channel in CHANNELS:
@@ -41,7 +43,7 @@ def _describe(struct: type[Struct], seen: dict[str, str]) -> None:
         return
     config = struct.__struct_config__
     hints = get_type_hints(struct)
-    fields = [f"{f.name}:{_name(hints[f.name])}" for f in msgspec.structs.fields(struct)]
+    fields = [f"{f.name}:{_name(hints[f.name])}{_default(f)}" for f in msgspec.structs.fields(struct)]
     seen[struct.__name__] = f"{struct.__name__} tag={config.tag} array={config.array_like} {fields}"
     for hint in hints.values():
         _visit(hint, seen)
@@ -50,8 +52,17 @@ def _describe(struct: type[Struct], seen: dict[str, str]) -> None:
 def _visit(hint: Any, seen: dict[str, str]) -> None:
     if isinstance(hint, type) and issubclass(hint, Struct):
         _describe(hint, seen)
+    elif isinstance(hint, type) and issubclass(hint, Enum):
+        seen[hint.__name__] = f"{hint.__name__} {[member.value for member in hint]}"
     for inner in get_args(hint):
         _visit(inner, seen)
+
+
+def _default(field: FieldInfo) -> str:
+    """What an absent field means."""
+    if field.required:
+        return ""
+    return f"={field.default!r}" if field.default_factory is NODEFAULT else f"={field.default_factory()!r}"
 
 
 def _name(hint: Any) -> str:

@@ -87,6 +87,7 @@ class Session:
         self.me, self.incarnation, self.peer = me, incarnation, peer
         self.state = SessionState.CLOSED
         self.peer_incarnation = Incarnation(0)
+        self._over = Incarnation(0)  # the latest life of the peer that is known to have ended
         self.wire: deque[bytes] = deque()
         self._hello_body, self._digest = _encode(hello), hello.digest
         self._window, self._max_queued, self._when_full = window, max_queued, when_full
@@ -144,10 +145,12 @@ class Session:
                 self._put(Kind.ACK)
             if self._unacked and now - self._progress_at >= REPLAY_AFTER_S:
                 self._progress_at = now
+                self._put(Kind.HELLO, self._hello_body)  # to a new life of the peer, if nobody told us of the old one's end
                 self.wire.extend(frame for _, frame in self._unacked)
 
     def close(self, incarnation: Incarnation) -> bool:
-        """That life of the peer is over. False when the session is not with it."""
+        """That life of the peer is over, whatever of it may still arrive. False when the session is not with it."""
+        self._over = max(self._over, incarnation)
         if self.state is not SessionState.OPEN or self.peer_incarnation != incarnation:
             return False
         self.state = SessionState.CLOSED
@@ -156,7 +159,7 @@ class Session:
 
     def _on_hello(self, header: Header, body: memoryview, now: float) -> Outcome:
         life = header.sender_incarnation
-        if life < self.peer_incarnation:
+        if life < self.peer_incarnation or life <= self._over:
             return None  # a late word of an earlier life
         if header.kind is Kind.WELCOME and header.receiver_incarnation != self.incarnation:
             return None

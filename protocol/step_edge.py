@@ -79,6 +79,8 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     received_ns: int = 0
     launched_ns: int = 0
     done_ns: int = 0
+    gpu_ns: int = 0  # from its first kernel to its last, on the device's clock
+    gap_ns: int = 0  # that the device was idle before it, since the step before
 
 
 class StepFailed(Struct, frozen=True, tag="failed"):

@@ -157,7 +157,7 @@ class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
     logprobs: dict[int, list[PositionLogprobs]] = {}  # row -> one per token
     prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # row -> one per prompt token, first is None
     num_cached_tokens: dict[int, int] = {}  # row -> prompt tokens found in the prefix cache; with the first token
-    timings_ns: tuple[int, ...] = ()  # monotonic clock: planned, sent, worker received, launched, done, scheduler, here
+    timings_ns: tuple[int, ...] = ()  # of the newest step in it, as in token_edge.py
 
 
 class TokenizeReply(Struct, frozen=True, tag="tokenized"):

@@ -39,7 +39,7 @@ class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
     logprobs: dict[int, LogprobColumns] = {}  # row -> its new tokens
     prompt_logprobs: dict[int, LogprobColumns] = {}  # row -> prompt positions 1 .. len-1, with its first token
     num_cached_tokens: dict[int, int] = {}  # row -> prompt tokens found cached; with its first token
-    timings_ns: tuple[int, ...] = ()  # monotonic: planned, sent, received, launched, done, result handled
+    timings_ns: tuple[int, ...] = ()  # step, then monotonic planned, received, launched, done, handled; gpu, gap
 
 
 SchedulerToDetokenizer = TokenDeltas

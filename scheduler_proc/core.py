@@ -76,7 +76,7 @@ class Scheduler:
             case AbortRequests() as abort:
                 for request_id in abort.request_ids:
                     self._drop(self.requests.get(request_id))
-                self._early = [a for a in self._early if a.work.request_id not in abort.request_ids]
+                self._drop_early(abort)
             case WorkerReady() as ready:
                 self._worker_ready(event.sender, ready)
             case StepFailed() as failed:
@@ -141,6 +141,12 @@ class Scheduler:
         request.move(RequestState.FINISHED)
         del self.requests[request.work.request_id]
         self._ended.append(request.work.request_id)
+
+    def _drop_early(self, abort: AbortRequests) -> None:
+        """Those that wait for their detokenizer count in the coordinator's ledger too."""
+        gone = [assign for assign in self._early if assign.work.request_id in abort.request_ids]
+        self._early = [assign for assign in self._early if assign not in gone]
+        self._ended += [assign.work.request_id for assign in gone]
 
     def _expire(self, wall_s: float, output: Output) -> None:
         for request in list(self.requests.values()):
@@ -249,7 +255,8 @@ class Scheduler:
             self._tokens(record.batch, tokens, output)
         else:
             self._tokens_with_details(record, result, tokens, output)
-        return (0, result.received_ns, result.launched_ns, result.done_ns, now_ns)
+        at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, now_ns)
+        return (result.step, *at, result.gpu_ns, result.gap_ns)
 
     def _tokens(self, batch: list[Request], tokens: "memoryview[int]", output: Output) -> None:
         """One token for each request of the batch. The hot loop of a result: everything rare is in a branch."""

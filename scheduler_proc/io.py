@@ -1,6 +1,5 @@
 """The scheduler's links, timers and clock."""
 
-import asyncio
 import time
 
 from msgspec import Struct
@@ -58,7 +57,7 @@ class SchedulerApp:
         if self._core is None:
             self._early.append(event)
             return
-        self._send(self._core.handle(event, asyncio.get_running_loop().time()))
+        self._send(self._core.handle(event, time.monotonic()))
 
     def _send(self, effects: list[Send]) -> None:
         assert self._mesh is not None

@@ -10,10 +10,12 @@ from meshlm.scheduler_proc.request import Request
 class Inflight:
     """What was sent as one step, to make sense of its result. `samples` is b"" when all requests sampled."""
 
-    __slots__ = ("batch", "num_decodes", "num_tokens", "samples", "step")
+    __slots__ = ("batch", "num_decodes", "num_tokens", "planned_ns", "samples", "step")
 
-    def __init__(self, step: StepId, batch: list[Request], samples: bytes, num_tokens: int, num_decodes: int) -> None:
-        self.step, self.batch, self.samples = step, batch, samples
+    def __init__(
+        self, step: StepId, batch: list[Request], samples: bytes, num_tokens: int, num_decodes: int, planned_ns: int
+    ) -> None:
+        self.step, self.batch, self.samples, self.planned_ns = step, batch, samples, planned_ns
         self.num_tokens, self.num_decodes = num_tokens, num_decodes
 
 
@@ -75,4 +77,4 @@ class PlanBuilder:
             block_ids=self.block_ids.tobytes(),
             planned_ns=now_ns,
         )
-        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes)
+        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, now_ns)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.kernel import Columns, decode, prefill
+from meshlm.kernels.attention.kernel import Columns, Rope, decode, prefill
 
 PAGE = 16
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
@@ -54,18 +54,21 @@ def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
 
 
 def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) -> dict[str, Any]:
-    from meshlm.workers.attention.triton_backend import num_splits
+    from meshlm.workers.attention.triton_backend import plan_of
 
     heads, kv_heads, dim = shape
     at, total = columns(n, context - 1, 1)
     cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(n, heads, dim, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(query)
-    own = num_splits(n * kv_heads, query.device)
-    choices: list[tuple[int, int, int, int]] = [(own, 32, 2, 2)]
+    query = torch.randn(n, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    rope = Rope(torch.randn(context, dim, device="cuda"), None, 1e-6, heads)  # as in a model's decode
+    usual = plan_of(n * kv_heads, query.device)
+    own = usual[0]
+    choices: list[tuple[int, int, int, int]] = [usual]
     if tune:
-        splits = sorted({max(1, own // 2), own, min(64, 2 * own), min(64, 4 * own)})
-        choices = list(itertools.product(splits, (32, 64, 128), (2, 4, 8), (2, 3, 4)))
+        splits = sorted({max(1, own // 4), max(1, own // 2), own, min(64, 2 * own)})
+        choices = list(itertools.product(splits, (16, 32, 64), (1, 2, 4, 8), (2,)))
+        choices += [(own, 32, 2, 3), (own, 32, 4, 3)]
     found = []
     for splits_, block_n, warps, stages in choices:
         room = (
@@ -75,7 +78,7 @@ def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) 
         )
 
         def run(s: int = splits_, b: int = block_n, w: int = warps, g: int = stages, r: Any = room) -> None:
-            decode(query, cache[0], cache[1], at, dim**-0.5, out, r, s, block_n=b, warps=w, stages=g)
+            decode(query, cache[0], cache[1], at, dim**-0.5, out, r, s, rope=rope, block_n=b, warps=w, stages=g)
 
         try:
             found.append((microseconds(run, 10), splits_, block_n, warps, stages))
@@ -92,7 +95,7 @@ def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) 
         result["best"] = [
             {"us": round(f[0], 1), "splits": f[1], "block_n": f[2], "warps": f[3], "stages": f[4]} for f in found[:4]
         ]
-        result["default_us"] = round(next(f[0] for f in found if f[1:] == (own, 32, 2, 2)), 1)
+        result["default_us"] = round(next(f[0] for f in found if f[1:] == usual), 1)
     return result
 
 

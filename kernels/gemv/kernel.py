@@ -6,7 +6,7 @@
     out = silu(y W_gate^T) * (y W_up^T)               (GATE: W holds the gate's rows, then the up projection's)
 
 One program computes BLOCK_N outputs for all M rows. It keeps M x BLOCK_N x BLOCK_K partial sums in registers and has its whole tile
-of the weight in flight at once, which is what a memory-bound kernel needs; tensor cores would add nothing for M <= 4.
+of the weight in flight at once, which is what a memory-bound kernel needs; tensor cores would add nothing for so few rows.
 """
 
 import torch
@@ -14,15 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 4
+from meshlm.kernels import pdl
 
 
 @triton.jit
 def _gemv(
     x, residual, norm_weight, weight, bias, out, stream, outputs, eps,
     M: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, M)
     real = n < outputs
@@ -30,10 +32,10 @@ def _gemv(
     if GATE:
         acc_up = tl.zeros((M, BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((M, BLOCK_K), tl.float32)
+    full: tl.constexpr = K % BLOCK_K == 0
     for begin in tl.static_range(0, K, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         inside = k < K
-        full: tl.constexpr = K % BLOCK_K == 0
         if full:
             w = tl.load(
                 weight + n[:, None].to(tl.int64) * K + k[None, :],
@@ -51,6 +53,8 @@ def _gemv(
                 w_up = tl.load(weight + up_at, mask=real[:, None], other=0.0, eviction_policy="evict_first")
             else:
                 w_up = tl.load(weight + up_at, mask=real[:, None] & inside[None, :], other=0.0)
+        if PDL and begin == 0:
+            tl.extra.cuda.gdc_wait()  # the first tile of the weight is on its way already
         h = tl.load(x + m[:, None] * K + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         if NORM:
             if ADD:
@@ -78,13 +82,19 @@ def _gemv(
     tl.store(out + m[:, None] * outputs + n[None, :], result.to(out.dtype.element_ty), mask=real[None, :])
 
 
-def shape_of(rows: int, outputs: int, inputs: int, gate: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, warps. Tiles of about 8,192 weights, and at least some 500 programs where the weight has them."""
-    block_k = min(1024 if rows == 1 else 512, triton.next_power_of_2(inputs))
-    block_n = max(1, (8192 if rows == 1 else 4096) // block_k // (2 if gate else 1) // max(1, rows // 2))
-    while block_n > 1 and outputs // block_n < 512:
-        block_n //= 2
-    return block_n, block_k, 4
+MOST_BYTES = 40 << 20  # of a weight; for larger ones cuBLAS reads faster than this kernel (bench.py, H200)
+
+
+def pays(weight: Tensor, rows: int) -> bool:
+    """Whether this kernel is the faster one."""
+    return rows == 1 and weight.numel() * weight.element_size() <= MOST_BYTES
+
+
+def shape_of(outputs: int, inputs: int, gate: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K, warps: the best of bench.py --tune on an H200."""
+    if inputs <= 1024:
+        return (2, 512, 2) if gate else (4, 1024, 4)
+    return (2 if outputs <= 2048 or gate else 4), 2048, 8
 
 
 def gemv(
@@ -98,16 +108,17 @@ def gemv(
     gate: bool = False,
     shape: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [m, k], m 1, 2 or 4; weight [n, k] (gate: [2 n, k]) -> out [m, n] and the stream x + residual [m, k] (else x)."""
+    """x [m, k], m a power of two; weight [n, k] (gate: [2 n, k]) -> out [m, n] and the stream x + residual [m, k] (else x)."""
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(x) if residual is not None else x
-    block_n, block_k, warps = shape or shape_of(rows, outputs, inputs, gate)
+    block_n, block_k, warps = shape or shape_of(outputs, inputs, gate)
     _gemv[(triton.cdiv(outputs, block_n),)](
         x, residual if residual is not None else x, norm if norm is not None else x, weight,
         bias if bias is not None else x, out, stream, outputs, eps,
         M=rows, K=inputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
+        BLOCK_N=block_n, BLOCK_K=block_k, PDL=pdl.supported(), num_warps=warps,
+        **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
     return out, stream

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from msgspec import Struct
 from meshlm.coordinator.core import HOLD_S, Coordinator, PeerLost, Received, Send, Tick
 from meshlm.coordinator.routing import Rank, choose
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed, Work
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed, SchedulerLife, Work
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -18,6 +19,7 @@ from meshlm.protocol.sampling import SamplingParams
 F0, D0, D1 = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER), Identity(Role.DETOKENIZER, 1)
 S0, S1, S2 = (Identity(Role.SCHEDULER, index) for index in range(3))
 LIFE = Incarnation(1)
+WALL_S = 1.75e9
 
 
 def admit(name: str, prompt_len: int = 10, max_tokens: int = 10, handle: int = 1, **more: object) -> Admit:
@@ -38,8 +40,8 @@ def member(identity: Identity, life: int = LIFE, ready: bool = True) -> control.
 class Bench:
     """A coordinator, a clock, and a check after every event."""
 
-    def __init__(self, *identities: Identity, max_waiting: int = 100) -> None:
-        self.core = Coordinator(max_waiting)
+    def __init__(self, *identities: Identity, max_waiting: int = 100, num_ranks: int = 3) -> None:
+        self.core = Coordinator(max_waiting, num_ranks)
         self.now = 0.0
         for identity in identities:
             self.join(identity)
@@ -62,7 +64,7 @@ class Bench:
 
     def tick(self, later_s: float = 1.0) -> list[Send]:
         self.now += later_s
-        return self.event(Tick())
+        return self.event(Tick(WALL_S + self.now))
 
 
 def only(sends: list[Send], kind: type[Struct]) -> list[Send]:
@@ -161,10 +163,16 @@ def test_stats_carry_the_ranks_figures_to_frontends_only() -> None:
     assert send.message.ranks == (control.RankStats(1, 3, 2, 0.75, 7, 6, 1, 0, 4),)
 
 
-@pytest.mark.xfail(strict=True, reason="core.py _stats gives the number of held requests as max_waiting")
-def test_stats_name_the_limit() -> None:
-    (said,) = stats(Bench(F0, max_waiting=7).tick())
-    assert said.max_waiting == 7
+def test_stats_count_what_is_held() -> None:
+    bench = Bench(F0, D0)
+    for name in "ab":
+        bench.says(D0, admit(name))
+    (said,) = stats(bench.tick())
+    assert said.num_held == 2
+    bench.join(S0)
+    bench.says(S0, load())
+    (said,) = stats(bench.tick())
+    assert said.num_held == 0
 
 
 # --- routing ---
@@ -303,15 +311,56 @@ def test_a_request_for_a_rank_of_its_own_waits_while_others_serve() -> None:
     assert assigned(bench, admit("b")) == S0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="core.py _serving_change: held ones go only when the mesh as a whole begins to serve",
-)
 def test_a_request_for_a_rank_of_its_own_goes_when_that_rank_serves() -> None:
     bench = Bench(D0, S0)
     bench.says(D0, admit("a", dp_rank=1))
     bench.join(S1)
     assert [send.to for send in only(bench.says(S1, load()), Assign)] == [S1]
+
+
+def test_a_rank_that_comes_back_releases_what_waits_for_it_only() -> None:
+    bench = Bench(D0, S0, S1)
+    bench.says(S1, load(serving=False))
+    for name, dp_rank in (("a", 2), ("b", 1), ("c", 1)):
+        assert bench.says(D0, admit(name, dp_rank=dp_rank)) == []
+    sends = only(bench.says(S1, load()), Assign)
+    assert [(send.to, send.message.work.request_id) for send in sends if isinstance(send.message, Assign)] == [
+        (S1, "b"),
+        (S1, "c"),
+    ]
+    assert list(bench.core.held) == ["a"]
+
+
+@pytest.mark.parametrize("ranks", [(), (S0,), (S0, S1)])
+def test_a_rank_that_does_not_exist_is_refused_at_once(ranks: tuple[Identity, ...]) -> None:
+    """Which ones exist is configured: one that is being started again is waited for."""
+    bench = Bench(D0, *ranks, num_ranks=2)
+    (send,) = bench.says(D0, admit("a", dp_rank=2, handle=9))
+    text = "X-data-parallel-rank: there is no rank 2; this mesh has ranks 0 to 1"
+    assert send == Send(D0, Refused(Handle(9), ErrorKind.INVALID, text, "X-data-parallel-rank"))
+    assert not bench.core.held
+    (send,) = Bench(D0, num_ranks=1).says(D0, admit("a", dp_rank=1))
+    assert isinstance(send.message, Refused)
+    assert send.message.message.endswith("this mesh has rank 0 only")
+
+
+def test_a_rank_of_its_own_that_never_serves_is_named() -> None:
+    bench = Bench(D0, S0)
+    bench.says(D0, admit("a", dp_rank=1))
+    (send,) = only(bench.tick(HOLD_S), Refused)
+    assert isinstance(send.message, Refused)
+    assert send.message.message == "no scheduler of rank 1 was ready within 60 s"
+
+
+def test_a_held_request_is_refused_at_its_deadline() -> None:
+    bench = Bench(D0)
+    bench.says(D0, admit("patient", handle=1, deadline_s=WALL_S + 30))
+    bench.says(D0, admit("hasty", handle=2, deadline_s=WALL_S + 2))
+    bench.says(D0, admit("whenever", handle=3))
+    assert only(bench.tick(1.5), Refused) == []
+    (send,) = only(bench.tick(0.5), Refused)
+    assert send == Send(D0, Refused(Handle(2), ErrorKind.TIMEOUT, "the request's timeout passed"))
+    assert list(bench.core.held) == ["patient", "whenever"]
 
 
 def test_the_queue_is_full() -> None:
@@ -346,7 +395,6 @@ def test_all_held_requests_go_though_they_filled_the_queue() -> None:
     assert len(only(bench.says(S0, load()), Assign)) == 3
 
 
-@pytest.mark.xfail(strict=True, reason="core.py _admit: a resume is refused like a new request")
 def test_a_running_stream_is_not_refused_because_the_queue_is_full() -> None:
     """DESIGN 3: kill -9 of any one process is invisible to a streaming client except as a pause."""
     bench = Bench(D0, S0, max_waiting=2)
@@ -356,6 +404,25 @@ def test_a_running_stream_is_not_refused_because_the_queue_is_full() -> None:
     bench.lost(S0)
     again = [bench.says(D0, admit(name, attempt=1, emitted=pack_i32([1]))) for name in names]
     assert [only(sends, Refused) for sends in again] == [[], [], [], []]
+
+
+def test_what_was_let_in_before_is_not_refused_because_the_queue_is_full() -> None:
+    bench = Bench(D0, S0, max_waiting=2)
+    bench.says(S0, load(num_waiting=2))
+    (send,) = bench.says(D0, admit("new"))
+    assert isinstance(send.message, Refused)
+    assert assigned(bench, admit("another attempt", attempt=1)) == S0
+    assert assigned(bench, admit("a resume of its client", emitted=pack_i32([1]))) == S0
+    routed_before = msgspec.structs.replace(admit("routed before", dp_rank=0), again=True)
+    assert assigned(bench, routed_before) == S0
+
+
+def test_held_requests_go_though_the_schedulers_queues_are_full() -> None:
+    bench = Bench(D0, max_waiting=3)
+    for name in "abc":
+        bench.says(D0, admit(name))
+    bench.join(S0)
+    assert len(only(bench.says(S0, load(num_waiting=3)), Assign)) == 3
 
 
 # --- resumes and aborts ---
@@ -385,6 +452,47 @@ def test_a_request_admitted_again_leaves_its_old_rank() -> None:
     assert bench.core.ranks[S0].score() == 0
     bench.says(S0, load(ended=(RequestId("a"),)))
     assert bench.core.owner == {"a": S1}, "the old rank's end is not the new one's"
+
+
+def test_a_request_admitted_again_ends_where_it_was() -> None:
+    """Two ranks never have it."""
+    bench = Bench(D0, S0, S1)
+    assert assigned(bench, admit("a", max_tokens=50)) == S0
+    sends = bench.says(D1, admit("a", attempt=1))
+    assert [(send.to, type(send.message)) for send in sends] == [(S0, AbortRequests), (S1, Assign), (D1, Routed)]
+    assert aborted(sends) == {S0: {"a"}}
+    same_rank = bench.says(D1, admit("a", attempt=2, dp_rank=1))
+    assert aborted(same_rank) == {}, "the rank itself replaces the older attempt"
+
+
+def test_a_new_coordinator_ends_older_attempts_that_it_does_not_know_of() -> None:
+    bench = Bench(D0, S0, S1, S2)
+    sends = bench.says(D0, admit("a", attempt=1, dp_rank=1))
+    assert aborted(sends) == {S0: {"a"}, S2: {"a"}}
+    assert [send.to for send in only(sends, Assign)] == [S1]
+    assert aborted(bench.says(D0, admit("b", dp_rank=1))) == {}
+
+
+def test_a_scheduler_that_its_detokenizer_saw_die_is_not_chosen() -> None:
+    bench = Bench(D0, S0, S1)
+    dead = SchedulerLife(S0, LIFE)
+    assert assigned(bench, msgspec.structs.replace(admit("a", attempt=1), lost=dead)) == S1
+    bench.lost(S1)
+    held = msgspec.structs.replace(admit("b", attempt=1), lost=dead)
+    assert only(bench.says(D0, held), Assign) == [], "the news of its death must come soon"
+    assert assigned(bench, admit("c")) == S0, "others do not know"
+    bench.join(S0, life=2)
+    assert [send.to for send in only(bench.says(S0, load(), life=2), Assign)] == [S0]
+
+
+def test_a_held_request_admitted_again_is_held_once() -> None:
+    bench = Bench(D0)
+    bench.says(D0, admit("a", handle=1))
+    bench.says(D0, admit("a", handle=2, attempt=1))
+    bench.join(S0)
+    (send,) = only(bench.says(S0, load()), Routed)
+    assert isinstance(send.message, Routed)
+    assert send.message.handle == 2
 
 
 def test_admitted_twice_at_one_rank_counts_once() -> None:
@@ -418,6 +526,14 @@ def test_an_abort_goes_where_the_request_went() -> None:
     sends = bench.says(D0, AbortRequests(tuple(map(RequestId, "abc"))))
     assert aborted(sends) == {S0: {"a", "c"}, S1: {"b"}}
     assert len(sends) == 2
+
+
+def test_aborts_keep_their_order() -> None:
+    bench = Bench(D0, S0)
+    names = tuple(RequestId(f"r{number}") for number in range(20))
+    for name in names:
+        bench.says(D0, admit(name))
+    assert bench.says(D0, AbortRequests(names)) == [Send(S0, AbortRequests(names))]
 
 
 def test_an_abort_of_a_held_request_ends_its_waiting() -> None:

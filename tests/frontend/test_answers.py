@@ -38,6 +38,7 @@ def asking(is_chat: bool, **changes: object) -> Ask:
     plain = Ask(
         prompts=[TextPrompt(PROMPT_TEXT)],
         sampling=SamplingParams(),
+        seed=None,
         text=TextParams(),
         max_tokens=16,
         num_choices=1,
@@ -274,7 +275,7 @@ def test_whole_choices_in_order_whatever_comes_first(is_chat: bool) -> None:
 
 
 def test_whole_best_of_returns_the_likeliest_and_counts_all() -> None:
-    answer, _ = whole(asking(False, num_choices=3, num_returned=2, logprobs=0), num_prompts=2)
+    answer, _ = whole(asking(False, num_choices=3, num_returned=2), num_prompts=2)
     for index, value in enumerate((-3.0, -1.0, -2.0, -0.5, -9.0, -0.1)):
         at = [PositionLogprobs(logprob(7, value, "a")), PositionLogprobs(logprob(7, value, "a"))]
         give(answer, index, [1, 2], str(index), LENGTH, logprobs=at)
@@ -284,7 +285,6 @@ def test_whole_best_of_returns_the_likeliest_and_counts_all() -> None:
     assert got["usage"] == usage(4, 12)
 
 
-@pytest.mark.xfail(strict=True, reason="answers.py _completion_logprobs: with best_of > n there are none, asked or not")
 def test_whole_best_of_with_logprobs() -> None:
     answer, _ = whole(asking(False, num_choices=2, num_returned=1, logprobs=2))
     give(answer, 0, [7, 9], "Hé w", LENGTH, logprobs=[HELLO, WORLD])
@@ -318,7 +318,6 @@ def test_whole_echo_with_logprobs_begins_with_the_prompts() -> None:
     assert found["top_logprobs"][2:] == BOTH_TEXT["top_logprobs"]
 
 
-@pytest.mark.xfail(strict=True, reason="answers.py _completion_logprobs: the first prompt token's length is left out")
 def test_whole_echo_offsets_point_into_the_text() -> None:
     assert echoed_logprobs()["text_offset"] == [0, 2, 6, 8]
 
@@ -339,9 +338,6 @@ def test_whole_text_prompt_logprobs() -> None:
     assert body(answer)["choices"][0]["prompt_logprobs"] == PROMPT_JSON
 
 
-@pytest.mark.xfail(
-    strict=True, reason="answers.py _entry: echo hides prompt_logprobs even where logprobs does not show them"
-)
 def test_whole_echo_with_prompt_logprobs_only() -> None:
     answer, _ = whole(asking(False, echo=True, prompt_logprobs=1))
     give(answer, 0, [7], "Hé", LENGTH, prompt_logprobs=OF_PROMPT)
@@ -362,20 +358,21 @@ def test_whole_chat_token_ids() -> None:
     assert body(answer)["choices"][0]["token_ids"] == [7, 2]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="answers.py _entry: in vLLM's chat answers both stand beside choices, as they do in our stream"
-)
 @pytest.mark.parametrize("key", ["prompt_token_ids", "prompt_logprobs"])
 def test_whole_chat_prompt_stands_beside_the_choices(key: str) -> None:
     answer, _ = whole(asking(True, return_token_ids=True, prompt_logprobs=1))
     give(answer, 0, [7], "Hé", STOP, prompt_logprobs=OF_PROMPT)
-    assert body(answer).get(key) == {"prompt_token_ids": PROMPT_IDS, "prompt_logprobs": PROMPT_JSON}[key]
+    got = body(answer)
+    assert got.get(key) == {"prompt_token_ids": PROMPT_IDS, "prompt_logprobs": PROMPT_JSON}[key]
+    assert key not in got["choices"][0]
 
 
 def test_nothing_unasked_for() -> None:
     answer, _ = whole(asking(True))
     give(answer, 0, [7], "Hé", STOP)
-    assert set(body(answer)["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
+    got = body(answer)
+    assert set(got) == {*FRAME, "object", "choices", "usage", "system_fingerprint"}
+    assert set(got["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
 
 
 @pytest.mark.parametrize(
@@ -529,32 +526,30 @@ def test_streamed_echo_gives_each_choice_the_prompt_once() -> None:
         assert [c["text"] for c in found if c["index"] == index] == ["Hi you", " a", " b"]
 
 
-@pytest.mark.xfail(strict=True, reason="answers.py StreamAnswer._general: offsets of an echoed answer begin at 0")
 def test_streamed_echo_offsets_point_into_the_text() -> None:
     answer, events, _ = streamed(asking(False, echo=True, logprobs=2))
     give(answer, 0, [7], "Hé", LENGTH, logprobs=[HELLO])
     assert chunks(events, False)[-1]["choices"][0]["logprobs"]["text_offset"] == [6]
 
 
-def test_streamed_prompt_logprobs_beside_logprobs() -> None:
-    answer, events, _ = streamed(asking(False, prompt_logprobs=1, logprobs=1))
-    give(answer, 0, [7], "Hé", logprobs=[HELLO], prompt_logprobs=OF_PROMPT)
-    give(answer, 0, [9], "", LENGTH)
-    found = [chunk["choices"][0].get("prompt_logprobs") for chunk in chunks(events, False)]
-    assert found == [PROMPT_JSON, None]
+def test_streamed_echo_with_logprobs_is_the_whole_one_in_parts() -> None:
+    answer, events, _ = streamed(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
+    give(answer, 0, [7], "Hé", prompt_logprobs=OF_PROMPT, logprobs=[HELLO])
+    give(answer, 0, [9], " w", STOP, logprobs=[WORLD])
+    found = [chunk["choices"][0] for chunk in chunks(events, False)]
+    assert [choice["text"] for choice in found] == ["Hi you", "Hé", " w"]
+    expected = echoed_logprobs()
+    assert {key: [item for choice in found for item in choice["logprobs"][key]] for key in expected} == expected
+    assert not any("prompt_logprobs" in choice for choice in found)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="answers.py StreamAnswer.row: a row of text and prompt_logprobs is taken for plain text (vLLM: 400)",
-)
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_streamed_prompt_logprobs_alone(is_chat: bool) -> None:
-    answer, events, _ = streamed(asking(is_chat, prompt_logprobs=1))
-    give(answer, 0, [7], "Hé", prompt_logprobs=OF_PROMPT)
-    give(answer, 0, [9], "", LENGTH)
-    found = [{**chunk, **chunk["choices"][0]}.get("prompt_logprobs") for chunk in chunks(events, is_chat)]
-    assert PROMPT_JSON in found
+def test_streamed_echo_with_logprobs_of_a_prompt_of_one_token() -> None:
+    answer, events, _ = streamed(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
+    answer.accepted(answer.choices[0], Accepted((Handle(1),), 1, pack_i32([5]), "Hi", ("Hi",)))
+    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO])
+    prompt, output = [chunk["choices"][0]["logprobs"] for chunk in chunks(events, False)]
+    assert prompt == {"tokens": ["Hi"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    assert (output["tokens"], output["text_offset"]) == (["Hé"], [2])
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -570,6 +565,16 @@ def test_streamed_error_is_an_event_of_its_own(is_chat: bool) -> None:
         "error": {"message": "gone", "type": "timeout_error", "param": None, "code": 504}
     }
     assert done == b"data: [DONE]"
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_streamed_failure_before_the_first_token_writes_nothing(is_chat: bool) -> None:
+    """So that it still has its HTTP status."""
+    answer, events, ends = streamed(asking(is_chat, echo=not is_chat))
+    give(answer, 0, [], "", Finished(0, FinishReason.ERROR, None, 0, "too large", ErrorKind.INVALID))
+    assert (events, ends.count) == ([], 1)
+    assert answer.error is not None
+    assert answer.error.status == 400
 
 
 def test_streamed_refusal_writes_nothing() -> None:

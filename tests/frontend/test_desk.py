@@ -246,13 +246,16 @@ def test_times_of_tokens() -> None:
     assert desk.intervals == {0.5: 2, 1.0: 1}
 
 
-@pytest.mark.xfail(strict=True, reason="desk.py deltas: an end without tokens counts as one (TTFT, ITL)")
 def test_an_end_without_tokens_is_no_token() -> None:
     desk = a_desk()
-    client, _ = opened(desk)
-    (choice,) = client.choices
-    desk.deltas(deltas((choice, 0, []), finished=[Finished(0, FinishReason.ERROR)]), D0, 10.0)
-    assert choice.first_at == 0.0  # "0: none yet"
+    client, _ = opened(desk, n=2)
+    none, one = client.choices
+    desk.deltas(deltas((none, 0, []), finished=[Finished(0, FinishReason.ERROR)]), D0, 10.0)
+    assert (none.first_at, none.last_at) == (0.0, 0.0)  # "0: none yet"
+    desk.deltas(deltas((one, 0, [1])), D0, 11.0)
+    desk.deltas(deltas((one, 1, []), finished=[Finished(0, FinishReason.STOP)]), D0, 15.0)
+    assert (one.first_at, one.last_at) == (11.0, 11.0)
+    assert desk.intervals == {}
 
 
 # --- ends ---
@@ -388,15 +391,16 @@ def test_a_request_that_kills_detokenizers_is_given_up() -> None:
     assert f"died {MAX_ATTEMPTS} times" in text
 
 
-@pytest.mark.xfail(
-    strict=True, reason="desk.py _again: a request that waited for the first detokenizer has an attempt less"
-)
 def test_waiting_is_no_attempt() -> None:
     desk = Desk()
     opened(desk)
     (send,) = desk.detokenizer_up(D0)
     assert isinstance(send.message, Submit)
     assert send.message.attempt == 0
+    assert desk.detokenizer_down(D0) == []
+    (send,) = desk.detokenizer_up(D1)
+    assert isinstance(send.message, Submit)
+    assert send.message.attempt == 1
 
 
 # --- any history ---

@@ -76,6 +76,7 @@ WORK = admit.Work(
     deadline_s=1750000060.5,
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", ready=True)
+LOST = admit.SchedulerLife(SCHEDULER, LIFE)
 COLUMNS = token.LogprobColumns(
     width=2,
     logprobs=pack_f32([-0.5]),
@@ -139,10 +140,11 @@ FULL: tuple[Struct, ...] = (
     text.DetokenizeReply(Handle(7), "a", "no", "tokens"),
     # detokenizer <-> coordinator -> scheduler
     WORK,
-    admit.Admit(WORK, 2),
+    LOST,
+    admit.Admit(WORK, 2, LOST, True),
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
-    admit.Refused(Handle(9), ErrorKind.OVERLOADED, "full"),
+    admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False),
     # scheduler <-> detokenizer
@@ -347,14 +349,27 @@ def test_digest_knows_names_types_and_tags() -> None:
     assert described(base) not in [described(other) for other in others]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="digest.py:44 leaves defaults out, though its docstring and omit_defaults need them"
-)
 def test_digest_knows_defaults() -> None:
     """With omit_defaults a default is part of the wire: it is what an absent field means."""
     one = msgspec.defstruct("M", [("max_tokens", int, 16)], omit_defaults=True)
     other = msgspec.defstruct("M", [("max_tokens", int, 32)], omit_defaults=True)
     assert described(one) != described(other)
+    lists = [
+        msgspec.defstruct("M", [("ids", list[int], default)])
+        for default in ([], msgspec.field(default_factory=lambda: [1]))
+    ]
+    assert described(lists[0]) != described(lists[1])
+
+
+def test_digest_knows_the_values_of_enums() -> None:
+    one, other = (
+        msgspec.defstruct("M", [("kind", Enum("Kind", {"LATE": value}) | None, None)]) for value in ("late", "timeout")
+    )
+    seen: list[dict[str, str]] = [{}, {}]
+    digest._describe(one, seen[0])
+    digest._describe(other, seen[1])
+    assert seen[0]["Kind"] != seen[1]["Kind"]
+    assert seen[0]["M"] == seen[1]["M"]
 
 
 # --- nothing that runs code from data ---

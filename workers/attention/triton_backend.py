@@ -9,16 +9,20 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
 
-MAX_SPLITS = 64
-PROGRAMS_PER_SM = 4.0  # of two warps each
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 4.0
 WORKSPACE_FLOATS = 1 << 22
 
 
-def num_splits(programs: int, device: torch.device) -> int:
-    """Parts of each context, so that a decode of `programs` (requests x kv heads) fills the GPU. A power of two."""
+def plan_of(programs: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Of a decode of `programs` (requests x kv heads): parts of each context (a power of two), keys of a tile, warps, stages.
+
+    Enough parts to fill the GPU; shapes by kernels/attention/bench.py --tune on an H200.
+    """
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = PROGRAMS_PER_SM * sms / programs
-    return min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
+    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
+    return splits, 32, 2, 2
 
 
 class Workspace:
@@ -81,9 +85,23 @@ class TritonAttention:
         rope: kernel.Rope | None,
     ) -> None:
         requests = self._batch.num_decodes
-        splits = num_splits(requests * heads.num_kv_heads, query.device)
+        splits, block_n, warps, stages = plan_of(requests * heads.num_kv_heads, query.device)
         room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
-        kernel.decode(query, cache.keys, cache.values, self._decodes, scale, out, room, splits, extras, rope)
+        kernel.decode(
+            query,
+            cache.keys,
+            cache.values,
+            self._decodes,
+            scale,
+            out,
+            room,
+            splits,
+            extras,
+            rope,
+            block_n=block_n,
+            warps=warps,
+            stages=stages,
+        )
 
 
 class TritonBackend:

@@ -7,6 +7,7 @@ next step finds them, and go to the host behind an event. Used by the stepper th
 
 import time
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,13 +59,16 @@ class Columns32:
 
 
 class _Launched:
-    """A step on its way; its tokens are valid after the event."""
+    """A step on its way; its tokens are valid after the event `end`. `before` is the end of the step before."""
 
-    def __init__(self, result: StepResult, tokens: I32, event: torch.cuda.Event) -> None:
-        self._result, self._tokens, self._event = result, tokens, event
+    def __init__(
+        self, result: StepResult, tokens: I32, before: torch.cuda.Event, begin: torch.cuda.Event, end: torch.cuda.Event
+    ) -> None:
+        self._result, self._tokens = result, tokens
+        self._before, self._begin, self._end = before, begin, end
 
     def wait(self) -> StepResult:
-        self._event.synchronize()
+        self._end.synchronize()
         result = self._result
         return StepResult(
             session=result.session,
@@ -75,6 +79,8 @@ class _Launched:
             received_ns=result.received_ns,
             launched_ns=result.launched_ns,
             done_ns=time.monotonic_ns(),
+            gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
+            gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
         )
 
 
@@ -115,6 +121,7 @@ class CudaEngine:
         sizes = list(worker.cudagraph_capture_sizes) or default_sizes(rows)
         self.graphs = Dispatcher([] if off else [s for s in sizes if s <= lines], self._capture)
         self._warm_up()
+        self._last = _event()
         gib = weight_bytes(self._model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
         self.facts = EngineFacts(count, self._block_size, rows, vocab, shown)
@@ -206,6 +213,7 @@ class CudaEngine:
         if not step.uniform:
             self.graphs.miss("prompts in the step")
         self._send(step, size or step.n, changes, segments, places)
+        begin = _event()
         of_prompt: dict[int, LogprobColumns] = {}
         if size:
             self.graphs.replay(size)
@@ -220,8 +228,7 @@ class CudaEngine:
         answer = self._answers[self._num_steps % len(self._answers)][: len(places)]
         self._num_steps += 1
         answer.copy_(self._sampled[: len(places)], non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        before, self._last = self._last, _event()
         result = StepResult(
             session=plan.session,
             step=plan.step,
@@ -231,7 +238,7 @@ class CudaEngine:
             received_ns=received_ns,
             launched_ns=time.monotonic_ns(),
         )
-        return _Launched(result, answer.numpy(), event)
+        return _Launched(result, answer.numpy(), before, begin, self._last)
 
     def _send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Columns padded to `size` requests, places that sample, and changes: one copy. Then apply the changes."""
@@ -350,6 +357,14 @@ class CudaEngine:
             following = self._rows.tokens[row, start + 1 : last + 1].long()
             found[place] = logprobs.columns(logits, following, int(wanted[place]))
         return found
+
+
+def _event() -> torch.cuda.Event:
+    """Recorded now."""
+    make: Any = torch.cuda.Event  # typed in some versions of torch only
+    event: torch.cuda.Event = make(enable_timing=True)
+    event.record()
+    return event
 
 
 def _columns(rows: I32, starts: I32, counts: I32) -> Columns32:

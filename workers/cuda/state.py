@@ -4,6 +4,8 @@ A plan's changes become segments of one host buffer that is copied once and scat
 use the row after the last. Owned by the stepper thread.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -113,6 +115,8 @@ class Staging:
         pinned = self._slots[slot][: len(values)]
         pinned.numpy()[:] = values
         to[: len(values)].copy_(pinned, non_blocking=True)
-        event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        make: Any = torch.cuda.Event  # typed in some versions of torch only
+        event = event or make()
+        assert event is not None
         event.record()
         self._events[slot] = event

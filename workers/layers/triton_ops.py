@@ -1,19 +1,17 @@
 """Ops on a GPU: cuBLAS for products, fused Triton kernels for what stands between them.
 
-Products of one, two or four rows are bound by the weight's bytes: there one Triton kernel does norm, product and gate.
+A product of one row with a weight that is not too large: one Triton kernel does norm, product and gate.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.gemv.kernel import gemv
+from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Composed, Heads
-
-GEMV_ROWS = (1, 2, 4)
 
 
 class TritonOps(Composed):
@@ -23,7 +21,7 @@ class TritonOps(Composed):
         return weight
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        if x.shape[0] in GEMV_ROWS:
+        if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
         return F.linear(x, packed, bias)
 
@@ -38,7 +36,7 @@ class TritonOps(Composed):
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if x.shape[0] in GEMV_ROWS and not (gate and bias is not None):
+        if pays(packed, x.shape[0]) and not (gate and bias is not None):
             return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
         return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
 

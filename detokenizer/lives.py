@@ -1,0 +1,30 @@
+"""Which lives of the coordinator and the schedulers are over, as far as this detokenizer has heard. Owned by core.py.
+
+Links have no order among each other: the coordinator may still send a request to a scheduler whose death is known here.
+"""
+
+from meshlm.protocol.ids import Identity, Incarnation, Role
+
+
+class Lives:
+    """Fed with every PeerUp and PeerLost."""
+
+    def __init__(self) -> None:
+        self.coordinator = Incarnation(0)  # the one that can be reached; 0: none
+        self._first: dict[Identity, Incarnation] = {}  # scheduler -> the lives before this one are over
+
+    def up(self, identity: Identity, incarnation: Incarnation) -> None:
+        if identity.role is Role.COORDINATOR:
+            self.coordinator = incarnation
+        elif identity.role is Role.SCHEDULER:
+            self._first[identity] = incarnation
+
+    def lost(self, identity: Identity, incarnation: Incarnation) -> None:
+        if identity.role is Role.COORDINATOR and incarnation == self.coordinator:
+            self.coordinator = Incarnation(0)
+        elif identity.role is Role.SCHEDULER:
+            self._first[identity] = Incarnation(max(self._first.get(identity, 0), incarnation + 1))
+
+    def over(self, scheduler: Identity, incarnation: Incarnation) -> bool:
+        """Whether this life of a scheduler has ended."""
+        return incarnation < self._first.get(scheduler, 0)

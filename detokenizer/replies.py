@@ -1,0 +1,36 @@
+"""The answers that need the vocabulary only: what a prompt became, and the replies of /tokenize and /detokenize. Pure."""
+
+from array import array
+
+from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.events import Encoded
+from meshlm.detokenizer.stream import Stream
+from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.text_edge import Accepted, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+
+
+def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> Accepted:
+    """For all choices of one prompt."""
+    handles = tuple(stream.frontend_handle for stream in streams)
+    if not streams[0].submit.want_prompt:
+        return Accepted(handles, len(prompt))
+    shown = tuple(table.show(token)[0] for token in prompt)
+    text = table.tokenizer.decode(list(prompt), skip_special_tokens=False)
+    return Accepted(handles, len(prompt), prompt.tobytes(), text, shown)
+
+
+def tokenized(ask: Tokenize, event: Encoded, table: TokenTable, max_model_len: int) -> TokenizeReply:
+    if event.error is not None:
+        return TokenizeReply(ask.handle, error=event.error.message, param=event.error.param)
+    assert event.token_ids is not None
+    strings = tuple(table.show(token)[0] for token in event.token_ids) if ask.want_strings else ()
+    return TokenizeReply(ask.handle, event.token_ids.tobytes(), strings, max_model_len)
+
+
+def detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:
+    ids = unpack_i32(ask.token_ids).tolist()
+    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        text = f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}"
+        return DetokenizeReply(ask.handle, error=text, param="tokens")
+    return DetokenizeReply(ask.handle, table.tokenizer.decode(ids, skip_special_tokens=False))

@@ -1,0 +1,16 @@
+"""Programmatic dependent launch (Hopper and later): a kernel starts while the one before it ends.
+
+A kernel that is launched so may do what does not depend on earlier kernels (read weights), must call gdc_wait before it reads their
+results or writes anything, and must always call it, because the kernel after it counts on that. CUDA C++ Programming Guide,
+"Programmatic Dependent Launch and Synchronization".
+"""
+
+from functools import cache
+
+import torch
+
+
+@cache
+def supported() -> bool:
+    """Whether kernels here are launched so."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9

@@ -1,0 +1,236 @@
+"""What clients ask, what they get, and what they should have got. The frontend is the real one without its HTTP server."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+from mock_worker import VOCAB, reference
+from msgspec import Struct
+from network import running
+from tokenizers import Tokenizer, decoders, models
+
+from meshlm.detokenizer import decode
+from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.stops import StopFinder
+from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
+from meshlm.frontend.desk import Choice
+from meshlm.frontend.io import FrontendApp
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import (
+    Accepted,
+    Finished,
+    PositionLogprobs,
+    Submit,
+    TextParams,
+    TokenPrompt,
+)
+from meshlm.runtime.mesh import Mesh
+
+
+def _tokenizer() -> LoadedTokenizer:
+    """Words of two letters; some tokens are but a byte of a character."""
+    letters = {value: key for key, value in decode._byte_alphabet().items()}
+    words = [bytes([97 + token % 26, 97 + token // 26]) for token in range(VOCAB)]
+    for number, byte in enumerate("é€😀".encode()):
+        words[10 * number] = bytes([byte])
+    vocab = {"".join(letters[byte] for byte in word): token for token, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return LoadedTokenizer(tokenizer, {}, frozenset(), True)
+
+
+LOADED = _tokenizer()
+TABLE = TokenTable(LOADED)
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """One HTTP request to come."""
+
+    number: int
+    at_s: float
+    frontend: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    num_choices: int = 1
+    stop_ids: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    leave_after: int = -1  # tokens after which the client hangs up; -1: it stays
+
+
+class Answer(NamedTuple):
+    """What an undisturbed run gives."""
+
+    tokens: list[int]
+    text: str
+    reason: FinishReason
+
+
+@lru_cache(maxsize=10_000)
+def expected(ask: Ask) -> Answer:
+    decoder = TABLE.decoder(True)
+    finder = StopFinder(ask.stops, ask.include_stop) if ask.stops else None
+    tokens: list[int] = []
+    text = ""
+    reason = FinishReason.LENGTH
+    for token in reference(ask.prompt, ask.max_tokens):
+        tokens.append(token)
+        if token not in ask.stop_ids or ask.include_stop:
+            piece = decoder.push(token)
+            text += finder.push(piece) if finder else piece
+        if finder and finder.matched is not None:
+            return Answer(tokens, text, FinishReason.STOP)
+        if token in ask.stop_ids:
+            reason = FinishReason.STOP
+            break
+    rest = decoder.finish()
+    if finder is None:
+        return Answer(tokens, text + rest, reason)
+    text += finder.push(rest)
+    if finder.matched is not None:
+        return Answer(tokens, text, FinishReason.STOP)
+    return Answer(tokens, text + finder.finish(), reason)
+
+
+@dataclass
+class Got:
+    """What one choice got."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: FinishReason | None = None
+
+
+class Client:
+    """An Exchange that compares every token with what it should be."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.expected = ask, expected(ask)
+        self.got = [Got() for _ in range(ask.num_choices)]
+        self.choices: list[Choice] = []
+        self.frontend: Frontend | None = None
+        self.left = False  # hung up, or its frontend died
+        self.asked = False
+
+    @property
+    def done(self) -> bool:
+        return self.left or (self.asked and all(got.end is not None for got in self.got))
+
+    def open(self, frontend: "Frontend") -> None:
+        ask, self.asked, self.frontend = self.ask, True, frontend
+        frontend.num_submits += 1
+        names = tuple(
+            RequestId(f"r{ask.number}.{choice}-{frontend.life}") for choice in range(ask.num_choices)
+        )
+        submit = Submit(
+            tuple(frontend.new_handle() for _ in names),
+            names,
+            TokenPrompt(pack_i32(ask.prompt)),
+            SamplingParams(temperature=0.0, stop_token_ids=ask.stop_ids),
+            TextParams(stop=ask.stops, include_stop_str_in_output=ask.include_stop),
+            max_tokens=ask.max_tokens,
+            arrival_s=running().world.now,
+        )
+        for index, (handle, name) in enumerate(zip(submit.handles, names, strict=True)):
+            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,))
+            self.choices.append(Choice(self, index, 0, own, handle))
+        frontend.open(self.choices, submit)
+        if ask.leave_after == 0:
+            self._leave_soon()
+
+    def _leave_soon(self) -> None:
+        process = running()
+        process.loop.call_later(process.dice.random() ** 3 * 0.01, self._leave)
+
+    def _leave(self) -> None:
+        if not self.done and self.frontend is not None:
+            self.left = True
+            self.frontend.close(self.choices)
+
+    # --- Exchange ---
+
+    def accepted(self, choice: Choice, accepted: Accepted) -> None:
+        assert accepted.num_prompt_tokens == len(self.ask.prompt)
+
+    def row(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+        num_cached: int | None,
+    ) -> None:
+        self.text(choice, token_ids, text)
+        if finished is None:
+            return
+        got, wanted, name = self.got[choice.index], self.expected, choice.submit.request_ids[0]
+        got.end = finished.reason
+        assert got.end is not FinishReason.ERROR, f"{name} ended with an error: {finished.message}"
+        assert got.tokens == wanted.tokens, f"{name} got {got.tokens} instead of {wanted.tokens}"
+        assert got.text == wanted.text, f"{name} got {got.text!r} instead of {wanted.text!r}"
+        assert got.end is wanted.reason, f"{name} ended with {got.end} instead of {wanted.reason}"
+        assert finished.num_output_tokens == len(got.tokens)
+
+    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+        got, name = self.got[choice.index], choice.submit.request_ids[0]
+        assert not self.left, f"{name} has news although its client left"
+        assert got.end is None, f"{name} has news after its end"
+        have = len(got.tokens)
+        new = token_ids.tolist()
+        assert new == self.expected.tokens[have : have + len(new)], f"{name} got {new} at {have}, not {self.expected}"
+        got.tokens += new
+        got.text += text
+        if have < self.ask.leave_after <= have + len(new):
+            self._leave_soon()
+
+    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
+        name = choice.submit.request_ids[0]
+        assert not self.left, f"{name} has news although its client left"
+        assert self.got[choice.index].end is None, f"{name} ended twice"
+        self.got[choice.index].end = FinishReason.ERROR
+        raise AssertionError(f"{name} failed: {kind.value}: {message}")
+
+
+class Frontend(FrontendApp):
+    """Requests come from the test. Those that come while the mesh does not serve wait, as in Backend.wait_serving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Client] = []
+        self.clients: list[Client] = []
+        self.num_submits = 0
+        self.life = 0
+
+    async def start(self, mesh: Mesh) -> dict[str, str]:
+        self._mesh, self.config = mesh, mesh.config
+        self.life = mesh.incarnation
+        nothing: Any = SimpleNamespace(flush=lambda intervals: intervals.clear(), mesh=lambda stats: None)
+        self._metrics = nothing
+        self._tick()
+        return {}
+
+    def ask(self, client: Client) -> None:
+        self.clients.append(client)
+        self.waiting.append(client)
+        self._open_waiting()
+
+    def _open_waiting(self) -> None:
+        if self._mesh is None or self.not_ready_reason():
+            return
+        waiting, self.waiting = self.waiting, []
+        for client in waiting:
+            client.open(self)
+
+    def flush(self) -> None:
+        super().flush()
+        self._open_waiting()
+
+
+def frontend_identity(ask: Ask) -> Identity:
+    return Identity(Role.FRONTEND, ask.frontend)
