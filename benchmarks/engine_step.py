@@ -102,15 +102,15 @@ def measure(engine: CudaEngine, batch: int, context: int, steps: int, kernels: b
     run(10)
     host.clear()
     wall = run(steps)
-    size = engine.graphs.padded(batch)
+    key = engine.graphs.find(batch, batch, uniform=True)
     result: dict[str, Any] = {"batch": batch, "context": context, "step_ms": round(wall * 1e3, 3)}
     result["host_ms"] = round(sorted(host)[len(host) // 2] * 1e3, 3)
     result["prefill_tokens"], result["prefill_ms"] = n * context, round(min(prefill) * 1e3, 2)
-    if size:
+    if key is not None:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(20):
-            engine.graphs.replay(size)
+            engine.graphs.replay(key)
         end.record()
         end.synchronize()
         result["graph_ms"] = round(begin.elapsed_time(end) / 20, 3)

@@ -75,7 +75,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     cudagraph_mode: Annotated[
         Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"],
         Meta(description="CUDA graph mode"),
-    ] = "FULL_DECODE_ONLY"
+    ] = "FULL"
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
     ] = ()

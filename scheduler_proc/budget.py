@@ -1,31 +1,41 @@
-"""How many tokens a step may compute while others wait for their next token.
+"""How many tokens a step may compute while others wait for their next token, and how many steps may be on their way.
 
-A step that holds a long prompt makes every running stream wait for it. The limit on prompt tokens in a step with running
-decodes is learned: the measured rate of prompt-heavy steps, times the inter-token latency that is aimed at.
+A step that holds a long prompt makes every running stream wait for it; steps of nothing but prompts waste the weights' reading that
+decodes could have shared. So prompt tokens beside running decodes are limited to what makes the step about twice as long as one of
+decodes alone: prompts and decodes then share the device evenly (chunked prefill as in Agrawal et al. 2024, "Sarathi-Serve", with the
+step's length as the budget). Both rates are learned from finished steps.
 """
 
-TARGET_STEP_S = 0.05
+STRETCH = 2.2  # a mixed step, in decode steps
+SHORTEST_TARGET_S, LONGEST_TARGET_S = 0.012, 0.05
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
 SMOOTHING = 0.3
+QUICK_STEP_S = 0.002  # shorter steps end before the next plan can arrive, unless one more is on its way
 
 
 class StepBudget:
     """Pure: fed with finished steps, asked before each plan."""
 
-    def __init__(self, max_num_batched_tokens: int, target_step_s: float = TARGET_STEP_S) -> None:
+    def __init__(self, max_num_batched_tokens: int) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.target_step_s = target_step_s
-        self.tokens_per_s = 0.0  # 0: not measured yet
+        self.tokens_per_s = 0.0  # of steps with prompts; 0: not measured yet
+        self.decode_s = 0.0  # of steps without
+
+    @property
+    def target_step_s(self) -> float:
+        """How long a step with prompts and decodes should take."""
+        return min(LONGEST_TARGET_S, max(SHORTEST_TARGET_S, STRETCH * self.decode_s))
 
     def learn(self, num_tokens: int, num_decodes: int, duration_s: float) -> None:
         """A step of so many tokens, so many of them decodes, took so long on the device."""
-        if num_tokens - num_decodes < MEASURE_FROM_TOKENS or duration_s <= 0:
+        if duration_s <= 0:
             return
-        rate = num_tokens / duration_s
-        self.tokens_per_s = (
-            rate if not self.tokens_per_s else self.tokens_per_s + SMOOTHING * (rate - self.tokens_per_s)
-        )
+        if num_tokens == num_decodes:
+            self.decode_s += SMOOTHING * (duration_s - self.decode_s) if self.decode_s else duration_s
+        elif num_tokens - num_decodes >= MEASURE_FROM_TOKENS:
+            rate = num_tokens / duration_s
+            self.tokens_per_s += SMOOTHING * (rate - self.tokens_per_s) if self.tokens_per_s else rate
 
     def prefill_limit(self, num_decodes: int) -> int:
         """Prompt tokens that the next step may hold beside `num_decodes` running decodes."""
@@ -34,3 +44,7 @@ class StepBudget:
             return room
         affordable = int(self.tokens_per_s * self.target_step_s) - num_decodes
         return max(0, min(room, max(affordable, MIN_PREFILL_TOKENS)))
+
+    def depth(self, async_depth: int) -> int:
+        """Steps that may be in flight."""
+        return async_depth + 1 if async_depth > 1 and 0 < self.decode_s < QUICK_STEP_S else async_depth

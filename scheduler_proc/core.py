@@ -60,7 +60,7 @@ class Scheduler:
             case Received():
                 effects = self._received(event, output)
             case PeerUp():
-                effects = self._peer_up(event, output)
+                effects = self._peer_up(event, output, now)
             case PeerLost():
                 self._peer_lost(event)
             case Tick():
@@ -162,9 +162,9 @@ class Scheduler:
 
     # --- workers ---
 
-    def _peer_up(self, event: PeerUp, output: Output) -> list[Send]:
+    def _peer_up(self, event: PeerUp, output: Output, now: float) -> list[Send]:
         if event.identity.role is Role.WORKER:
-            return self._reset()
+            return self._reset(now)
         if event.identity == COORDINATOR:
             self._last_load = None
         elif event.identity.role is Role.DETOKENIZER:
@@ -184,10 +184,13 @@ class Scheduler:
                 if request.detokenizer == event.identity and request.incarnation == event.incarnation:
                     self._drop(request)
 
-    def _reset(self) -> list[Send]:
-        """A new session with all workers of the rank; they answer WorkerReady."""
+    def _reset(self, now: float) -> list[Send]:
+        """A new session with all workers of the rank; they answer WorkerReady.
+
+        Its number is the time: what a worker still says to an earlier life of this scheduler must not pass for an answer to us.
+        """
         self._lose_workers()
-        self.session += 1
+        self.session = max(self.session + 1, int(now * 1e6))
         self._next_step = 1
         return [Send(worker, Reset(self.session)) for worker in self.workers]
 
@@ -233,7 +236,7 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if not self.serving or len(self.inflight) >= self.limits.async_depth:
+        if not self.serving or len(self.inflight) >= self.batching.budget.depth(self.limits.async_depth):
             return []
         planned = self.batching.plan(self.session, StepId(self._next_step), now_ns)
         if planned is None:
@@ -307,10 +310,11 @@ class Scheduler:
             at += 1
 
     def _learn(self, record: Inflight, result: StepResult) -> None:
-        """The device's time for this step: from its launch or the end of the step before, whichever was later."""
+        """The device's time for this step: its own word, or from launch or the end of the step before, whichever was later."""
         begun = max(result.launched_ns, self._last_done_ns)
         self._last_done_ns = result.done_ns
-        self.batching.budget.learn(record.num_tokens, record.num_decodes, (result.done_ns - begun) / 1e9)
+        duration_ns = result.gpu_ns or result.done_ns - begun
+        self.batching.budget.learn(record.num_tokens, record.num_decodes, duration_ns / 1e9)
 
     # --- news for the coordinator ---
 
@@ -346,7 +350,7 @@ class Scheduler:
         assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, (
             "a request is in no queue, or a ghost in one"
         )
-        assert len(self.inflight) <= self.limits.async_depth
+        assert len(self.inflight) <= self.limits.async_depth + 1
         owed: dict[int, int] = {}
         for record in self.inflight:
             for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):

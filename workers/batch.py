@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from meshlm.kernels.attention.kernel import Columns
 
 
+UNKNOWN = -1  # num_decodes of a CUDA graph that any mix of requests is replayed with
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """n requests, t tokens; the first `num_decodes` requests have one token each and stand first."""

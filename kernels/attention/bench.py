@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.kernel import Columns, Rope, decode, prefill
+from meshlm.kernels.attention.kernel import Columns, Rope, decode, decode_tiles, prefill
 
 PAGE = 16
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
@@ -54,15 +54,13 @@ def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
 
 
 def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) -> dict[str, Any]:
-    from meshlm.workers.attention.triton_backend import plan_of
-
     heads, kv_heads, dim = shape
     at, total = columns(n, context - 1, 1)
     cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(n, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(n, heads, dim, device="cuda", dtype=torch.bfloat16)
     rope = Rope(torch.randn(context, dim, device="cuda"), None, 1e-6, heads)  # as in a model's decode
-    usual = plan_of(n * kv_heads, query.device)
+    usual = decode_tiles(n * kv_heads, query.device)
     own = usual[0]
     choices: list[tuple[int, int, int, int]] = [usual]
     if tune:

@@ -11,6 +11,7 @@ Requests are columns as in kernels/step_input: rows, starts, ends. Masks: causal
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,9 +59,9 @@ def _tile(
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["n", "skip"])
+@triton.jit(do_not_specialize=["n", "skip", "fewest"])
 def _prefill(
-    query, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, scale, v_scale, cap, window,
+    query, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest, scale, v_scale, cap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -78,7 +79,7 @@ def _prefill(
     before = tl.load(ends + low - 1, mask=low > 0, other=0)
     count = tl.load(ends + low) - before
     nth = (tile - ((before - skip) // BLOCK_Q + low - skip)) * BLOCK_Q
-    if (nth < 0) | (nth >= count):
+    if (nth < 0) | (nth >= count) | (count < fewest):
         return
     start = tl.load(starts + low)
     table = blocks + tl.load(rows + low).to(tl.int64) * blocks_stride
@@ -155,8 +156,8 @@ def _decode(
     request = tl.program_id(2)
     before = tl.load(ends + request - 1, mask=request > 0, other=0)
     count = tl.load(ends + request) - before
-    if count == 0:
-        return  # padding
+    if count != 1:
+        return  # padding, or a prompt in a step of both
     start = tl.load(starts + request)
     length = start + 1
     begin = 0
@@ -176,13 +177,13 @@ def _decode(
     real = m_at < real_group
     d = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (d < DIM)[None, :]
-    line = request.to(tl.int64) * HEADS + head
+    line = before.to(tl.int64) * HEADS + head  # of the token; it is token `before` of the step
     if ROPE:  # `query` is the whole qkv row: rotate its heads, and let one split bring the new key and value
         half: tl.constexpr = ROTARY // 2
         partner = tl.where(d < half, d + half, d - half)
         turned = d < ROTARY
         angles = rope + start.to(tl.int64) * ROTARY
-        qkv = query + request.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+        qkv = query + before.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
         q = _rotated(
             qkv + head[:, None] * DIM, q_weight, angles, d, partner, inside, turned, DIM, half, eps, NORM
         ).to(query.dtype.element_ty)  # fmt: skip
@@ -229,7 +230,7 @@ def _decode(
         acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + line[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
         return
-    place = line * SPLITS + split
+    place = (request.to(tl.int64) * HEADS + head) * SPLITS + split
     tl.store(parts + place[:, None] * DIM + d[None, :], acc, mask=inside)
     tl.store(sums + place * 2, m, mask=real)
     tl.store(sums + place * 2 + 1, l, mask=real)
@@ -249,7 +250,11 @@ def _decode(
                 cache_modifier=".cg",
             )  # fmt: skip
             result = tl.sum(part * weight[:, None], axis=0) * (v_scale / tl.sum(l_s * weight, axis=0))
-            tl.store(out + base // SPLITS * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+            tl.store(
+                out + (before.to(tl.int64) * HEADS + kv * real_group + nth) * DIM + d,
+                result.to(out.dtype.element_ty),
+                mask=d < DIM,
+            )
 
 
 class Columns:
@@ -296,6 +301,7 @@ def prefill(
     skip: int = 0,
     extras: Extras = PLAIN,
     *,
+    fewest: int = 1,
     block_q: int = 0,
     block_n: int = 64,
     warps: int = 4,
@@ -303,7 +309,7 @@ def prefill(
 ) -> None:
     """query, out [t, heads, d] of requests skip .. n - 1 of the columns; keys, values [blocks, page, kv_heads, d].
 
-    The first `skip` requests have one token each and are left out (see `decode`).
+    The first `skip` requests have one token each and are left out (see `decode`), and so are all with fewer than `fewest` tokens.
     """
     tokens, heads, dim = query.shape
     _, page, kv_heads, _ = keys.shape
@@ -312,12 +318,30 @@ def prefill(
     tiles = (tokens - skip) // block_q + at.n - skip
     _prefill[(kv_heads, tiles)](
         query, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
-        query if extras.sinks is None else extras.sinks, at.n, skip, scale * extras.k_scale, extras.v_scale,
+        query if extras.sinks is None else extras.sinks, at.n, skip, fewest, scale * extras.k_scale, extras.v_scale,
         extras.cap, extras.window,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, BLOCK_Q=block_q, BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(dim), CAP=extras.cap > 0, SINKS=extras.sinks is not None, STEPS=11,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 4.0
+
+
+def decode_tiles(programs: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Of a decode of `programs` (requests x kv heads): parts of each context (a power of two), keys of a tile, warps, stages.
+
+    Enough parts to fill the GPU; shapes by bench.py --tune on an H200.
+    """
+    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count / programs
+    if wanted < 2:
+        return 1, 64, 2, 2
+    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted)))
+    if splits == MAX_SPLITS:
+        return MAX_SPLITS, 16, 1, 2
+    return max(1, splits // 2), 64, 2, 2
 
 
 class Rope:
@@ -345,7 +369,7 @@ def decode(
     warps: int = 2,
     stages: int = 2,
 ) -> None:
-    """One token for each of the first n requests of the columns: query, out [>= n, heads, d].
+    """Those of the first n requests of the columns that have one token: query, out [>= n, heads, d].
 
     With `rope`, query is the projection qkv [>= n, (heads + 2 kv_heads) d] as it is: heads are normed and rotated here, and the
     new keys and values are written to the cache. workspace: float32 with room for [n, heads, splits, d] and [n, heads, splits, 2],

@@ -2,8 +2,9 @@
 
     python -P -m meshlm.kernels.truncate.bench [--tune] [--json FILE]
 
-Logits are bfloat16. "zipf" looks like a model that knows what comes (the r-th likeliest token weighs r^-1.5), "flat" like one that
-does not (normal, standard deviation 2: top-p keeps tens of thousands). Every run starts from fresh logits; their copy is not counted.
+Logits are bfloat16. "zipf" looks like a model that knows what comes (the r-th likeliest token weighs r^-1.5), "flat"
+like one that does not (normal, standard deviation 2: top-p keeps tens of thousands). Every run starts from fresh
+logits; their copy is not counted.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def bench(kind: str, lines: int, case: str, tune: bool) -> dict[str, Any]:
         choices += [
             {"block": block, "warps": warps} for block, warps in itertools.product((4096, 8192, 16384), (8, 16, 32))
         ]
-        choices += [{"tile": 64}, {"tile": 256}]
+        choices += [{"tile": 128}, {"tile": 512}, {"stages": 1}, {"stages": 4}]
     found: list[tuple[float, dict[str, int]]] = []
     for choice in choices:
 

@@ -1,19 +1,22 @@
-"""min-p, top-k and top-p over the whole vocabulary, without a sort and without the host. Excluded logits become -inf, in place.
+"""min-p, top-k and top-p over the whole vocabulary, without a sort and without the host.
+
+Excluded logits become -inf, in place:
 
     keep token i  <=>  logits[i] >= max(a, b, c)      with z = logits / temperature
     a = temperature * (max z + ln min_p)                                              (min-p; Nguyen et al. 2024)
     b = the top_k-th largest logit of those >= a                                      (top-k; ties with it stay)
-    c = the largest logit t such that sum_{logits >= t} softmax(z | >= a, b) >= top_p (top-p; Holtzman et al. 2020; ties stay)
+    c = the largest logit t such that sum_{logits >= t} softmax(z | >= a, b) >= top_p (top-p; Holtzman et al. 2020)
 
-b and c are one problem: the largest t whose tail weighs enough, sum_{x >= t} w(x) >= target, where w is exp(z), or 1 to count, which
-is exp at an infinite temperature. It is solved exactly, by bisection on the bit pattern of t (radix select; Alabi et al. 2012). What
-makes it fast is that few logits take part, as in Qrita (Park et al. 2026), but by bounds that are proven instead of a Gaussian guess:
-the first pass keeps the peak of every group of 32, and where a tail of the peaks alone weighs enough, the answer is not below it.
-Groups whose peak is below are not read again. Flat distributions prove little; then each turn (about 10) reads most of the line.
+b and c are one problem: the largest t whose tail weighs enough, sum_{x >= t} w(x) >= target, where w is exp(z), or 1 to
+count, which is exp at an infinite temperature. It is solved exactly, by bisection on the bit pattern of t (radix
+select; Alabi et al. 2012). What makes it fast is that few logits take part, as in Qrita (Park et al. 2026), but by
+bounds that are proven instead of a Gaussian guess: the first pass keeps the peak of every group of 32, and where a tail
+of the peaks alone weighs enough, the answer is not below it. Groups whose peak is below are not read again. Flat
+distributions prove little; then each turn (about 10 of them) reads most of the line.
 
-One program owns a line, so that one launch does all, programs need not wait for each other, and a line that limits nothing costs two
-loads. A line is in L2 after its first read, and 256 lines are one wave of an H200 (two programs of 16 warps a multiprocessor). Sums
-have one order, whatever the batch: equal logits, equal answers.
+One program owns a line, so that one launch does all, programs need not wait for each other, and a line that limits
+nothing costs a few loads. A line is in L2 after its first read, and 256 lines are one wave of an H200 (two programs of
+16 warps a multiprocessor). Sums have one order, whatever the batch: equal logits, equal answers.
 """
 
 import torch
@@ -44,7 +47,7 @@ def _value(key):
 
 @triton.jit
 def _middle(low, high, turn, SPARE: tl.constexpr):
-    """A key in (low, high]: the mean of the values in the first turns (there is much of the bit space around 0), then of the bits."""
+    """A key in (low, high]: the mean of values in the first turns (most bit patterns are near 0), then of bits."""
     half = _key(0.5 * _value(low << SPARE) + 0.5 * _value(high << SPARE)) >> SPARE
     half = tl.minimum(tl.maximum(half, low + 1), high)
     by_value = (turn < VALUE_TURNS) & (low > (LOWEST >> SPARE))
@@ -72,7 +75,7 @@ def _search_held(x, weight, low, high, target, SPARE: tl.constexpr):
 
 @triton.jit
 def _search_peaks(peak, low, high, target, top, steep, SPARE: tl.constexpr):
-    """A lower bound of the answer: the search among the peaks alone, a part of the logits. `low` where it proves nothing."""
+    """A lower bound of the answer: the search among the peaks, a part of the logits. `low` where it proves nothing."""
     least = tl.min(tl.where(peak > float("-inf"), peak, top))
     begin = tl.maximum(low, _key(least) >> SPARE)
     weight = _weigh(peak, _value(begin << SPARE), top, steep)
@@ -182,7 +185,7 @@ def _truncate(
     taken = (peak >= cut) & (all_groups < groups)
     nth = tl.cumsum(taken.to(tl.int32), axis=0)
     tl.store(chosen + nth - 1, all_groups.to(tl.int16), mask=taken)
-    count = tl.sum(taken.to(tl.int32), axis=0)  # the last of nth, but the compiler would scan twice
+    count = tl.sum(taken.to(tl.int32), axis=0)  # of nth, the compiler would scan twice
     tl.debug_barrier()
 
     if limited:
@@ -196,9 +199,9 @@ def _truncate(
     # The other groups are written unread.
     for begin in range(0, vocab, BLOCK):
         group = begin // GROUP + own
-        out = tl.load(peaks + group, mask=group < groups, other=float("-inf")).to(tl.float32) < cut
+        has = tl.load(peaks + group, mask=group < groups, other=float("-inf")).to(tl.float32) >= cut
         nothing = tl.full((BLOCK // GROUP, GROUP), float("-inf"), tl.float32).to(logits.dtype.element_ty)
-        tl.store(line + begin + inner, nothing, mask=out[:, None] & (begin + inner < vocab))
+        tl.store(line + begin + inner, nothing, mask=(~has)[:, None] & (begin + inner < vocab))
     bound = _value(low << SPARE)
     for begin in range(0, count, TILE):
         at, real = _tile(line, vocab, chosen, count, begin, GROUP, TILE)
@@ -207,7 +210,7 @@ def _truncate(
 
 
 class Limits:
-    """Persistent columns by row: float32 temperature, min_p (<= 0: off), int32 top_k (<= 0: off), float32 top_p (>= 1: off)."""
+    """Persistent columns by row: float32 temperature, min_p (off: <= 0), top_p (off: >= 1); int32 top_k (off: <= 0)."""
 
     __slots__ = ("min_p", "temperature", "top_k", "top_p")
 
@@ -220,8 +223,8 @@ def _group(vocab: int) -> int:
 
 
 def workspace(lines: int, vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for `lines` rows of logits of this dtype: peaks of the groups, int16 numbers of the groups that take part."""
-    shape = (lines, triton.cdiv(vocab, 16 * _group(vocab)) * 16)  # aligned; groups past the vocabulary have no logits
+    """Room for `lines` rows of logits of this dtype: peaks of the groups, int16 numbers of those that take part."""
+    shape = (lines, triton.cdiv(vocab, 16 * _group(vocab)) * 16)  # aligned; groups past the vocabulary are empty
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=torch.int16, device=device)
 
 
@@ -237,10 +240,11 @@ def truncate(
     warps: int = 16,
     stages: int = 3,
 ) -> None:
-    """logits [l, vocab] of float32, float16 or bfloat16, changed in place; rows int32 (kernels/step_input), places int32 [l].
+    """logits [l, vocab] of float32, float16 or bfloat16, changed in place; rows int32 [n] and places int32 [l].
 
-    Line i belongs to request places[i], or i without places; that request's parameters are in its row of `state`. Lines of rows that
-    limit nothing, or are greedy (temperature below 1e-5), are neither read nor written. The launch depends on the shapes alone.
+    Line i belongs to request places[i], or i without places; its parameters are row rows[...] of `state`. Lines of rows
+    that limit nothing, or are greedy (temperature below 1e-5), are neither read nor written. The launch depends on the
+    shapes alone. room: see `workspace`, for at least l lines of this vocabulary and dtype.
     """
     lines, vocab = logits.shape
     group = _group(vocab)

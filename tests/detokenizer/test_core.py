@@ -65,7 +65,7 @@ class Bench:
         )
         (encode,) = self.says(F0, submit)
         assert isinstance(encode, Encode)
-        accepted, *effects = self.event(Encoded(encode.job, array("i", token_ids(prompt))))
+        _, *effects = self.event(Encoded(encode.job, array("i", token_ids(prompt))))
         return effects
 
     def routed(self, request: Admit, scheduler: Identity = S0, life: int = 1) -> list[Effect]:

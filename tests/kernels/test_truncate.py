@@ -15,7 +15,7 @@ INF = float("inf")
 Parameters = tuple[float, float, int, float]  # temperature, min_p, top_k, top_p
 OFF: Parameters = (1.0, 0.0, 0, 1.0)
 SHAPES = (
-    {} if ON_GPU else {"block": 4096, "tile": 256}  # the interpreter's time is that of its turns
+    {} if ON_GPU else {"block": 4096, "tile": 64}  # the interpreter's time is that of its turns
 )  # small ones for the interpreter, whose time is that of the padding
 
 
@@ -40,7 +40,7 @@ def truncate(logits: Tensor, parameters: list[Parameters]) -> Tensor:
 
 
 def check(logits: Tensor, parameters: list[Parameters]) -> Tensor:
-    """The kernel keeps what the reference keeps, where a top_p within the rounding of float32 sums may decide; nothing else changes."""
+    """What the kernel keeps is what the reference keeps, up to the rounding of float32 sums in top_p, and unchanged."""
     got = truncate(logits, parameters)
     low, high = (
         reference.truncate(
@@ -63,7 +63,7 @@ def counts(truncated: Tensor) -> list[int]:
     return [int(n) for n in (truncated > -INF).sum(dim=-1)]
 
 
-@pytest.mark.parametrize("vocab", [97, 4099, 10007])
+@pytest.mark.parametrize("vocab", [97, 6007])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_and_all(vocab: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab)

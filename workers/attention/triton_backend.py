@@ -1,28 +1,14 @@
 """Attention by the Triton kernels: decodes split over the GPU, everything else by tiles of queries."""
 
 import torch
-import triton
 from torch import Tensor
 
 from meshlm.kernels.attention import kernel
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
 
-MAX_SPLITS = 32
-PROGRAMS_PER_SM = 4.0
 WORKSPACE_FLOATS = 1 << 22
-
-
-def plan_of(programs: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Of a decode of `programs` (requests x kv heads): parts of each context (a power of two), keys of a tile, warps, stages.
-
-    Enough parts to fill the GPU; shapes by kernels/attention/bench.py --tune on an H200.
-    """
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = PROGRAMS_PER_SM * sms / programs
-    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
-    return splits, 32, 2, 2
 
 
 class Workspace:
@@ -47,7 +33,8 @@ class TritonAttention:
         assert batch.columns is not None
         self._batch, self._columns, self._workspace = batch, batch.columns, workspace
         columns = batch.columns
-        self._decodes = kernel.Columns(columns.rows, columns.starts, columns.ends, batch.num_decodes, columns.blocks)
+        self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
+        self._decodes = kernel.Columns(columns.rows, columns.starts, columns.ends, self._num, columns.blocks)
 
     def attend(
         self,
@@ -69,6 +56,10 @@ class TritonAttention:
             return out
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         out = torch.empty_like(query)
+        if decodes == UNKNOWN:  # a graph: each kernel leaves the other's requests alone
+            self._decode(query, cache, scale, out, extras, heads, None)
+            kernel.prefill(query, cache.keys, cache.values, columns, scale, out, 0, extras, fewest=2)
+            return out
         if decodes:
             self._decode(query, cache, scale, out, extras, heads, None)
         kernel.prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras)
@@ -84,8 +75,8 @@ class TritonAttention:
         heads: Heads,
         rope: kernel.Rope | None,
     ) -> None:
-        requests = self._batch.num_decodes
-        splits, block_n, warps, stages = plan_of(requests * heads.num_kv_heads, query.device)
+        requests = self._num
+        splits, block_n, warps, stages = kernel.decode_tiles(requests * heads.num_kv_heads, query.device)
         room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
         kernel.decode(
             query,

@@ -17,14 +17,16 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.step_input.kernel import scatter, step_input
+from meshlm.kernels.truncate.kernel import truncate
+from meshlm.kernels.truncate.kernel import workspace as truncate_workspace
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
-from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.cuda.graphs import Dispatcher, default_sizes
+from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
+from meshlm.workers.cuda.graphs import Dispatcher, Key, graph_keys
 from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.sampling import logprobs
@@ -110,16 +112,18 @@ class CudaEngine:
         lines = rows
         vocab = resolved.spec.vocab_size
         self._logits = torch.empty(lines, vocab, dtype=self._dtype, device=self._device)
+        self._hidden = torch.empty(lines, resolved.spec.hidden_size, dtype=self._dtype, device=self._device)
         self._room = sampling.workspace(lines, vocab, self._device)
+        self._truncate_room = truncate_workspace(lines, vocab, self._dtype, self._device)
         self._sampled = torch.zeros(rows, dtype=torch.int32, device=self._device)
         self._caches: list[LayerCache] = []
         count = self._num_blocks(report)
         self._caches = self._make_caches(count)
         report("KV cache", count, count, "blocks")
         worker = config.worker
-        off = worker.enforce_eager or worker.cudagraph_mode in ("NONE", "PIECEWISE")
-        sizes = list(worker.cudagraph_capture_sizes) or default_sizes(rows)
-        self.graphs = Dispatcher([] if off else [s for s in sizes if s <= lines], self._capture)
+        mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
+        keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes)
+        self.graphs = Dispatcher(keys, self._capture)
         self._warm_up()
         self._last = _event()
         gib = weight_bytes(self._model) / 2**30
@@ -191,13 +195,13 @@ class CudaEngine:
 
     def idle(self) -> bool:
         """Capture a graph. Its inputs are padding, so that it computes nothing that counts."""
-        if self.graphs.num_captured == len(self.graphs.sizes):
+        if self.graphs.complete:
             return False
-        rows = self._rows.max_rows
-        padding = np.zeros(4 * aligned(rows), np.int32)
+        padding = np.zeros(4 * aligned(self._rows.max_rows), np.int32)
         self._staging.send(padding, self._inbox)
         with torch.inference_mode():
-            return self.graphs.background()
+            self.graphs.background()
+        return True
 
     def step(self, plan: StepPlan, received_ns: int) -> _Launched:
         with torch.inference_mode():
@@ -209,22 +213,23 @@ class CudaEngine:
         changes, segments = self._rows.changes(plan)
         step = Columns32(plan)
         places = step.places()
-        size = self.graphs.padded(step.n) if step.uniform else 0
-        if not step.uniform:
-            self.graphs.miss("prompts in the step")
-        self._send(step, size or step.n, changes, segments, places)
+        key = None
+        if (self._sampling.prompt_logprobs[step.rows] >= 0).any():
+            self.graphs.miss("prompt logprobs are wanted")
+        else:
+            key = self.graphs.find(step.t, step.n, uniform=step.uniform)
+        self._send(step, key.requests if key else step.n, changes, segments, places)
         begin = _event()
         of_prompt: dict[int, LogprobColumns] = {}
-        if size:
-            self.graphs.replay(size)
-            logits = self._logits[: step.n]
+        if key is not None:
+            self.graphs.replay(key)
         else:
-            hidden, logits = self._eager(step)
+            hidden = self._eager(step)
             of_prompt = self._prompt_logprobs(step, hidden)
         rows = step.rows[places]
         found = {}
         if len(places) and self._sampling.needs_torch(rows):
-            found = self._sample_by_torch(step, places, rows, logits)
+            found = self._sample_by_torch(step, places, rows)
         answer = self._answers[self._num_steps % len(self._answers)][: len(places)]
         self._num_steps += 1
         answer.copy_(self._sampled[: len(places)], non_blocking=True)
@@ -250,6 +255,7 @@ class CudaEngine:
         buffer[stride : stride + n] = step.starts
         np.cumsum(step.counts, out=buffer[2 * stride : 2 * stride + n])
         buffer[2 * stride + n : 3 * stride] = step.t
+        buffer[3 * stride : 4 * stride] = n  # a request without tokens, where there is padding
         buffer[3 * stride : 3 * stride + len(places)] = places
         if segments and not big:
             buffer[self._changes_at :] = changes
@@ -299,34 +305,40 @@ class CudaEngine:
             columns=Columns(rows, starts, ends, size, self._rows.blocks),
         )
 
-    def _capture(self, size: int) -> None:
-        """The whole step of `size` decodes, from the columns to the sampled tokens."""
-        batch = self._batch(size, size, size)
+    def _capture(self, key: Key) -> None:
+        """A whole step, from the columns to the sampled tokens."""
+        batch = self._batch(key.requests, key.tokens, key.requests if key.uniform else UNKNOWN)
         hidden = self._model(batch, self._caches, self._attention.step(batch, self._block_size))
-        logits = self._logits[:size]
-        self._model.logits(hidden, out=logits)
-        rows, starts, ends, _ = self._views(size)
-        sampling.sample(logits, (rows, starts, ends), None, self._rows.sampling, self._room, self._sampled)
+        rows, starts, ends, places = self._views(key.requests)
+        if not key.uniform:
+            hidden = hidden[(ends[places.long()].long() - 1).clamp_(min=0)]
+        self._choose(hidden, (rows, starts, ends), None if key.uniform else places)
 
-    def _eager(self, step: Columns32) -> tuple[Tensor, Tensor]:
-        """Launch a step kernel by kernel: hidden states of all tokens, logits of those that sample."""
+    def _choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
+        """Logits of hidden states [l, hidden] and a token for each, as kernels can: temperature, top-k, top-p, min-p."""
+        count = hidden.shape[0]
+        self._hidden[:count].copy_(hidden)  # for _sample_by_torch: truncation spoils the logits
+        logits = self._logits[:count]
+        self._model.logits(hidden, out=logits)
+        truncate(logits, columns[0], places, self._rows.limits, self._truncate_room)
+        sampling.sample(logits, columns, places, self._rows.sampling, self._room, self._sampled)
+
+    def _eager(self, step: Columns32) -> Tensor:
+        """Launch a step kernel by kernel; hidden states of all tokens."""
         rows, starts, ends, places = self._views(step.n)
         num_decodes = int(np.argmin(step.counts == 1)) if (step.counts != 1).any() else step.n
         batch = self._batch(step.n, step.t, num_decodes)
         hidden: Tensor = self._model(batch, self._caches, self._attention.step(batch, self._block_size))
         count = step.n if step.samples is None else int(step.samples.sum())
-        logits = self._logits[:count]
         if count:
             places = places[:count]
             last = ends[places.long()].long() - 1
-            self._model.logits(hidden[last], out=logits)
-            sampling.sample(logits, (rows, starts, ends), places, self._rows.sampling, self._room, self._sampled)
-        return hidden, logits
+            self._choose(hidden[last], (rows, starts, ends), places)
+        return hidden
 
-    def _sample_by_torch(
-        self, step: Columns32, places: NDArray[np.int64], rows: I32, logits: Tensor
-    ) -> dict[int, LogprobColumns]:
-        """Rows with truncation, penalties, biases or logprobs: sample all again by the general sampler."""
+    def _sample_by_torch(self, step: Columns32, places: NDArray[np.int64], rows: I32) -> dict[int, LogprobColumns]:
+        """Rows with penalties, biases or logprobs: sample all again by the general sampler."""
+        logits = self._model.logits(self._hidden[: len(places)])
         lens = (step.starts + step.counts)[places].astype(np.int64)
         prompt_lens = self._rows.num_prompt[rows]
         at = SampleRows(rows, lens - prompt_lens, lens, prompt_lens)

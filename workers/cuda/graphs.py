@@ -1,75 +1,121 @@
 """The CUDA-graph dispatcher: the only place that decides whether a step is replayed, from which graph, and if not, why.
 
-Keys are padded batch sizes of uniform decodes. Graphs are captured in idle time after start, and at the latest when a step first
-needs one.
+A graph is keyed by its padded numbers of tokens and requests. Uniform decodes have as many tokens as requests; graphs of mixed steps
+take any composition of prompts, chunks and decodes that fits. Graphs are captured in idle time after start, and at the latest when
+a step first needs one.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-MAX_SIZE = 1024
+MAX_DECODES = 1024
+MIXED_TOKENS = [*range(128, 1025, 128), 1280, 1536, 1792, 2048]  # beyond, the GPU takes longer than the launches
+MIXED_REQUESTS = [32, 128, 512]
 
 
-def default_sizes(max_num_seqs: int) -> list[int]:
+class Key(NamedTuple):
+    """What a graph was captured for."""
+
+    tokens: int
+    requests: int
+
+    @property
+    def uniform(self) -> bool:
+        """Decodes only."""
+        return self.tokens == self.requests
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, then in steps that waste at most an eighth of a batch."""
     sizes = [1, 2, 4]
-    for upto, step in ((128, 8), (256, 16), (512, 32), (MAX_SIZE, 64)):
+    for upto, step in ((128, 8), (256, 16), (512, 32), (MAX_DECODES, 64)):
         sizes += range((sizes[-1] // step + 1) * step, upto + 1, step)
-    limit = min(max_num_seqs, MAX_SIZE)
+    limit = min(max_num_seqs, MAX_DECODES)
     return sorted({size for size in sizes if size < limit} | {limit})
 
 
-class Dispatcher:
-    """`capture(size)` runs one step of that size; what it launches becomes the graph."""
+def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...]) -> list[Key]:
+    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes."""
+    if mode == "NONE":
+        return []
+    decodes = [size for size in sizes if size <= max_num_seqs] or decode_sizes(max_num_seqs)
+    keys = [Key(size, size) for size in decodes] if mode != "PIECEWISE" else []
+    if mode != "FULL_DECODE_ONLY":
+        requests = [size for size in MIXED_REQUESTS if size < max_num_seqs] + [max_num_seqs]
+        keys += [
+            Key(tokens, most)
+            for tokens in MIXED_TOKENS
+            for most in requests
+            if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
+        ]
+    return sorted(keys)
 
-    def __init__(self, sizes: list[int], capture: Callable[[int], None]) -> None:
-        self.sizes = sorted(sizes)
+
+class Dispatcher:
+    """`capture(key)` runs one step of that shape; what it launches becomes the graph."""
+
+    def __init__(self, keys: list[Key], capture: Callable[[Key], None]) -> None:
+        self.keys = keys
         self.misses: Counter[str] = Counter()
-        self.replays = 0
+        self.replays: Counter[str] = Counter()
+        self._decodes = [key for key in keys if key.uniform]
+        self._mixed = [key for key in keys if not key.uniform]
         self._capture = capture
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    def padded(self, num_decodes: int) -> int:
-        """The graph for so many decodes; 0 (and a counted miss) when they exceed the largest."""
-        for size in self.sizes:
-            if size >= num_decodes:
-                return size
-        self.miss("batch larger than the largest graph" if self.sizes else "CUDA graphs are off")
-        return 0
+    def find(self, num_tokens: int, num_requests: int, *, uniform: bool) -> Key | None:
+        """The smallest graph that holds the step; None (and a counted miss) when there is none.
+
+        A mixed graph has at least one request more than the step: padding needs one without tokens.
+        """
+        if uniform:
+            for key in self._decodes:
+                if key.requests >= num_requests:
+                    return key
+        for key in self._mixed:
+            if key.tokens >= num_tokens and key.requests > num_requests:
+                return key
+        if not self.keys:
+            self.miss("CUDA graphs are off")
+        else:
+            self.miss("more decodes than the largest graph" if uniform else "more tokens than the largest graph")
+        return None
 
     def miss(self, reason: str) -> None:
+        """Count a step that is launched kernel by kernel."""
         self.misses[reason] += 1
 
-    def replay(self, size: int) -> None:
-        """Run the step of this size; its inputs are in place."""
-        graph = self._graphs.get(size)
+    def replay(self, key: Key) -> None:
+        """Run the step; its inputs are in place."""
+        graph = self._graphs.get(key)
         if graph is None:
             self.misses["captured on first use"] += 1
-            graph = self._make(size)
-        self.replays += 1
+            graph = self._make(key)
+        self.replays["decode" if key.uniform else "mixed"] += 1
         graph.replay()
 
-    def background(self) -> bool:
-        """Capture one more graph, the largest first (the others fit in its memory). True if some are left."""
-        left = [size for size in self.sizes if size not in self._graphs]
-        if left:
-            self._make(left[-1])
-        return len(left) > 1
+    def background(self) -> None:
+        """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
+        for keys in (self._decodes, self._mixed):
+            for key in reversed(keys):
+                if key not in self._graphs:
+                    self._make(key)
+                    return
 
     @property
-    def num_captured(self) -> int:
-        return len(self._graphs)
+    def complete(self) -> bool:
+        return len(self._graphs) == len(self.keys)
 
-    def _make(self, size: int) -> torch.cuda.CUDAGraph:
-        self._capture(size)  # once outside: workspaces and libraries are allocated then
+    def _make(self, key: Key) -> torch.cuda.CUDAGraph:
+        self._capture(key)  # once outside: kernels are compiled and libraries allocate
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._capture(size)
+            self._capture(key)
         self._pool = self._pool or graph.pool()
-        self._graphs[size] = graph
+        self._graphs[key] = graph
         return graph

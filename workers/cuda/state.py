@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.kernels.sample.kernel import Rows
+from meshlm.kernels.truncate.kernel import Limits
 from meshlm.protocol.step_edge import NewRow, StepPlan
 
 I32 = NDArray[np.int32]
@@ -30,19 +31,23 @@ class DeviceRows:
         self.max_rows, self.block_size = max_rows, block_size
         self._width = aligned(max_model_len + 1)
         self._table = aligned(-(-max_model_len // block_size))
-        sizes = [rows * self._width, rows * self._table, aligned(rows), aligned(2 * rows), aligned(rows)]
-        self._tokens_at, self._blocks_at, self._heat_at, self._seeds_at, self._prompts_at = (
+        each = aligned(rows)
+        sizes = [rows * self._width, rows * self._table, aligned(2 * rows), each, each, each, each, each]
+        self._tokens_at, self._blocks_at, self._seeds_at, self._prompts_at, *limits = (
             int(at) for at in np.cumsum([0, *sizes[:-1]])
         )
+        self._heat_at, self._min_p_at, self._top_k_at, self._top_p_at = limits
         self.state = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.tokens = self.state[: sizes[0]].view(rows, self._width)
-        self.blocks = self.state[self._blocks_at : self._heat_at].view(rows, self._table)
+        self.blocks = self.state[self._blocks_at : self._seeds_at].view(rows, self._table)
+        heat, min_p, top_k, top_p = (self.state[at : at + rows] for at in limits)
         self.sampling = Rows(
-            self.state[self._heat_at : self._heat_at + rows].view(torch.float32),
+            heat.view(torch.float32),
             self.state[self._seeds_at : self._seeds_at + 2 * rows].view(rows, 2),
             self.state[self._prompts_at : self._prompts_at + rows],
             self.tokens,
         )
+        self.limits = Limits(heat.view(torch.float32), min_p.view(torch.float32), top_k, top_p.view(torch.float32))
         self.num_prompt = np.zeros(rows, np.int64)
         self._num_blocks = np.zeros(rows, np.int64)
 
@@ -81,6 +86,9 @@ class DeviceRows:
         add(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))
         add(self._blocks_at + row * self._table, blocks)
         add(self._heat_at + row, np.array([sampling.temperature], np.float32).view(np.int32))
+        add(self._min_p_at + row, np.array([sampling.min_p], np.float32).view(np.int32))
+        add(self._top_k_at + row, np.array([max(0, sampling.top_k)], np.int32))
+        add(self._top_p_at + row, np.array([sampling.top_p], np.float32).view(np.int32))
         add(self._seeds_at + 2 * row, np.array([sampling.seed], np.uint64).view(np.int32))
         add(self._prompts_at + row, np.array([new.num_prompt_tokens], np.int32))
 

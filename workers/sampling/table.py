@@ -21,7 +21,7 @@ class SamplingTable:
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)
         self.penalised = np.zeros(max_rows, np.bool_)
-        self.general = np.zeros(max_rows, np.bool_)  # more than temperature and seed
+        self.general = np.zeros(max_rows, np.bool_)  # more than kernels/truncate and kernels/sample do
         self.special: dict[int, SamplingParams] = {}
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -41,9 +41,6 @@ class SamplingTable:
         )
         self.general[row] = bool(
             self.penalised[row]
-            or params.top_p < 1
-            or params.top_k > 0
-            or params.min_p > 0
             or params.logprobs >= 0
             or params.logit_bias
             or params.allowed_token_ids
@@ -55,5 +52,5 @@ class SamplingTable:
             self.special.pop(row, None)
 
     def needs_torch(self, rows: NDArray[np.int32]) -> bool:
-        """Whether any of these rows asks for more than kernels/sample does."""
+        """Whether any of these rows asks for more than kernels/truncate and kernels/sample do."""
         return bool(self.general[rows].any())

@@ -1,0 +1,341 @@
+"""The detokenizer, the real coordinator and two schedulers; links without order among each other; kill -9 at any moment.
+
+Every request gets its tokens once and right, and one end, which is none of an error: nothing hangs, nothing is given up.
+"""
+
+from array import array
+from collections import deque
+from typing import Protocol
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Struct
+from tokenizers import Tokenizer, models
+
+from meshlm.coordinator import core as coordinating
+from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
+from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
+from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
+from meshlm.protocol import control_edge as control
+from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Abort, Rejected, Submit, TextDeltas, TokenPrompt
+from meshlm.protocol.token_edge import Ended, TokenDeltas
+
+FRONTEND, DETOKENIZER = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER)
+SCHEDULERS = (Identity(Role.SCHEDULER, 0), Identity(Role.SCHEDULER, 1))
+MORTALS = (COORDINATOR, *SCHEDULERS)
+LIFE = Incarnation(1)
+LETTERS = {letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+TABLE = TokenTable(LoadedTokenizer(Tokenizer(models.WordLevel(LETTERS, "a")), {}, frozenset(), byte_level=True))
+Sends = list[tuple[Identity, Struct]]
+
+
+def truth(name: str, index: int) -> int:
+    return (len(name) * 7 + index * 3) % len(TABLE)
+
+
+class Process(Protocol):
+    """What lives in the mesh. The answers are (to, message)."""
+
+    def up(self, peer: Identity, life: Incarnation) -> Sends: ...
+    def lost(self, peer: Identity, life: Incarnation) -> Sends: ...
+    def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends: ...
+
+
+class TheCoordinator:
+    def __init__(self) -> None:
+        self.core = coordinating.Coordinator(max_waiting=2, num_ranks=len(SCHEDULERS))
+
+    def _do(self, event: coordinating.Event) -> Sends:
+        sends = self.core.handle(event, 0.0)
+        self.core.check()
+        return [(send.to, send.message) for send in sends]
+
+    def up(self, peer: Identity, life: Incarnation) -> Sends:
+        return []
+
+    def lost(self, peer: Identity, life: Incarnation) -> Sends:
+        return self._do(coordinating.PeerLost(peer, life))
+
+    def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends:
+        return self._do(coordinating.Received(peer, life, message))
+
+
+class FakeScheduler:
+    """The rules of scheduler_proc/core.py for what it is assigned; one token at a time for whom the test says."""
+
+    def __init__(self, identity: Identity, life: Incarnation) -> None:
+        self.identity, self.life = identity, life
+        self.detokenizer = Incarnation(0)
+        self.early: list[Assign] = []
+        self.requests: dict[RequestId, tuple[Assign, int]] = {}  # and the tokens that exist
+
+    def up(self, peer: Identity, life: Incarnation) -> Sends:
+        if peer == DETOKENIZER:
+            self.detokenizer = life
+            early, self.early = self.early, []
+            for assign in early:
+                self.assign(assign)
+            return []
+        member = control.Member(self.identity, self.life, "", True)
+        return [(COORDINATOR, control.Join(member)), (COORDINATOR, self.load())]
+
+    def load(self, *ended: RequestId) -> Load:
+        return Load(len(self.requests), 0, 100, 100, 0, ended)
+
+    def lost(self, peer: Identity, life: Incarnation) -> Sends:
+        return []
+
+    def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends:
+        match message:
+            case Assign():
+                self.assign(message)
+            case AbortRequests(request_ids=names):
+                gone = [name for name in names if self.requests.pop(name, None) is not None]
+                self.early = [assign for assign in self.early if assign.work.request_id not in names]
+                return [(COORDINATOR, self.load(*gone))]
+        return []
+
+    def assign(self, assign: Assign) -> None:
+        if assign.incarnation != self.detokenizer:
+            self.early.append(assign)
+            return
+        known = self.requests.get(assign.work.request_id)
+        if known is None or known[0].work.attempt < assign.work.attempt:
+            self.requests[assign.work.request_id] = (assign, len(assign.work.emitted) // 4)
+
+    def step(self, name: RequestId) -> Sends:
+        assign, index = self.requests[name]
+        work = assign.work
+        self.requests[name] = (assign, index + 1)
+        ends = index + 1 == work.sampling.max_tokens
+        deltas = TokenDeltas(
+            pack_i32([work.handle]),
+            pack_i32([index]),
+            b"",
+            pack_i32([truth(name, index)]),
+            [Ended(0, FinishReason.LENGTH)] if ends else [],
+            num_cached_tokens={0: 0} if index == len(work.emitted) // 4 else {},
+        )
+        sends: Sends = [(DETOKENIZER, deltas)]
+        if ends:
+            del self.requests[name]
+            sends.append((COORDINATOR, self.load(name)))
+        return sends
+
+
+class TheDetokenizer:
+    """And the frontend, which never fails."""
+
+    def __init__(self) -> None:
+        self.core = Detokenizer(TABLE, len(TABLE), 100)
+        self.names: list[RequestId] = []
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.ends: dict[RequestId, FinishReason] = {}
+        self.gone: set[RequestId] = set()
+
+    def _do(self, event: Received | PeerUp | PeerLost | Encoded) -> Sends:
+        sends: Sends = []
+        effects: list[Effect] = self.core.handle(event)
+        self.core.check()
+        for effect in effects:
+            if isinstance(effect, Encode):
+                sends += self._do(Encoded(effect.job, array("i", [1, 2, 3])))
+            elif effect.to == FRONTEND:
+                assert not isinstance(effect.message, Rejected), effect.message
+            else:
+                sends.append((effect.to, effect.message))
+        for send in self.core.batches():
+            assert isinstance(send.message, TextDeltas)
+            self._read(send.message)
+        return sends
+
+    def _read(self, batch: TextDeltas) -> None:
+        at, tokens = 0, ints(batch.token_ids)
+        ends = {end.row: end.reason for end in batch.finished}
+        for row, (handle, start) in enumerate(zip(ints(batch.handles), ints(batch.starts), strict=True)):
+            count = ints(batch.counts)[row] if batch.counts else 1
+            name = self.names[handle - 1]
+            assert name not in self.ends | dict.fromkeys(self.gone), "news after the end"
+            assert start == len(self.tokens[name])
+            self.tokens[name] += tokens[at : at + count]
+            at += count
+            if row in ends:
+                self.ends[name] = ends[row]
+
+    def up(self, peer: Identity, life: Incarnation) -> Sends:
+        join: Sends = [(COORDINATOR, control.Join(control.Member(DETOKENIZER, LIFE, "", True)))]
+        return (join if peer == COORDINATOR else []) + self._do(PeerUp(peer, life))
+
+    def lost(self, peer: Identity, life: Incarnation) -> Sends:
+        return self._do(PeerLost(peer, life))
+
+    def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends:
+        return self._do(Received(peer, life, message))
+
+    def submit(self, max_tokens: int) -> Sends:
+        name = RequestId("r" * (len(self.names) + 1))
+        self.names.append(name)
+        self.tokens[name] = []
+        prompt = TokenPrompt(pack_i32([1, 2, 3]))
+        submit = Submit((Handle(len(self.names)),), (name,), prompt, SamplingParams(), max_tokens=max_tokens, attempt=1)
+        return self._do(Received(FRONTEND, LIFE, submit))
+
+    def abort(self, name: RequestId) -> Sends:
+        if name not in self.ends:
+            self.gone.add(name)
+        return self._do(Received(FRONTEND, LIFE, Abort((name,))))
+
+
+Address = tuple[Identity, Incarnation]
+
+
+class World:
+    """Sessions as runtime/mesh.py gives them: in order, once, between two lives that have seen each other."""
+
+    def __init__(self) -> None:
+        self.detokenizer = TheDetokenizer()
+        self.life: dict[Identity, Incarnation] = {DETOKENIZER: LIFE}
+        self.processes: dict[Identity, Process] = {DETOKENIZER: self.detokenizer}
+        self.links: dict[tuple[Address, Address], deque[Struct]] = {}
+        self.notices: dict[tuple[Identity, Identity], deque[tuple[bool, Incarnation]]] = {}  # (who, about whom): up?
+        self.open: dict[tuple[Identity, Identity], Incarnation] = {}
+        self.num_lives = 1
+        for identity in MORTALS:
+            self.start(identity)
+
+    def linked(self, identity: Identity) -> list[Identity]:
+        return [
+            other
+            for other in self.processes
+            if other != identity and not (other in SCHEDULERS and identity in SCHEDULERS)
+        ]
+
+    def start(self, identity: Identity) -> None:
+        self.num_lives += 1
+        life = self.life[identity] = Incarnation(self.num_lives)
+        self.processes[identity] = TheCoordinator() if identity == COORDINATOR else FakeScheduler(identity, life)
+        for other in self.linked(identity):
+            self.notices.setdefault((identity, other), deque()).append((True, self.life[other]))
+            self.notices.setdefault((other, identity), deque()).append((True, life))
+
+    def kill(self, identity: Identity, data: st.DataObject) -> None:
+        """Some of what it said last still arrives."""
+        life = self.life.pop(identity)
+        del self.processes[identity]
+        for (sender, receiver), link in list(self.links.items()):
+            if sender == (identity, life):
+                while link and data.draw(st.booleans()):
+                    link.pop()
+            elif receiver == (identity, life):
+                del self.links[sender, receiver]
+        self.notices = {pair: waiting for pair, waiting in self.notices.items() if pair[0] != identity}
+        self.open = {pair: seen for pair, seen in self.open.items() if pair[0] != identity}
+        for other in self.linked(identity):
+            about = self.notices.setdefault((other, identity), deque())
+            if (True, life) in about:
+                about.remove((True, life))  # never known to `other`
+            else:
+                about.append((False, life))
+
+    def send(self, sender: Identity, sends: Sends) -> None:
+        for to, message in sends:
+            if (sender, to) in self.open:  # else LinkDown
+                key = ((sender, self.life[sender]), (to, self.open[sender, to]))
+                self.links.setdefault(key, deque()).append(message)
+
+    def possible(self) -> list[tuple[str, object, object]]:
+        """What may happen next."""
+        found: list[tuple[str, object, object]] = [("notice", *key) for key, waiting in self.notices.items() if waiting]
+        for (sender, receiver), link in self.links.items():
+            seen = self.open.get((receiver[0], sender[0])) == sender[1]
+            coming = (True, sender[1]) in self.notices.get((receiver[0], sender[0]), ())
+            if link and (seen or not coming):
+                found.append(("deliver", sender, receiver))
+        for identity in SCHEDULERS:
+            scheduler = self.processes.get(identity)
+            if isinstance(scheduler, FakeScheduler):
+                found += [("step", identity, name) for name in scheduler.requests]
+        return found
+
+    def happen(self, kind: str, one: object, two: object) -> None:
+        if kind == "notice":
+            assert isinstance(one, Identity)
+            assert isinstance(two, Identity)
+            self.notice(one, two)
+        elif kind == "step":
+            assert isinstance(one, Identity)
+            scheduler = self.processes[one]
+            assert isinstance(scheduler, FakeScheduler)
+            self.send(one, scheduler.step(two))  # type: ignore[arg-type]
+        else:
+            self.deliver(one, two)  # type: ignore[arg-type]
+        self.check()
+
+    def notice(self, who: Identity, about: Identity) -> None:
+        is_up, life = self.notices[who, about].popleft()
+        process = self.processes[who]
+        if is_up:
+            self.open[who, about] = life
+            self.send(who, process.up(about, life))
+        else:
+            del self.open[who, about]
+            self.send(who, process.lost(about, life))
+
+    def deliver(self, sender: Address, receiver: Address) -> None:
+        message = self.links[sender, receiver].popleft()
+        if self.open.get((receiver[0], sender[0])) == sender[1]:
+            self.send(receiver[0], self.processes[receiver[0]].heard(*sender, message))
+
+    def check(self) -> None:
+        """No two schedulers may answer the same stream."""
+        handles = [
+            assign.work.handle
+            for identity in SCHEDULERS
+            if isinstance(scheduler := self.processes.get(identity), FakeScheduler)
+            for assign, _ in scheduler.requests.values()
+        ]
+        assert len(handles) == len(set(handles)), "two ranks have the same attempt"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_death_is_seen_in_what_comes(data: st.DataObject) -> None:
+    world = World()
+    detokenizer = world.detokenizer
+    num_kills = 0
+    for _ in range(data.draw(st.integers(0, 120))):
+        possible = world.possible()
+        action = data.draw(st.integers(0, 19))
+        if action == 0 and num_kills < MAX_ATTEMPTS - 1:
+            victim = data.draw(
+                st.sampled_from([identity for identity in MORTALS if identity in world.processes] or [None])
+            )
+            if victim is not None:
+                num_kills += 1
+                world.kill(victim, data)
+        elif action == 1:
+            dead = [identity for identity in MORTALS if identity not in world.processes]
+            if dead:
+                world.start(data.draw(st.sampled_from(dead)))
+        elif action in (2, 3) and len(detokenizer.names) < 5:
+            world.send(DETOKENIZER, detokenizer.submit(data.draw(st.integers(1, 4))))
+        elif action == 4 and detokenizer.names:
+            world.send(DETOKENIZER, detokenizer.abort(data.draw(st.sampled_from(detokenizer.names))))
+        elif possible:
+            world.happen(*data.draw(st.sampled_from(possible)))
+    for identity in MORTALS:
+        if identity not in world.processes:
+            world.start(identity)
+    while possible := world.possible():
+        world.happen(*possible[0])
+    for name in detokenizer.names:
+        if name not in detokenizer.gone:
+            assert detokenizer.ends.get(name) is FinishReason.LENGTH
+            got = detokenizer.tokens[name]
+            assert got == [truth(name, index) for index in range(len(got))]
+    assert not detokenizer.core.by_id

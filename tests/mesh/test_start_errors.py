@@ -1,0 +1,258 @@
+"""`meshlm serve` that cannot start: exit code 1 (2 for wrong usage), and the last line of stderr names the problem."""
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import MESHLM, free_port
+
+pytestmark = pytest.mark.mesh
+FAILED, USAGE = 1, 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def serve(*words: str, port: int = 0, **environment: str) -> tuple[int, list[str]]:
+    """Exit code and lines of stderr of a start that is bound to fail. TimeoutExpired when it does not end."""
+    with tempfile.TemporaryDirectory(prefix="mlm") as folder:
+        done = subprocess.run(
+            [MESHLM, "serve", *words, "--host", "127.0.0.1", "--port", str(port or free_port()), "--run-dir", folder],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONSAFEPATH": "1", **environment},
+        )
+        return done.returncode, done.stderr.splitlines()
+
+
+def refused(wanted_code: int, *words: str, port: int = 0, **environment: str) -> str:
+    """The last line; the code is as wanted, and nobody gets a traceback."""
+    code, lines = serve(*words, port=port, **environment)
+    shown = "\n".join(lines)
+    assert code == wanted_code, shown
+    assert "Traceback" not in shown
+    return lines[-1]
+
+
+# --- models ---
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama as transformers writes it, with the tokenizer of its training that never was."""
+    import tokenizers
+    import torch
+    import transformers
+
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(path)
+    words = {chr(number + 33): number for number in range(90)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="!")).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def broken(llama: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Makes a copy of the Llama in which one file is other, or gone."""
+
+    def make(name: str, content: bytes | None) -> Path:
+        for file in llama.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / name).unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        return tmp_path
+
+    return make
+
+
+def config(**changes: Any) -> bytes:
+    return json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SHAPE, **changes}).encode()
+
+
+def test_no_config(broken: Callable[..., Path]) -> None:
+    path = broken("config.json", None)
+    line = refused(USAGE, str(path))
+    assert "config.json" in line
+    assert str(path) in line
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"{", "config.json"),
+        (b"[]", "config.json"),
+        (b"\xff\xfe\x00", "config.json"),
+        (b"{}", "architecture"),
+        (config(hidden_size="many"), "config.json"),
+        (b'{"architectures": ["LlamaForCausalLM"]}', "num_attention_heads"),
+    ],
+    ids=["cut", "array", "bytes", "empty", "word for number", "keys missing"],
+)
+def test_a_broken_config(broken: Callable[..., Path], content: bytes, word: str) -> None:
+    assert word in refused(USAGE, str(broken("config.json", content)))
+
+
+def test_an_unsupported_architecture(broken: Callable[..., Path]) -> None:
+    line = refused(USAGE, str(broken("config.json", config(architectures=["GPTNeoXForCausalLM"]))))
+    assert "GPTNeoXForCausalLM" in line
+    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert name in line
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -4], ids=str)
+def test_truncated_safetensors(llama: Path, broken: Callable[..., Path], keep: float) -> None:
+    whole = (llama / "model.safetensors").read_bytes()
+    cut = whole[: int(len(whole) * keep) if 0 < keep < 1 else int(keep)]
+    line = refused(FAILED, str(broken("model.safetensors", cut)), "--device", "cpu")
+    assert "model.safetensors" in line
+
+
+def test_safetensors_of_another_shape(broken: Callable[..., Path]) -> None:
+    line = refused(FAILED, str(broken("config.json", config(hidden_size=32))), "--device", "cpu")
+    assert "shape" in line
+    assert ".weight" in line
+
+
+def test_a_tensor_that_is_missing(broken: Callable[..., Path]) -> None:
+    line = refused(FAILED, str(broken("config.json", config(num_hidden_layers=3))), "--device", "cpu")
+    assert "layers.2." in line
+
+
+def test_no_weights(broken: Callable[..., Path]) -> None:
+    assert "weights" in refused(USAGE, str(broken("model.safetensors", None)))
+
+
+def test_no_tokenizer(broken: Callable[..., Path]) -> None:
+    assert "tokenizer" in refused(FAILED, str(broken("tokenizer.json", None)), "--device", "fake")
+
+
+def test_a_broken_tokenizer(broken: Callable[..., Path]) -> None:
+    assert "tokenizer.json" in refused(FAILED, str(broken("tokenizer.json", b"{")), "--device", "fake")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16, b"x" * 1000], ids=len)
+def test_a_broken_gguf(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    assert str(file) in refused(USAGE, str(file))
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./model", "model.gguf"])
+def test_no_such_model(model: str) -> None:
+    line = refused(USAGE, model)
+    assert model in line
+    assert "no such file or folder" in line
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    line = refused(USAGE, "someone/a-model", HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+    assert "someone/a-model" in line
+    assert "hub" in line
+
+
+def test_no_hub_name(tmp_path: Path) -> None:
+    assert "no model!" in refused(USAGE, "no model!", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+
+
+# --- the machine ---
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port: int = taken.getsockname()[1]
+        line = refused(FAILED, "--device", "fake", port=port)
+        assert f"--port {port}" in line
+        assert "in use" in line
+
+
+@pytest.mark.parametrize(("device", "memory"), [("cpu", "1M"), ("fake", "10M"), ("cpu", "1")])
+def test_too_little_memory_for_one_request(llama: Path, device: str, memory: str) -> None:
+    model = [str(llama)] if device == "cpu" else []
+    line = refused(FAILED, *model, "--device", device, "--kv-cache-memory", memory, "--max-model-len", "256")
+    assert "--kv-cache-memory" in line
+    if memory != "1":
+        assert "--max-model-len" in line
+        assert "would fit" in line
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_cuda_without_a_gpu(llama: Path) -> None:
+    line = refused(FAILED, str(llama), "--device", "cuda")
+    assert "--device cuda" in line
+
+
+def test_a_run_directory_of_somebody_else(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    line = refused(FAILED, "--device", "fake", "--run-dir", str(tmp_path))
+    assert str(tmp_path) in line
+    assert "0700" in line
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--max-model-length", "5"], "--max-model-length"),
+        (["--device", "tpu"], "--device"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--kv-cache-memory", "much"], "--kv-cache-memory"),
+        (["--kv-cache-memory", "-1G"], "--kv-cache-memory"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-seqs", "many"], "--max-num-seqs"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
+        (["--max-model-len", "1000000"], "--max-model-len"),
+        (["--max-num-batched-tokens", "1"], "--max-num-batched-tokens"),
+        (["--block-size", "17"], "--block-size"),
+        (["--chat-template", "/no/template"], "--chat-template"),
+        (["--tokenizer", "/no/tokenizer"], "--tokenizer"),
+        (["--port"], "--port"),
+        (["one", "two"], "two"),
+        (["--config", "/no/file.toml"], "/no/file.toml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_flags(words: list[str], named: str) -> None:
+    assert named in refused(USAGE, *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"max-model-lenn = 5", "max-model-lenn"),
+        (b"[scheduler]\nmax_seqs = 5", "max_seqs"),
+        (b"[schedulers]\nmax-num-seqs = 5", "schedulers"),
+        (b"port = 'x'", "--port"),
+        (b"[server]\nport = 70000", "--port"),
+        (b"kv-cache-memory = 'much'", "kv-cache-memory"),
+        (b"port = ", "file.toml"),
+        (b"\xff\xfe", "file.toml"),
+    ],
+    ids=range(8),
+)
+def test_a_wrong_config_file(tmp_path: Path, content: bytes, named: str) -> None:
+    file = tmp_path / "file.toml"
+    file.write_bytes(content)
+    assert named in refused(USAGE, "--config", str(file))
