@@ -19,6 +19,7 @@ from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.engine import Engine, Pending, ProgressReport
 
+IDLE_AFTER_S = 0.004  # without a plan, background work is done
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
 
@@ -98,7 +99,7 @@ class WorkerApp:
         while True:
             self._phase = "idle"
             try:
-                item = self._plans.get(timeout=0.05) if background else self._plans.get()
+                item = self._plans.get(timeout=IDLE_AFTER_S) if background else self._plans.get()
             except queue.Empty:
                 background = engine.idle()
                 continue

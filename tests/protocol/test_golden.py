@@ -181,7 +181,7 @@ FULL: tuple[Struct, ...] = (
         sent_ns=2,
     ),
     step.WorkerReady(77, 1000, 16, 64, 1024, 49152),
-    step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3),
+    step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5),
     step.StepFailed(77, StepId(5), "out of memory"),
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),
@@ -363,7 +363,8 @@ def test_digest_knows_defaults() -> None:
 
 def test_digest_knows_the_values_of_enums() -> None:
     one, other = (
-        msgspec.defstruct("M", [("kind", Enum("Kind", {"LATE": value}) | None, None)]) for value in ("late", "timeout")
+        msgspec.defstruct("M", [("kinds", list[Enum("Kind", {"LATE": value})], [])])  # type: ignore[misc]
+        for value in ("late", "timeout")
     )
     seen: list[dict[str, str]] = [{}, {}]
     digest._describe(one, seen[0])

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from meshlm.protocol.channels import WhenFull
 from meshlm.protocol.frames import unpack
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.session import Delivered, Hello, Opened, Refused, SendQueueFull, Session, SessionState
+from meshlm.protocol.session import (
+    REPLAY_AFTER_S,
+    Delivered,
+    Hello,
+    Opened,
+    Refused,
+    SendQueueFull,
+    Session,
+    SessionState,
+)
 
 A, B = Identity(Role.SCHEDULER, 0), Identity(Role.DETOKENIZER, 3)
 
@@ -109,6 +118,38 @@ def test_a_new_life_replaces_the_old_and_its_late_frames_are_dropped() -> None:
     outcome = net.ends[A].receive(*unpack(hello), net.now)
     assert outcome == Opened(Incarnation(2), Incarnation(1), "ipc://x")
     assert net.ends[A].receive(*unpack(late[1]), net.now) is None
+
+
+def test_a_life_that_ended_is_not_heard_again() -> None:
+    """Found by tests/simulation: the coordinator's welcome, read after the news of its death, opened a session for ever."""
+    net = Network(make(A, B), make(B, A))
+    net.ends[A].tick(net.now)
+    net.collect()
+    net.deliver(0)
+    assert [to for to, _ in net.flying] == [A], "B's welcome"
+    assert not net.ends[A].close(Incarnation(1)), "B died before A had a session with it"
+    net.deliver(0)
+    assert net.ends[A].state is SessionState.CLOSED
+    net.ends[B] = make(B, A, life=2)
+    net.settle()
+    assert net.ends[A].peer_incarnation == 2
+
+
+def test_a_replay_greets_a_life_that_nobody_told_of() -> None:
+    """Found by tests/simulation: B was replaced, A did not hear of it, and the new B does not know A."""
+    net = Network(make(A, B), make(B, A))
+    net.settle()
+    net.ends[A].send(b"lost", net.now)
+    net.ends[A].wire.clear()
+    net.ends[B] = make(B, A, life=2)
+    net.now += REPLAY_AFTER_S
+    net.ends[A].tick(net.now)
+    hello = net.ends[A].wire.popleft()
+    assert net.ends[B].receive(*unpack(hello), net.now) == Opened(Incarnation(1), None, "ipc://x")
+    net.ends[A].wire.clear()
+    net.collect()
+    net.deliver(0)
+    assert net.ends[A].peer_incarnation == 2
 
 
 def test_a_different_schema_is_refused_in_words() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, Work
+from meshlm.protocol.admit_edge import AbortRequests, Assign, Load, Work
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -314,3 +314,27 @@ def test_a_request_waits_until_its_detokenizer_can_be_reached() -> None:
     bench.event(PeerUp(DETOKENIZER, LIFE))
     bench.finish()
     assert bench.tokens == {1: reference([1, 2, 3], 4)}
+
+
+def test_an_abort_of_a_request_that_waits_for_its_detokenizer_is_reported() -> None:
+    """Found by tests/simulation: the coordinator's ledger kept it for ever."""
+    core = Scheduler(limits())
+    work = Work(RequestId("r"), Handle(1), pack_i32([1]), SamplingParams(max_tokens=2))
+    core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
+    (told,) = core.handle(Received(COORDINATOR, LIFE, AbortRequests((RequestId("r"), RequestId("s")))), 0.0)
+    assert isinstance(told.message, Load)
+    assert told.message.ended == ("r",)
+    assert core.handle(PeerUp(DETOKENIZER, LIFE), 0.0) == []
+
+
+def test_an_answer_to_an_earlier_life_of_the_scheduler_is_none_to_this_one() -> None:
+    """Found by tests/simulation: the late second WorkerReady emptied the queues under running requests."""
+    old = Scheduler(limits()).handle(PeerUp(WORKER, LIFE), 5.0)
+    bench = Bench(limits(), 16, 4)
+    bench.now = 6.0
+    bench.event(PeerUp(WORKER, LIFE))
+    bench.assign(1, [5, 6, 7], 10)
+    resets = [send.message for send in old if isinstance(send.message, Reset)]
+    bench.event(Received(WORKER, LIFE, WorkerReady(resets[0].session, 16, 4, 64, 64, VOCAB)))
+    bench.finish()
+    assert bench.tokens[1] == reference([5, 6, 7], 10)

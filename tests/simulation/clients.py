@@ -123,9 +123,7 @@ class Client:
     def open(self, frontend: "Frontend") -> None:
         ask, self.asked, self.frontend = self.ask, True, frontend
         frontend.num_submits += 1
-        names = tuple(
-            RequestId(f"r{ask.number}.{choice}-{frontend.life}") for choice in range(ask.num_choices)
-        )
+        names = tuple(RequestId(f"r{ask.number}.{choice}-{frontend.life}") for choice in range(ask.num_choices))
         submit = Submit(
             tuple(frontend.new_handle() for _ in names),
             names,

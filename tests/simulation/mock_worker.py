@@ -63,9 +63,7 @@ class Model:
                 before = self.slots[self.slot(row, position - 1)] if position else 0
                 self.slots[self.slot(row, position)] = extended(before, self.rows[row][0][position])
         tokens: list[int] = []
-        for row, start, count, sampled in zip(
-            rows, starts, counts, plan.samples or b"\x01" * len(rows), strict=True
-        ):
+        for row, start, count, sampled in zip(rows, starts, counts, plan.samples or b"\x01" * len(rows), strict=True):
             if sampled:
                 assert len(self.rows[row][0]) == start + count, "sampled away from the row's end"
                 tokens.append(next_token(self.slots[self.slot(row, start + count - 1)]))

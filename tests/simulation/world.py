@@ -1,8 +1,8 @@
 """A whole mesh in one thread: simulated time and network around the real Mesh, Sessions, Apps and cores.
 
-What is real: runtime/mesh.py, protocol/, each App's io.py (but the worker's) and every core. What is simulated: the event loop (`Loop`),
-the sockets (network.py) and the supervisor's work (`World.kill`). Everything random is drawn from generators that are seeded per
-process and per link, so that a seed replays the same history.
+What is real: runtime/mesh.py, protocol/, each App's io.py (but the worker's) and every core. What is simulated: the event loop
+(`Loop`), the sockets (network.py) and the supervisor. Everything random is drawn from generators that are seeded per process
+and per link, so that a seed replays the same history.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import msgspec
 from clients import LOADED, TABLE
 from msgspec import Struct
 from network import Inbox, Outbox, running
+from story import show
 
 from meshlm.coordinator import io as coordinator_io
 from meshlm.detokenizer import io as detokenizer_io
@@ -102,6 +103,7 @@ class Process:
         self.alive, self.started = True, False
         self.paused_until = 0.0
         self.inbox: Inbox | None = None
+        self._core: Checked | None = None
         self.outboxes: dict[str, Outbox] = {}
         self.loop = Loop(self)
         world.enter(self)
@@ -122,13 +124,11 @@ class Process:
         self.mesh.set_ready()
         self.check()
 
-    @property
-    def core(self) -> Checked | None:
-        return cast("Checked | None", getattr(self.app, "_core", None) or getattr(self.app, "_desk", None))
-
     def check(self) -> None:
-        if self.core is not None:
-            self.core.check()
+        if self._core is None:
+            self._core = cast("Checked | None", getattr(self.app, "_core", None) or getattr(self.app, "_desk", None))
+        if self._core is not None:
+            self._core.check()
 
     def sessions(self) -> dict[Identity, Any]:
         return {peer: link.session for peer, link in self.mesh._peers.items()}
@@ -217,19 +217,19 @@ class World:
         self._queue: list[tuple[float, int, Timer]] = []
         self._number = 0
         self._last_life = 0
+        self._entered: Process | None = None  # whose loop is the running one
         self._spawn(SUPERVISOR)
 
     # --- the clock ---
 
-    def at(
-        self, when: float, process: "Process | None", callback: Callable[..., object], *arguments: object
-    ) -> Timer:
+    def at(self, when: float, process: "Process | None", callback: Callable[..., object], *arguments: object) -> Timer:
         self._number += 1
         timer = Timer(process, callback, arguments)
         heappush(self._queue, (when, self._number, timer))
         return timer
 
     def enter(self, process: Process) -> None:
+        self._entered = process
         asyncio._set_running_loop(cast(asyncio.AbstractEventLoop, process.loop))
 
     def advance(self, seconds: float) -> None:
@@ -244,7 +244,8 @@ class World:
                 if process.paused_until > when:
                     heappush(queue, (process.paused_until, number, timer))
                     continue
-                self.enter(process)
+                if process is not self._entered:
+                    self.enter(process)
             self.now = when
             callback(*timer.arguments)
         self.now = end
@@ -314,9 +315,11 @@ class World:
             outbox.slow_until, outbox.slow_s = self.now + for_s, delay_s
 
     def tell(self, who: Process | None, verb: str, whom: Identity, what: object) -> None:
-        if self.story is not None:
+        if self.story is not None and (text := show(what)):
             name = who.identity if who is not None else "world"
-            self.story.append(f"{self.now - BEGIN_S:9.4f} #{self.num_frames:<4} {name!s:14} {verb} {whom!s:14} {what}")
+            self.story.append(
+                f"{self.now - BEGIN_S:9.4f} #{self.num_frames:<4} {name!s:14} {verb:6} {whom!s:14} {text}"
+            )
 
 
 # --- what is replaced in the product's modules ---

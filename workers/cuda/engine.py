@@ -122,7 +122,8 @@ class CudaEngine:
         report("KV cache", count, count, "blocks")
         worker = config.worker
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
-        keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes)
+        parameters = sum(p.numel() for p in self._model.layers.parameters())
+        keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
         self.graphs = Dispatcher(keys, self._capture)
         self._warm_up()
         self._last = _event()

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 MAX_DECODES = 1024
-MIXED_TOKENS = [*range(128, 1025, 128), 1280, 1536, 1792, 2048]  # beyond, the GPU takes longer than the launches
-MIXED_REQUESTS = [32, 128, 512]
+MIXED_TOKENS = [*range(128, 1025, 128), 1280, 1536, 1792, 2048]
+MIXED_REQUESTS = [64, 256]
+LAUNCHES_S = 0.006  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
+FLOP_PER_S = 6e14  # of a large matrix product, at most
+PATIENCE = 8  # misses of a mixed graph before it is captured in the middle of work
 
 
 class Key(NamedTuple):
@@ -37,8 +40,13 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < limit} | {limit})
 
 
-def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...]) -> list[Key]:
-    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes."""
+def graph_keys(
+    mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int
+) -> list[Key]:
+    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes.
+
+    Mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
+    """
     if mode == "NONE":
         return []
     decodes = [size for size in sizes if size <= max_num_seqs] or decode_sizes(max_num_seqs)
@@ -50,6 +58,7 @@ def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes:
             for tokens in MIXED_TOKENS
             for most in requests
             if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
+            and 2 * num_parameters * tokens / FLOP_PER_S <= LAUNCHES_S
         ]
     return sorted(keys)
 
@@ -65,6 +74,7 @@ class Dispatcher:
         self._mixed = [key for key in keys if not key.uniform]
         self._capture = capture
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._missed: Counter[Key] = Counter()
         self._pool: Any = None
 
     def find(self, num_tokens: int, num_requests: int, *, uniform: bool) -> Key | None:
@@ -78,12 +88,20 @@ class Dispatcher:
                     return key
         for key in self._mixed:
             if key.tokens >= num_tokens and key.requests > num_requests:
-                return key
+                return key if self._worth_it(key) else None
         if not self.keys:
             self.miss("CUDA graphs are off")
         else:
             self.miss("more decodes than the largest graph" if uniform else "more tokens than the largest graph")
         return None
+
+    def _worth_it(self, key: Key) -> bool:
+        """A mixed step can as well be launched by hand: capture only what is asked for again and again."""
+        if key in self._graphs or self._missed[key] >= PATIENCE:
+            return True
+        self._missed[key] += 1
+        self.miss("not captured yet")
+        return False
 
     def miss(self, reason: str) -> None:
         """Count a step that is launched kernel by kernel."""

@@ -1,0 +1,72 @@
+"""Seeded random histories of a whole mesh: processes die, connections break, links crawl, clients hang up.
+
+In every history each client gets what an undisturbed run gives, once, in order, with one end; every core's check() holds after
+every event; and when the faults are over the mesh is whole again, and empty.
+
+    MESHLM_SIM_SEED=N         play history N alone and print its story when it goes wrong
+    MESHLM_SIM_HISTORIES=N    play N histories instead of a minute's worth (MESHLM_SIM_FIRST: the first seed)
+    MESHLM_SIM_ALL=1          with the faults that are known to be too much (scenario.py: OFF)
+"""
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from scenario import OFF, make, shrunk, violation
+
+BUDGET_S = 60.0
+AT_LEAST = 200  # histories, however slow the machine
+FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
+
+
+def seeds() -> Iterator[int]:
+    if wanted := os.environ.get("MESHLM_SIM_SEED"):
+        yield int(wanted)
+    elif number := os.environ.get("MESHLM_SIM_HISTORIES"):
+        yield from range(FIRST, FIRST + int(number))
+    else:
+        end = time.monotonic() + BUDGET_S
+        for seed in count(FIRST):
+            if seed >= FIRST + AT_LEAST and time.monotonic() > end:
+                return
+            yield seed
+
+
+@pytest.fixture
+def rare_collections() -> Iterator[None]:
+    """Each world is one big cycle; looking for it a thousand times costs a fifth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 100)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("rare_collections")
+def test_any_history_gives_every_client_its_tokens_and_leaves_nothing_behind() -> None:
+    played = 0
+    for seed in seeds():
+        if violation(make(seed)):
+            tell(seed)
+        played += 1
+    print(f"{played} histories, without: {', '.join(kind.name for kind in OFF) or 'nothing'}")
+
+
+def tell(seed: int) -> None:
+    """Fail with the shortest story that goes wrong like this seed's."""
+    scenario = shrunk(make(seed))
+    story: list[str] = []
+    reason = violation(scenario, story)
+    again = f"MESHLM_SIM_SEED={seed} .venv/bin/pytest {os.path.relpath(__file__)}"
+    pytest.fail("\n".join([reason, f"Again: {again}", repr(scenario), *story, reason]), pytrace=False)
+
+
+def test_a_seed_replays_the_same_story() -> None:
+    first: list[str] = []
+    second: list[str] = []
+    assert violation(make(FIRST + 11), first) == violation(make(FIRST + 11), second) == ""
+    assert first == second
+    assert any("kills" in line or "breaks" in line or "pauses" in line or "slows" in line for line in first)
