@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -134,6 +135,8 @@ class _Process:
             fatal.result()
         if starting.done():
             self._facts = starting.result()
+            gc.collect()
+            gc.freeze()  # what start-up made stays: later collections need not look at it
             self._mesh.set_ready()
             self._mesh.tell_supervisor(control.Ready(self._facts))
             self._beat()

@@ -113,7 +113,7 @@ class Batching:
 
     def _plan_prompts(self, builder: PlanBuilder, prompts: list[Request]) -> None:
         """Running requests with more than one token to compute, within what the budget leaves for prompts."""
-        left = self.budget.prefill_limit(builder.num_decodes)
+        left = self.budget.prefill_limit(builder.num_decodes, len(self.waiting))
         for place, request in enumerate(prompts):
             virtual = len(request.tokens) + request.num_inflight
             count = min(virtual - request.num_computed, left)
@@ -181,7 +181,9 @@ class Batching:
 
     def _plan_waiting(self, builder: PlanBuilder) -> None:
         at = 0
-        left = self.budget.prefill_limit(builder.num_decodes) - (builder.num_tokens - builder.num_decodes)
+        left = self.budget.prefill_limit(builder.num_decodes, len(self.waiting)) - (
+            builder.num_tokens - builder.num_decodes
+        )
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
             if request.num_inflight:

@@ -2,7 +2,7 @@
 
 A step that holds a long prompt makes every running stream wait for it; steps of nothing but prompts waste the weights' reading that
 decodes could have shared. So prompt tokens beside running decodes are limited to what makes the step a few times as long as one of
-decodes alone (chunked prefill as in Agrawal et al. 2024, "Sarathi-Serve", with the
+decodes alone, and more the more requests wait (chunked prefill as in Agrawal et al. 2024, "Sarathi-Serve", with the
 step's length as the budget). Both rates are learned from finished steps.
 """
 
@@ -22,10 +22,10 @@ class StepBudget:
         self.tokens_per_s = 0.0  # of steps with prompts; 0: not measured yet
         self.decode_s = 0.0  # of steps without
 
-    @property
-    def target_step_s(self) -> float:
+    def target_step_s(self, num_decodes: int, num_waiting: int) -> float:
         """How long a step with prompts and decodes should take."""
-        return min(LONGEST_TARGET_S, max(SHORTEST_TARGET_S, STRETCH * self.decode_s))
+        queue = 1.0 + num_waiting / max(1, num_decodes)
+        return min(LONGEST_TARGET_S, max(SHORTEST_TARGET_S, STRETCH * queue * self.decode_s))
 
     def learn(self, num_tokens: int, num_decodes: int, duration_s: float) -> None:
         """A step of so many tokens, so many of them decodes, took so long on the device."""
@@ -37,12 +37,12 @@ class StepBudget:
             rate = num_tokens / duration_s
             self.tokens_per_s += SMOOTHING * (rate - self.tokens_per_s) if self.tokens_per_s else rate
 
-    def prefill_limit(self, num_decodes: int) -> int:
+    def prefill_limit(self, num_decodes: int, num_waiting: int) -> int:
         """Prompt tokens that the next step may hold beside `num_decodes` running decodes."""
         room = self.max_num_batched_tokens - num_decodes
         if not num_decodes or not self.tokens_per_s:
             return room
-        affordable = int(self.tokens_per_s * self.target_step_s) - num_decodes
+        affordable = int(self.tokens_per_s * self.target_step_s(num_decodes, num_waiting)) - num_decodes
         return max(0, min(room, max(affordable, MIN_PREFILL_TOKENS)))
 
     def depth(self, async_depth: int) -> int:

@@ -213,7 +213,7 @@ class Frontend(FrontendApp):
         self._tick()
         return {}
 
-    def ask(self, client: Client) -> None:
+    def take(self, client: Client) -> None:
         self.clients.append(client)
         self.waiting.append(client)
         self._open_waiting()

@@ -76,6 +76,7 @@ class Dispatcher:
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._missed: Counter[Key] = Counter()
         self._pool: Any = None
+        self._stream: Any = None
 
     def find(self, num_tokens: int, num_requests: int, *, uniform: bool) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss) when there is none.
@@ -130,10 +131,17 @@ class Dispatcher:
 
     def _make(self, key: Key) -> torch.cuda.CUDAGraph:
         self._capture(key)  # once outside: kernels are compiled and libraries allocate
-        torch.cuda.synchronize()
+        # Not torch.cuda.graph: that collects garbage and empties the allocator's cache for every graph.
+        if self._stream is None:
+            make: Any = torch.cuda.Stream  # typed in some versions of torch only
+            self._stream = make()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            options = {} if self._pool is None else {"pool": self._pool}
+            graph.capture_begin(capture_error_mode="thread_local", **options)
             self._capture(key)
+            graph.capture_end()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         return graph

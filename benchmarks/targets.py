@@ -1,0 +1,144 @@
+"""Every workload of docs/performance.md for one model, in one run: serve at 1, 64 and 256 streams, offline, latency.
+
+    python -P benchmarks/targets.py MODEL [--sharegpt FILE] [--json FILE] [--only serve offline lat]
+
+The command lines are vLLM's, so that `vllm serve` and `vllm bench` repeat them word for word. Dummy weights, bfloat16.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+MESHLM = [sys.executable, "-P", "-m", "meshlm.supervisor"]
+PORT = 8111
+COMMON = ["--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"]
+SERVE = [*COMMON, "--no-enable-prefix-caching", "--disable-log-requests", "--max-num-batched-tokens", "8192"]
+STREAMS = {1: (10, 2), 64: (320, 16), 256: (1024, 32)}  # concurrency: prompts, warm-ups
+
+
+def wait_ready(server: subprocess.Popen[str], begun: float) -> float:
+    """Seconds from the command to ready."""
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=1):
+                return time.perf_counter() - begun
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise SystemExit(f"the server ended:\n{server.stderr.read() if server.stderr else ''}")
+
+
+def serve(model: str, folder: Path) -> dict[str, Any]:
+    begun = time.perf_counter()
+    log = (folder / "serve.log").open("w")
+    server = subprocess.Popen([*MESHLM, "serve", model, *SERVE, "--port", str(PORT)], stderr=log, text=True)
+    found: dict[str, Any] = {}
+    try:
+        found["ready_s"] = round(wait_ready(server, begun), 1)
+        time.sleep(5)
+        for streams, (prompts, warmups) in STREAMS.items():
+            out = folder / f"serve-{streams}.json"
+            command = [
+                *MESHLM,
+                "bench",
+                "serve",
+                "--port",
+                str(PORT),
+                "--backend",
+                "openai",
+                "--endpoint",
+                "/v1/completions",
+            ]
+            command += ["--dataset-name", "random", "--random-input-len", "1024", "--random-output-len", "128"]
+            command += ["--num-prompts", str(prompts), "--num-warmups", str(warmups), "--request-rate", "inf"]
+            command += ["--max-concurrency", str(streams), "--ignore-eos", "--temperature", "0"]
+            command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"]
+            command += ["--save-result", "--result-filename", str(out)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            result = json.loads(out.read_text())
+            keep = (
+                "output_throughput",
+                "p50_ttft_ms",
+                "p99_ttft_ms",
+                "p50_tpot_ms",
+                "p50_itl_ms",
+                "p99_itl_ms",
+                "completed",
+                "failed",
+            )
+            found[f"c{streams}"] = {name: round(result[name], 2) for name in keep if name in result}
+    finally:
+        server.terminate()
+        server.wait()
+    text = (folder / "serve.log").read_text()
+    tokens = re.search(r"KV cache (\d+) tokens", text)
+    found["kv_cache_tokens"] = int(tokens.group(1)) if tokens else None
+    return found
+
+
+def offline(model: str, sharegpt: str, folder: Path) -> dict[str, Any]:
+    out = folder / "offline.json"
+    command = [*MESHLM, "bench", "throughput", "--model", model, *COMMON, "--dataset-name", "sharegpt"]
+    command += ["--dataset-path", sharegpt, "--num-prompts", "1000", "--num-warmups", "32", "--seed", "0"]
+    command += ["--max-num-batched-tokens", "16384", "--max-num-seqs", "1024", "--output-json", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return dict(json.loads(out.read_text()))
+
+
+def latency(model: str, batch: int, folder: Path) -> float:
+    out = folder / f"lat-{batch}.json"
+    command = [*MESHLM, "bench", "latency", "--model", model, *COMMON, "--input-len", "512", "--output-len", "128"]
+    command += ["--batch-size", str(batch), "--num-iters-warmup", "2", "--num-iters", "5", "--output-json", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return round(json.loads(out.read_text())["avg_latency"] * 1e3, 1)
+
+
+def machine() -> dict[str, Any]:
+    import torch
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": os.environ.get("COMMIT") or commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--sharegpt", help="sharegpt_1000.json")
+    parser.add_argument("--only", nargs="+", default=["serve", "offline", "lat"])
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine(), "model": Path(arguments.model).name, "flags": SERVE}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "serve" in arguments.only:
+            report["serve"] = serve(arguments.model, folder)
+            print(json.dumps(report["serve"]), flush=True)
+        if "offline" in arguments.only and arguments.sharegpt:
+            report["offline"] = offline(arguments.model, arguments.sharegpt, folder)
+            print(json.dumps(report["offline"]), flush=True)
+        if "lat" in arguments.only:
+            report["lat_ms"] = {f"batch_{batch}": latency(arguments.model, batch, folder) for batch in (1, 64)}
+            print(json.dumps(report["lat_ms"]), flush=True)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
