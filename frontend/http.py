@@ -59,7 +59,8 @@ class EventWriter:
         """One or more whole events. What cannot be sent now waits, and goes out in one piece later."""
         transport = self._transport
         if transport is not None and self.started and not self._waiting and not self._flow.write_paused:
-            transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # a closing transport drops it
+            if not transport.is_closing():  # uvloop raises for a client that left
+                transport.write(b"%x\r\n%b\r\n" % (len(event), event))
             return
         self._waiting.append(event)
         self._wake.set()

@@ -295,7 +295,7 @@ def _dp_rank(request: Request) -> int:
     value = request.headers.get("x-data-parallel-rank")
     if value is None:
         return -1
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 6:
         raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
     return int(value)
 

@@ -2,12 +2,13 @@
 
 A step that holds a long prompt makes every running stream wait for it; steps of nothing but prompts waste the weights' reading that
 decodes could have shared. So prompt tokens beside running decodes are limited to what makes the step a few times as long as one of
-decodes alone, and more the more requests wait (chunked prefill as in Agrawal et al. 2024, "Sarathi-Serve", with the
-step's length as the budget). Both rates are learned from finished steps.
+decodes alone, and to the longest that is bearable while many requests wait (chunked prefill as in Agrawal et al. 2024,
+"Sarathi-Serve", with the step's length as the budget). Both rates are learned from finished steps.
 """
 
 STRETCH = 4.0  # a mixed step, in decode steps; 2.2 starved prompts at 64 streams of Llama-3.1-8B on an H200
-SHORTEST_TARGET_S, LONGEST_TARGET_S = 0.012, 0.05
+SHORTEST_TARGET_S, LONGEST_TARGET_S = 0.012, 0.055
+LONG_QUEUE = 0.2  # waiting requests for each running one, from which on steps are as long as they may be
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
 SMOOTHING = 0.3
@@ -24,8 +25,9 @@ class StepBudget:
 
     def target_step_s(self, num_decodes: int, num_waiting: int) -> float:
         """How long a step with prompts and decodes should take."""
-        queue = 1.0 + num_waiting / max(1, num_decodes)
-        return min(LONGEST_TARGET_S, max(SHORTEST_TARGET_S, STRETCH * queue * self.decode_s))
+        if num_waiting > LONG_QUEUE * num_decodes:
+            return LONGEST_TARGET_S
+        return min(LONGEST_TARGET_S, max(SHORTEST_TARGET_S, STRETCH * self.decode_s))
 
     def learn(self, num_tokens: int, num_decodes: int, duration_s: float) -> None:
         """A step of so many tokens, so many of them decodes, took so long on the device."""

@@ -12,6 +12,7 @@ from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 
 VOCAB = 96
+RESET_S = 0.3  # at most
 
 
 def next_token(state: int) -> int:
@@ -102,7 +103,10 @@ class MockWorker:
         assert self._mesh is not None
         process = running()
         now = process.world.now
-        self._stepped_at = max(now, self._stepped_at) + process.dice.random() * self.step_s
+        cost_s = (
+            process.dice.random() ** 4 * RESET_S if isinstance(message, Reset) else process.dice.random() * self.step_s
+        )
+        self._stepped_at = max(now, self._stepped_at) + cost_s
         self._mesh.call_later(self._stepped_at - now, self._step, message)
 
     def _step(self, message: Reset | StepPlan) -> None:

@@ -77,6 +77,7 @@ class Outbox:
         self.address, self.world = address, process.world
         self.pending: deque[bytes] = deque()
         self.slow_until = self.slow_s = 0.0
+        self._breaks_after: tuple[int, float] | None = None  # so many sends, for so many seconds
         self._dice = random.Random(process.dice.getrandbits(32))
         self._connection: Connection | None = None
         self._free_at = self.world.now
@@ -120,6 +121,15 @@ class Outbox:
         connection.last_at = max(connection.last_at, self.world.now + delay)
         self.world.at(connection.last_at, None, connection.inbox.arrive, connection, connection.num_sent, frames)
         connection.num_sent += 1
+        if self._breaks_after is not None:
+            num_sends, for_s = self._breaks_after
+            self._breaks_after = (num_sends - 1, for_s) if num_sends > 1 else None
+            if num_sends <= 1:
+                self.break_off(for_s)
+
+    def break_soon(self, for_s: float) -> None:
+        """The connection is lost when something is in flight."""
+        self._breaks_after = (self._dice.choice((1, 1, 2, 4)), for_s)
 
     def break_off(self, for_s: float) -> None:
         """The connection is lost, with some of what is in flight."""
@@ -127,6 +137,7 @@ class Outbox:
             flying = self._connection.num_sent - self._connection.num_arrived
             self._connection.cut = self._connection.num_arrived + self._dice.randint(0, flying)
             self._connection = None
+        self._breaks_after = None
         self._free_at = self.world.now + for_s
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from meshlm.protocol.model import ModelSpec
 
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = 40
+MAX_OF_A_KIND = 3
 
 
 class Kind(Enum):
@@ -130,7 +131,14 @@ def make(seed: int, kinds: tuple[Kind, ...] = ()) -> Scenario:
         faults=(),
     )
     asks = tuple(_ask(dice, number, plain.num_frontends) for number in range(dice.randint(1, 4)))
-    faults = tuple(_faults(dice, plain.identities, kinds, dice.choice((0, 1, 1, 2, 2, 3, 3, 4))))
+    faults = tuple(
+        _faults(
+            dice,
+            plain.identities,
+            kinds,
+            dice.choice((0, 1, 2, 2, 3, 3, 4, 5, 6)) if len(kinds) > 1 else dice.randint(1, 3),
+        )
+    )
     return replace(plain, asks=asks, faults=faults)
 
 
@@ -148,27 +156,27 @@ def _ask(dice: random.Random, number: int, num_frontends: int) -> Ask:
         stop_ids=tuple(dice.randrange(VOCAB) for _ in range(4)) if draw() < 0.3 else (),
         stops=tuple(dice.choice("abcdefghi") + dice.choice("abcdefgh") for _ in range(3)) if draw() < 0.3 else (),
         include_stop=draw() < 0.5,
-        leave_after=dice.randint(0, max_tokens) if draw() < 0.2 else -1,
+        leave_after=dice.randint(0, max_tokens) if draw() < 0.3 else -1,
     )
 
 
 def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, ...], count: int) -> list[Fault]:
-    """The first anywhere; each other one often soon after the one before."""
+    """The first anywhere; each other one often soon after the one before. Few deaths of a role: requests have MAX_ATTEMPTS."""
     found: list[Fault] = []
     at = 0
     for _ in range(count):
-        at += dice.randrange(20) if found and dice.random() < 0.5 else dice.randrange(300)
-        kind = dice.choice(kinds)
-        candidates = [one for one in identities if kind not in KILLS or one.role is KILLS[kind]]
-        who = dice.choice(candidates)
+        at += dice.randrange(20) if found and dice.random() < 0.6 else dice.randrange(300)
+        some = [kind for kind in kinds if kind in KILLS or len(kinds) == 1] if dice.random() < 0.5 else kinds
+        kind = dice.choice([kind for kind in some if sum(fault.kind is kind for fault in found) < MAX_OF_A_KIND])
+        seconds = dice.choice((0.01, 0.2, 2.5)) * dice.random()
         if kind in KILLS:
-            found.append(Fault(at, kind, who, None, dice.random() ** 2 * 2.0))
+            who = dice.choice([one for one in identities if one.role is KILLS[kind]])
+            found.append(Fault(at, kind, who, None, dice.random() ** 4 * 2.0))
         elif kind is Kind.PAUSE:
-            found.append(Fault(at, kind, who, None, dice.choice((0.01, 0.2, 2.5)) * dice.random()))
+            found.append(Fault(at, kind, dice.choice(identities), None, seconds))
         else:
-            pairs = [(a, b) for a in identities for b in identities if linked(a, b) or linked(b, a)]
-            who, peer = dice.choice(pairs)
-            found.append(Fault(at, kind, who, peer, dice.choice((0.01, 0.2, 2.5)) * dice.random()))
+            who, peer = dice.choice([(a, b) for a in identities for b in identities if linked(a, b) or linked(b, a)])
+            found.append(Fault(at, kind, who, peer, seconds))
     return found
 
 

@@ -305,8 +305,8 @@ class World:
 
     def break_link(self, sender: Identity, receiver: Identity, for_s: float) -> None:
         if (outbox := self.outbox(sender, receiver)) is not None:
-            self.tell(None, "breaks", sender, f"-> {receiver} for {for_s:.2f} s")
-            outbox.break_off(for_s)
+            self.tell(None, "breaks", sender, f"-> {receiver} soon, for {for_s:.2f} s")
+            outbox.break_soon(for_s)
 
     def slow_link(self, sender: Identity, receiver: Identity, for_s: float, delay_s: float) -> None:
         """What is sent in the next `for_s` comes `delay_s` later."""

@@ -180,11 +180,14 @@ class CudaEngine:
     def _warm_up(self) -> None:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
         decodes = 1
-        while decodes < 2 * self._rows.max_rows:  # each number of splits is a variant
-            self._dummy_step([1] * min(decodes, self._rows.max_rows))
+        while decodes < 2 * self._rows.max_rows:  # each number of splits is a variant, and each has one beside prompts
+            decodes = min(decodes, self._rows.max_rows)
+            self._dummy_step([1] * decodes)
+            self._dummy_step([1] * min(decodes, self._rows.max_rows - 1) + [3])
             decodes *= 2
-        for counts in ([3], [1, 3]):
-            self._dummy_step(counts)
+        tokens = self._resolved.max_num_batched_tokens
+        for length in (3, min(tokens, self._resolved.max_model_len)):  # prompts of either shape of tile
+            self._dummy_step([length])
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._send(_columns(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()

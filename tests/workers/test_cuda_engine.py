@@ -1,0 +1,213 @@
+"""The GPU engine: graphs, chunks, cache and fused kernels change nothing but rounding."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.supervisor import flags, resolve
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
+from meshlm.workers.weights.load import load_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+BLOCK = 16
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 4099,
+    "hidden_size": 1024,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def engine(folder: Path, **settings: object) -> CudaEngine:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    values: dict[str, object] = {
+        "model": str(folder),
+        "device": "cuda",
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "kv_cache_memory": "1GiB",
+        **settings,
+    }
+    made = make_cuda_engine(resolve.resolve(flags.build(values, None)), lambda *progress: None)
+    assert made is not None
+    return made
+
+
+class Driver:
+    """Rows 0 .. n - 1 with prompts of their own, stepped as a scheduler would."""
+
+    def __init__(self, made: CudaEngine, prompts: list[list[int]], params: SamplingParams) -> None:
+        self.engine, self.prompts = made, prompts
+        self.computed = [0] * len(prompts)
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.step_id = 0
+        blocks = 1024 // BLOCK
+        self._new = [
+            NewRow(
+                Row(row),
+                np.array(prompt, np.int32).tobytes(),
+                len(prompt),
+                np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32).tobytes(),
+                params,
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+
+    def step(self, counts: dict[int, int]) -> torch.Tensor:
+        """Compute so many tokens of these rows (decodes first); logits of those that sample, float32."""
+        order = sorted(counts, key=lambda row: counts[row] != 1)
+        known = [len(self.prompts[row]) + len(self.tokens[row]) for row in order]
+        samples = [self.computed[row] + counts[row] == length for row, length in zip(order, known, strict=True)]
+        self.step_id += 1
+        plan = StepPlan(
+            1,
+            StepId(self.step_id),
+            np.array(order, np.int32).tobytes(),
+            np.array([self.computed[row] for row in order], np.int32).tobytes(),
+            np.array([counts[row] for row in order], np.int32).tobytes(),
+            b"" if all(samples) else bytes(samples),
+            sum(counts.values()),
+            new_rows=[new for new in self._new if new.row in counts],
+        )
+        self._new = [new for new in self._new if new.row not in counts]
+        found = np.frombuffer(self.engine.step(plan, 0).wait().token_ids, np.int32).tolist()
+        for row in order:
+            self.computed[row] += counts[row]
+        sampling = [row for row, does in zip(order, samples, strict=True) if does]
+        for row, token in zip(sampling, found, strict=True):
+            self.tokens[row].append(token)
+        by_row = np.argsort(sampling)
+        return self.engine._logits[: len(sampling)].float().clone()[torch.from_numpy(by_row).cuda()]
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, MODEL["vocab_size"], length).tolist() for length in lengths]  # type: ignore[call-overload]
+
+
+def reference(made: CudaEngine, tokens: list[int]) -> torch.Tensor:
+    """float32 logits after each token, by transformers' own Qwen3 with this engine's weights."""
+    import transformers
+
+    config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k not in ("architectures", "torch_dtype")})
+    theirs = transformers.Qwen3ForCausalLM(config).cuda().eval()
+    weights: dict[str, torch.Tensor] = {name: value.data for name, value in made._model.named_parameters()}
+    q, kv = 8 * 128, 2 * 128
+    state = {"model.embed_tokens.weight": weights["embed.weight"], "model.norm.weight": weights["norm.weight"]}
+    for layer in range(3):
+        ours, name = f"layers.{layer}.", f"model.layers.{layer}."
+        parts = torch.split(weights[ours + "attention.qkv.weight"], [q, kv, kv])
+        for part, what in zip(parts, "qkv", strict=True):
+            state[f"{name}self_attn.{what}_proj.weight"] = part
+        gate, up = weights[ours + "mlp.gate_up.weight"].chunk(2)
+        state |= {
+            name + "self_attn.o_proj.weight": weights[ours + "attention.o.weight"],
+            name + "self_attn.q_norm.weight": weights[ours + "attention.q_norm.weight"],
+            name + "self_attn.k_norm.weight": weights[ours + "attention.k_norm.weight"],
+            name + "input_layernorm.weight": weights[ours + "input_norm.weight"],
+            name + "post_attention_layernorm.weight": weights[ours + "post_norm.weight"],
+            name + "mlp.gate_proj.weight": gate,
+            name + "mlp.up_proj.weight": up,
+            name + "mlp.down_proj.weight": weights[ours + "mlp.down.weight"],
+        }
+    theirs.load_state_dict({key: value.float() for key, value in state.items()}, strict=False)
+    exact = theirs(torch.tensor([tokens]).cuda()).logits[0]
+    rounded = theirs.bfloat16()(torch.tensor([tokens]).cuda()).logits[0]
+    return torch.stack((exact, rounded.float()))
+
+
+@pytest.fixture(scope="module", params=["FULL", "NONE"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CudaEngine:
+    return engine(tmp_path_factory.mktemp("model"), cudagraph_mode=request.param)
+
+
+def test_error_is_no_worse_than_transformers_bfloat16(made: CudaEngine) -> None:
+    """Prompt whole, then decodes: against float32."""
+    (prompt,) = prompts_of([333])
+    driver = Driver(made, [prompt], SamplingParams(max_tokens=8, temperature=0.0))
+    rows = [driver.step({0: 333})[0]]
+    rows += [driver.step({0: 1})[0] for _ in range(6)]
+    exact, rounded = reference(made, prompt + driver.tokens[0][:-1])[:, 332:]
+    ours = (torch.stack(rows) - exact).abs().mean()
+    theirs = (rounded - exact).abs().mean()
+    assert ours <= 1.5 * theirs, f"mean error {ours:.4f}, transformers' own {theirs:.4f}"
+
+
+def test_chunks_mixed_steps_and_batches_agree(made: CudaEngine) -> None:
+    """Each prompt alone and whole, against chunks beside decodes: the same logits within bfloat16."""
+    lengths = [40, 333, 129, 17]
+    prompts = prompts_of(lengths)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    alone = []
+    for prompt in prompts:
+        driver = Driver(made, [prompt], params)
+        alone.append(driver.step({0: len(prompt)})[0])
+    driver = Driver(made, prompts, params)
+    mixed: dict[int, torch.Tensor] = {3: driver.step({3: 17, 1: 100})[0]}
+    mixed[0] = driver.step({0: 40, 1: 64, 3: 1})[0]
+    mixed[2] = driver.step({0: 1, 1: 100, 2: 129, 3: 1})[1]
+    mixed[1] = driver.step({0: 1, 1: 69, 2: 1, 3: 1})[1]
+    for row, logits in mixed.items():
+        torch.testing.assert_close(logits, alone[row], atol=0.06, rtol=0.06)
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(made: CudaEngine) -> None:
+    """Logits differ by rounding between batch sizes; draws are keyed by seed and index, so texts nearly always agree."""
+    prompts = prompts_of([50] * 6)
+    params = SamplingParams(max_tokens=8, temperature=0.7, seed=11)
+    together = Driver(made, prompts, params)
+    together.step(dict.fromkeys(range(6), 50))
+    alone = []
+    for prompt in prompts:
+        driver = Driver(made, [prompt], params)
+        driver.step({0: 50})
+        alone.append(driver.tokens[0][0])
+    same = sum(tokens[0] == other for tokens, other in zip(together.tokens, alone, strict=True))
+    assert same >= 5
+
+
+def test_penalties_and_logprobs_beside_plain_requests(made: CudaEngine) -> None:
+    """The general sampler sees logits that no truncation has touched."""
+    (prompt,) = prompts_of([64])
+    params = SamplingParams(max_tokens=4, temperature=0.0, top_k=1, logprobs=3)
+    driver = Driver(made, [prompt], params)
+    logits = driver.step({0: 64})
+    assert int(torch.isfinite(logits).sum()) == 1, "top_k 1 leaves one logit"
+    plan = StepPlan(1, StepId(99), np.zeros(1, np.int32).tobytes(), np.array([64], np.int32).tobytes(), b"", b"", 1)
+    result = made.step(plan, 0).wait()
+    columns = result.logprobs[0]
+    values = np.frombuffer(columns.top_logprobs, np.float32)
+    assert len(values) == 3
+    assert np.isfinite(values).all()
+    assert values[0] == np.frombuffer(columns.logprobs, np.float32)[0]
+
+
+def test_same_weights_for_the_same_seed(made: CudaEngine) -> None:
+    resolved = made._resolved
+    again = load_model(resolved, torch.device("cuda"), 0, lambda done, total: None)
+    for (name, ours), theirs in zip(made._model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
