@@ -46,6 +46,9 @@ class Connection:
         _, _, chunk = data.partition(b"\r\n")
         self.sent.append(chunk.removesuffix(b"\r\n"))
 
+    def is_closing(self) -> bool:
+        return False
+
     async def _send(self, message: dict[str, Any]) -> None:
         await self.flow.drain()
         if message.get("body"):

@@ -112,6 +112,7 @@ async def test_an_error_does_not_hold_up_the_frames_behind_it(
     reader = Reader(context, address)
     reader.on_frame = refuse_first
     sent(context, address, [b"1", b"2", b"3"])
+    assert reader.inbox._socket.poll(1000 * LIMIT_S)  # all are there, and no edge of the FD is to come
     reader.inbox.start(asyncio.get_running_loop())
     try:
         await reader.wait(1)

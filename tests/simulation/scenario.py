@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.mesh import SUPERVISOR
 
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = 40
@@ -97,6 +98,7 @@ LINKS = (
     (Role.SCHEDULER, Role.COORDINATOR),
     (Role.SCHEDULER, Role.WORKER),
     (Role.WORKER, Role.COORDINATOR),
+    *((role, Role.SUPERVISOR) for role in Role if role is not Role.SUPERVISOR),
 )
 
 
@@ -166,8 +168,11 @@ def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, 
     at = 0
     for _ in range(count):
         at += dice.randrange(20) if found and dice.random() < 0.6 else dice.randrange(300)
-        some = [kind for kind in kinds if kind in KILLS or len(kinds) == 1] if dice.random() < 0.5 else kinds
-        kind = dice.choice([kind for kind in some if sum(fault.kind is kind for fault in found) < MAX_OF_A_KIND])
+        allowed = [kind for kind in kinds if sum(fault.kind is kind for fault in found) < MAX_OF_A_KIND]
+        deadly = [kind for kind in allowed if kind in KILLS]
+        if not allowed:
+            break
+        kind = dice.choice(deadly if deadly and dice.random() < 0.5 else allowed)
         seconds = dice.choice((0.01, 0.2, 2.5)) * dice.random()
         if kind in KILLS:
             who = dice.choice([one for one in identities if one.role is KILLS[kind]])
@@ -175,7 +180,8 @@ def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, 
         elif kind is Kind.PAUSE:
             found.append(Fault(at, kind, dice.choice(identities), None, seconds))
         else:
-            who, peer = dice.choice([(a, b) for a in identities for b in identities if linked(a, b) or linked(b, a)])
+            everyone = [*identities, SUPERVISOR]
+            who, peer = dice.choice([(a, b) for a in everyone for b in everyone if linked(a, b) or linked(b, a)])
             found.append(Fault(at, kind, who, peer, seconds))
     return found
 

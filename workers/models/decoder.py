@@ -148,7 +148,7 @@ class Decoder(nn.Module):
                 module.prepare(self.ops)
             elif isinstance(module, Attention):
                 module.prepare()
-        self._head_weight = self.ops.pack(self.embed.weight) if self.head is None else self.head.weight
+        self._head_weight = (self.ops.pack(self.embed.weight) if self.head is None else self.head.weight).data
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
