@@ -336,12 +336,8 @@ def decode_tiles(programs: int, device: torch.device) -> tuple[int, int, int, in
     Enough parts to fill the GPU; shapes by bench.py --tune on an H200.
     """
     wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count / programs
-    if wanted < 2:
-        return 1, 64, 2, 2
-    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted)))
-    if splits == MAX_SPLITS:
-        return MAX_SPLITS, 16, 1, 2
-    return max(1, splits // 2), 64, 2, 2
+    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
+    return splits, 64, 2, 2
 
 
 class Rope:

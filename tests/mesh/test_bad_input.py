@@ -7,27 +7,39 @@ import contextlib
 import http.client
 import json
 import socket
-import struct
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from http_clients import (
+    AUTH,
+    COMPLETIONS,
+    KEY,
+    MB,
+    VOCAB,
+    answer_of,
+    connect,
+    error_of,
+    events,
+    grows_less_than,
+    head,
+    is_free,
+    logged,
+    metric,
+    post,
+    reference,
+    reset,
+    send,
+    undisturbed,
+    until,
+)
 from serving import Serving, serving
 
-from meshlm.workers.fake import expected_token
-
 pytestmark = pytest.mark.mesh
-VOCAB, CONTEXT, KEY = 49152, 4096, "secret"
-STREAM_TOKENS, STEP_MS = 16, 2
-AUTH = {"Authorization": f"Bearer {KEY}"}
-COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+CONTEXT, STEP_MS = 4096, 2
+CHAT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/tokenize", "/detokenize"
 USER = {"role": "user", "content": "hi"}
-MB = 1 << 20
 
 
 FLAGS = (
@@ -46,157 +58,6 @@ def mesh() -> Iterator[Serving]:
 def client(mesh: Serving) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=mesh.url, headers=AUTH, timeout=30) as found:
         yield found
-
-
-def reference(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(expected_token(tokens, VOCAB))
-    return tokens[len(prompt) :]
-
-
-@contextlib.contextmanager
-def undisturbed(client: httpx.Client) -> Iterator[None]:
-    """Streams run, one after the other, from before the block until after it; each must be complete and right."""
-    running, over = threading.Event(), threading.Event()
-
-    def stream(number: int) -> None:
-        prompt = [400 + number, 401]
-        body = {"prompt": prompt, "max_tokens": STREAM_TOKENS, "ignore_eos": True, "return_token_ids": True}
-        ids: list[int] = []
-        reasons: list[str] = []
-        with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as answer:
-            assert answer.status_code == 200
-            for event in events(answer.iter_lines()):
-                (choice,) = event["choices"]
-                ids += choice["token_ids"]
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-                if ids:
-                    running.set()
-        assert ids == reference(prompt, STREAM_TOKENS)
-        assert reasons == ["length"]
-
-    def streams() -> None:
-        number = 0
-        try:
-            while number == 0 or not over.is_set():
-                stream(number)
-                number += 1
-        finally:
-            running.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(streams)
-        try:
-            assert running.wait(10), "the stream beside the case did not start"
-            yield
-        finally:
-            over.set()
-            beside.result(timeout=35)
-
-
-def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON of a stream's events; AssertionError unless it ends with [DONE]."""
-    line = ""
-    for line in filter(None, lines):
-        assert line.startswith("data: "), line
-        if line != "data: [DONE]":
-            event: dict[str, Any] = json.loads(line[6:])
-            assert "error" not in event, line
-            yield event
-    assert line == "data: [DONE]"
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error object, in OpenAI's form and nothing beside it."""
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
-    assert list(body) == ["error"]
-    error: dict[str, Any] = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["code"] == answer.status_code
-    return error
-
-
-def connect(mesh: Serving, receive_buffer: int = 0) -> socket.socket:
-    sock = socket.socket()
-    sock.settimeout(30)
-    if receive_buffer:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.connect(("127.0.0.1", mesh.port))
-    return sock
-
-
-def head(method: str, path: str, *more: str) -> bytes:
-    lines = (f"{method} {path} HTTP/1.1", "Host: mesh", f"Authorization: Bearer {KEY}", *more)
-    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n"
-
-
-def post(body: dict[str, Any], *more: str) -> bytes:
-    content = json.dumps(body).encode()
-    return (
-        head("POST", COMPLETIONS, "Content-Type: application/json", f"Content-Length: {len(content)}", *more) + content
-    )
-
-
-def send(sock: socket.socket, parts: Iterable[bytes]) -> None:
-    """All parts, or as many as the server takes before it closes."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        for part in parts:
-            sock.sendall(part)
-
-
-def answer_of(sock: socket.socket) -> tuple[int, bytes]:
-    answer = http.client.HTTPResponse(sock)
-    answer.begin()
-    return answer.status, answer.read()
-
-
-def reset(sock: socket.socket) -> None:
-    """Close with RST, as a client does that was killed."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    sock.close()
-
-
-def metric(client: httpx.Client, name: str) -> float:
-    lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"meshlm:{name}{{"))
-
-
-def until(true: Callable[[], bool], limit_s: float = 10) -> None:
-    """Wait for what only asking can tell (the schedulers' figures come once a second)."""
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        threading.Event().wait(0.02)
-
-
-def logged(mesh: Serving, text: str, limit_s: float = 5) -> str:
-    """The first line of the log with this text."""
-    until(lambda: any(text in line for line in mesh.lines), limit_s)
-    return next(line for line in mesh.lines if text in line)
-
-
-def is_free(client: httpx.Client) -> bool:
-    """Nothing runs or waits, and no KV block is in use."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    return not any(metric(client, name) for name in names)
-
-
-@contextlib.contextmanager
-def grows_less_than(limit: int, pid: int) -> Iterator[None]:
-    """At no time within the block does the process take more memory than at its start and `limit` bytes."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # begin the kernel's peak anew
-    before = _peak_bytes(pid)
-    yield
-    grown = _peak_bytes(pid) - before
-    assert grown < limit, f"grew by {grown / MB:.0f} MB"
-
-
-def _peak_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 # --- bodies ---
@@ -543,14 +404,14 @@ def test_a_client_that_never_ends_its_headers(mesh: Serving, client: httpx.Clien
 )
 def test_a_client_that_does_not_read(mesh: Serving, client: httpx.Client) -> None:
     """10 MB for it, more than the kernel takes: they wait at the frontend until it reads, and are complete then."""
-    body = {"prompt": [300], "n": 128, "max_tokens": 250, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    with connect(mesh, receive_buffer=4096) as sock:
-        with undisturbed(client):
-            sock.sendall(post(body))
-            until(lambda: metric(client, "num_requests_running") >= 128)
-        until(lambda: is_free(client))
-        with undisturbed(client):
-            check_choices(sock, 128, [300], 250)
+    prompt = [300 + number for number in range(40)]
+    body = {"prompt": prompt, "n": 128, "max_tokens": 250, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    with undisturbed(client), connect(mesh, receive_buffer=4096) as sock:
+        before = metric(client, "prefix_cache_queries_total")
+        sock.sendall(post(body))
+        until(lambda: metric(client, "prefix_cache_queries_total") > before + 120 * len(prompt))  # they have begun
+        until(lambda: metric(client, "num_requests_running") <= 1)
+        check_choices(sock, 128, prompt, 250)
 
 
 def check_choices(sock: socket.socket, num_choices: int, prompt: list[int], count: int) -> None:

@@ -111,7 +111,9 @@ async def test_an_error_does_not_hold_up_the_frames_behind_it(
 
     reader = Reader(context, address)
     reader.on_frame = refuse_first
-    sent(context, address, [b"1", b"2", b"3"])
+    peer = context.socket(zmq.PUSH)
+    peer.connect(address)
+    peer.send_multipart([b"1", b"2", b"3"])
     assert reader.inbox._socket.poll(1000 * LIMIT_S)  # all are there, and no edge of the FD is to come
     reader.inbox.start(asyncio.get_running_loop())
     try:
@@ -121,4 +123,5 @@ async def test_an_error_does_not_hold_up_the_frames_behind_it(
         assert reader.frames == [b"1", b"2", b"3"]
         assert reader.num_drained
     finally:
+        peer.close(0)
         reader.inbox.close()

@@ -16,7 +16,7 @@ from meshlm.runtime.mesh import SUPERVISOR
 
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = 40
-MAX_OF_A_KIND = 3
+MAX_DEATHS = 4  # one less than the attempts (MAX_ATTEMPTS) after which a request is given up
 
 
 class Kind(Enum):
@@ -163,12 +163,13 @@ def _ask(dice: random.Random, number: int, num_frontends: int) -> Ask:
 
 
 def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, ...], count: int) -> list[Fault]:
-    """The first anywhere; each other one often soon after the one before. Few deaths of a role: requests have MAX_ATTEMPTS."""
+    """The first anywhere; each other one often soon after the one before."""
     found: list[Fault] = []
     at = 0
     for _ in range(count):
         at += dice.randrange(20) if found and dice.random() < 0.6 else dice.randrange(300)
-        allowed = [kind for kind in kinds if sum(fault.kind is kind for fault in found) < MAX_OF_A_KIND]
+        may_kill = sum(fault.kind in KILLS for fault in found) < MAX_DEATHS
+        allowed = [kind for kind in kinds if may_kill or kind not in KILLS]
         deadly = [kind for kind in allowed if kind in KILLS]
         if not allowed:
             break
