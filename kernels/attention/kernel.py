@@ -330,13 +330,20 @@ MAX_SPLITS = 32
 PROGRAMS_PER_SM = 4.0
 
 
-def decode_tiles(programs: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Of a decode of `programs` (requests x kv heads): parts of each context (a power of two), keys of a tile, warps, stages.
+LONG_CONTEXT = 8192
 
-    Enough parts to fill the GPU; shapes by bench.py --tune on an H200.
+
+def decode_tiles(programs: int, longest: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Of a decode of `programs` (requests x kv heads) with contexts up to `longest`: parts of each context (a power of two), keys of
+    a tile, warps, stages.
+
+    Enough parts to fill the GPU; shapes by bench.py --tune on an H200. A lone request of a short context is bound by latency: there
+    the smallest tile wins, which loses a third at 32k.
     """
     wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count / programs
     splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
+    if splits == MAX_SPLITS and longest <= LONG_CONTEXT:
+        return splits, 16, 1, 2
     return splits, 64, 2, 2
 
 

@@ -52,6 +52,7 @@ FLAGS = (
 def mesh() -> Iterator[Serving]:
     with serving(*FLAGS) as server:
         yield server
+    assert server.process.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -380,15 +381,24 @@ def test_many_clients_that_hang_up(mesh: Serving, client: httpx.Client) -> None:
     assert not [line for line in mesh.lines if "RuntimeError" in line]
 
 
-@pytest.mark.parametrize("upto", [5, 60, 200, -1], ids=["head", "headers", "body", "all"])
+NOISE = pytest.mark.xfail(strict=True, reason="frontend/server.py:167 _body: ClientDisconnect becomes 45 lines of log")
+
+
+@pytest.mark.parametrize(
+    "upto", [5, 60, pytest.param(200, marks=NOISE), 10_000], ids=["line", "headers", "body", "all"]
+)
 def test_a_client_that_leaves_while_it_asks(mesh: Serving, client: httpx.Client, upto: int) -> None:
     data = post({"prompt": [7] * 100, "n": 4, "max_tokens": 3900, "ignore_eos": True})
+    assert 200 < len(data) < 10_000
+    already = len(mesh.lines)
     with undisturbed(client):
         for leave in (socket.socket.close, reset):
             sock = connect(mesh)
-            sock.sendall(data[:upto] if upto > 0 else data)
+            sock.sendall(data[:upto])
             leave(sock)
     until(lambda: is_free(client), 4)
+    with pytest.raises(AssertionError, match="did not come true"):
+        until(lambda: any("Traceback" in line for line in mesh.lines[already:]), 0.3)
 
 
 def test_a_client_that_never_ends_its_headers(mesh: Serving, client: httpx.Client) -> None:

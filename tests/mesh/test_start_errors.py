@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ def refused_each(*cases: tuple[str, list[str]]) -> None:
 # --- models ---
 
 
+def config(**changes: Any) -> bytes:
+    return json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SHAPE, **changes}).encode()
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama as transformers writes it, with the tokenizer of its training that never was."""
@@ -77,7 +82,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     import transformers
 
-    path = tmp_path_factory.mktemp("llama")
+    path = tmp_path_factory.mktemp("models") / "llama"
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(path)
     words = {chr(number + 33): number for number in range(90)}
@@ -85,30 +90,39 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def broken(llama: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Makes a copy of the Llama in which one file is other, or gone."""
-
-    def make(name: str, content: bytes | None) -> Path:
-        for file in llama.iterdir():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        (tmp_path / name).unlink(missing_ok=True)
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        return tmp_path
-
-    return make
+def altered(llama: Path, folder: str, name: str, content: bytes | None) -> Path:
+    """A copy of the Llama in which one file is other, or gone."""
+    path = llama.parent / folder
+    shutil.copytree(llama, path)
+    (path / name).unlink()
+    if content is not None:
+        (path / name).write_bytes(content)
+    return path
 
 
-def config(**changes: Any) -> bytes:
-    return json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SHAPE, **changes}).encode()
+@pytest.fixture(scope="module")
+def starts(llama: Path) -> Iterator[dict[str, Future[str]]]:
+    """Starts that fail late, for the tests below: most of their seconds are torch's import, so two run at a time."""
+    weights = (llama / "model.safetensors").read_bytes()
+    cut = altered(llama, "cut", "model.safetensors", weights[: len(weights) // 2])
+    other = altered(llama, "other", "config.json", config(num_hidden_layers=3))
+    no_tokenizer = altered(llama, "no-tokenizer", "tokenizer.json", None)
+    bad_tokenizer = altered(llama, "bad-tokenizer", "tokenizer.json", b"{")
+    memory = (str(llama), "--device", "cpu", "--kv-cache-memory", "64K", "--max-model-len", "256")
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            "cut weights": pool.submit(refused, FAILED, str(cut), "--device", "cpu"),
+            "other weights": pool.submit(refused, FAILED, str(other), "--device", "cpu"),
+            "no tokenizer": pool.submit(refused, FAILED, str(no_tokenizer), "--device", "fake"),
+            "bad tokenizer": pool.submit(refused, FAILED, str(bad_tokenizer), "--device", "fake"),
+            "little memory": pool.submit(refused, FAILED, *memory),
+            "no GPU": pool.submit(refused, FAILED, str(llama), "--device", "cuda"),
+        }
 
 
-def test_no_config(broken: Callable[..., Path]) -> None:
-    path = broken("config.json", None)
-    line = refused(USAGE, str(path))
-    assert "config.json" in line
-    assert str(path) in line
+def test_no_config(llama: Path) -> None:
+    path = altered(llama, "no-config", "config.json", None)
+    assert f"{path}: no config.json there" in refused(USAGE, str(path))
 
 
 BAD_CONFIGS = [
@@ -132,29 +146,24 @@ def test_a_broken_config(tmp_path: Path) -> None:
     refused_each(*cases)
 
 
-def test_an_unsupported_architecture(broken: Callable[..., Path]) -> None:
-    line = refused(USAGE, str(broken("config.json", config(architectures=["GPTNeoXForCausalLM"]))))
+def test_an_unsupported_architecture(llama: Path) -> None:
+    path = altered(llama, "unsupported", "config.json", config(architectures=["GPTNeoXForCausalLM"]))
+    line = refused(USAGE, str(path))
     assert "GPTNeoXForCausalLM" in line
     for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         assert name in line
 
 
-def test_truncated_safetensors(llama: Path, broken: Callable[..., Path]) -> None:
-    whole = (llama / "model.safetensors").read_bytes()
-    path = broken("model.safetensors", whole[: len(whole) // 2])
-    assert f"{path}/model.safetensors" in refused(FAILED, str(path), "--device", "cpu")
+def test_no_weights(llama: Path) -> None:
+    assert "no weights" in refused(USAGE, str(altered(llama, "no-weights", "model.safetensors", None)))
 
 
-def test_safetensors_of_another_model(broken: Callable[..., Path]) -> None:
-    line = refused(FAILED, str(broken("config.json", config(num_hidden_layers=3))), "--device", "cpu")
-    assert "layers.2." in line
+def test_truncated_safetensors(starts: dict[str, Future[str]]) -> None:
+    assert "cut/model.safetensors" in starts["cut weights"].result()
 
 
-def test_no_weights(broken: Callable[..., Path]) -> None:
-    assert "weights" in refused(USAGE, str(broken("model.safetensors", None)))
-
-
-BAD_TOKENIZERS: dict[str, bytes | None] = {"none": None, "cut": b"{"}
+def test_safetensors_of_another_model(starts: dict[str, Future[str]]) -> None:
+    assert "layers.2." in starts["other weights"].result()
 
 
 @pytest.mark.xfail(
@@ -162,9 +171,9 @@ BAD_TOKENIZERS: dict[str, bytes | None] = {"none": None, "cut": b"{"}
     reason="runtime/process.py _fail: a process that fails before its link to the supervisor is open tells nobody; "
     "the last line is 'detokenizer/0 ended without a word'",
 )
-@pytest.mark.parametrize("content", BAD_TOKENIZERS.values(), ids=BAD_TOKENIZERS)
-def test_a_broken_tokenizer(broken: Callable[..., Path], content: bytes | None) -> None:
-    assert "tokenizer.json" in refused(FAILED, str(broken("tokenizer.json", content)), "--device", "fake")
+@pytest.mark.parametrize("which", ["no tokenizer", "bad tokenizer"])
+def test_a_broken_tokenizer(starts: dict[str, Future[str]], which: str) -> None:
+    assert "tokenizer.json" in starts[which].result()
 
 
 def test_a_broken_gguf(tmp_path: Path) -> None:
@@ -205,17 +214,16 @@ def test_a_port_in_use() -> None:
         assert "in use" in line
 
 
-def test_too_little_memory_for_one_request(llama: Path) -> None:
+def test_too_little_memory_for_one_request(starts: dict[str, Future[str]]) -> None:
     """64 KiB hold 128 tokens: 2 layers of 2 heads of 16 floats, keys and values."""
-    line = refused(FAILED, str(llama), "--device", "cpu", "--kv-cache-memory", "64K", "--max-model-len", "256")
+    line = starts["little memory"].result()
     assert "--max-model-len 256" in line
     assert "--max-model-len 128 would fit" in line
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_cuda_without_a_gpu(llama: Path) -> None:
-    line = refused(FAILED, str(llama), "--device", "cuda")
-    assert "--device cuda" in line
+def test_cuda_without_a_gpu(starts: dict[str, Future[str]]) -> None:
+    assert "--device cuda" in starts["no GPU"].result()
 
 
 def test_a_run_directory_of_somebody_else(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ class Workspace:
 class TritonAttention:
     """One step. Needs `batch.columns`."""
 
-    def __init__(self, batch: ForwardBatch, workspace: Workspace) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, workspace: Workspace) -> None:
         assert batch.columns is not None
         self._batch, self._columns, self._workspace = batch, batch.columns, workspace
+        self._longest = batch.columns.blocks.shape[1] * block_size
         columns = batch.columns
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
         self._decodes = kernel.Columns(columns.rows, columns.starts, columns.ends, self._num, columns.blocks)
@@ -76,7 +77,7 @@ class TritonAttention:
         rope: kernel.Rope | None,
     ) -> None:
         requests = self._num
-        splits, block_n, warps, stages = kernel.decode_tiles(requests * heads.num_kv_heads, query.device)
+        splits, block_n, warps, stages = kernel.decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
         room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
         kernel.decode(
             query,
@@ -121,4 +122,4 @@ class TritonBackend:
         workspace = self._workspaces.get(batch.device)
         if workspace is None:
             workspace = self._workspaces[batch.device] = Workspace(batch.device)
-        return TritonAttention(batch, workspace)
+        return TritonAttention(batch, block_size, workspace)
