@@ -1,12 +1,6 @@
-"""Kernels are tested on the GPU where there is one, and by Triton's interpreter on the CPU elsewhere."""
+"""Kernel tests share device.py."""
 
-import os
 import sys
 from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # for device.py
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+sys.path.insert(0, str(Path(__file__).parent))

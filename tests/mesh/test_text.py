@@ -1,7 +1,7 @@
 """What SmolLM2 says through the official client: every way to ask that changes the text, or what comes with it.
 
-Greedy text is the oracle: whatever cuts, continues or describes it must agree with it, streamed and whole. Requests of one test run
-at the same time, because a step of the model takes as long for ten of them as for one.
+Greedy text is the oracle: whatever cuts, continues or describes it must agree with it, streamed and whole. Requests
+of one test run at the same time, because a step of the model takes as long for ten of them as for one.
 """
 
 import math

@@ -198,7 +198,7 @@ def test_random_frames(mesh: Serving, context: "zmq.Context[Socket]", role: Role
     """Headers that are right but for a few bits, with random bodies."""
     chance = random.Random(role.value)
     with unharmed(mesh), played(context, mesh, role) as peer:
-        for _ in range(500):
+        for _ in range(300):
             frame = bytearray(peer.frame(chance.choice(list(Kind)), chance.randbytes(chance.randrange(200))))
             for _ in range(chance.randrange(3)):
                 place = chance.choice([*range(8), *range(16, HEADER_BYTES)])
@@ -337,7 +337,7 @@ def test_messages_of_a_known_type_that_say_nonsense(mesh: Serving, context: "zmq
 @pytest.mark.xfail(strict=True, reason="protocol/session.py:121: REFUSE counts without the incarnations of the session")
 def test_a_late_refusal_of_an_earlier_life(context: "zmq.Context[Socket]") -> None:
     """A frame of another life of a peer means nothing to the session with this one."""
-    with serving("--device", "fake") as mesh, context.socket(zmq.PUSH) as sock, unharmed(mesh, limit_s=2):
+    with serving("--device", "fake") as mesh, context.socket(zmq.PUSH) as sock, unharmed(mesh, limit_s=1.8):
         with unharmed(mesh):
             sock.connect(f"ipc://{mesh.run_dir}/detokenizer-0.sock")
         sender, receiver, life = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER), Incarnation(1)

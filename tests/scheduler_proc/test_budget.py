@@ -1,0 +1,54 @@
+"""The step budget learns from what steps took."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshlm.scheduler_proc import budget
+from meshlm.scheduler_proc.budget import StepBudget
+
+
+def test_without_decodes_or_measurements_all_room_is_for_prompts() -> None:
+    fresh = StepBudget(8192)
+    assert fresh.prefill_limit(0, 5) == 8192
+    assert fresh.prefill_limit(100, 5) == 8092
+
+
+def test_a_step_beside_decodes_is_a_few_decode_steps_long() -> None:
+    learned = StepBudget(8192)
+    learned.learn(64, 64, 0.007)
+    learned.learn(2000, 0, 0.05)  # 40,000 tokens a second
+    assert learned.prefill_limit(64, 2) == int(40000 * budget.STRETCH * 0.007) - 64
+
+
+def test_a_long_queue_makes_long_steps() -> None:
+    learned = StepBudget(8192)
+    learned.learn(64, 64, 0.004)
+    learned.learn(2000, 0, 0.05)
+    assert learned.prefill_limit(64, 50) == int(40000 * budget.LONGEST_TARGET_S) - 64
+
+
+def test_only_short_steps_have_a_third_in_flight() -> None:
+    learned = StepBudget(8192)
+    assert learned.depth(2) == 2
+    learned.learn(1, 1, 0.0008)
+    assert learned.depth(2) == 3
+    assert learned.depth(1) == 1, "synchronous scheduling stays synchronous"
+    for _ in range(20):
+        learned.learn(64, 64, 0.007)
+    assert learned.depth(2) == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 512), st.floats(-1, 10)), max_size=20),
+    st.integers(0, 512),
+    st.integers(0, 5000),
+)
+def test_the_limit_stays_within_the_step(
+    steps: list[tuple[int, int, float]], num_decodes: int, num_waiting: int
+) -> None:
+    learned = StepBudget(2048)
+    for num_tokens, decodes, duration_s in steps:
+        learned.learn(num_tokens, min(decodes, num_tokens), duration_s)
+    limit = learned.prefill_limit(num_decodes, num_waiting)
+    assert 0 <= limit <= 2048 - num_decodes
+    assert limit >= min(budget.MIN_PREFILL_TOKENS, 2048 - num_decodes)

@@ -1,0 +1,82 @@
+"""Which graph a step is replayed from: pure, no GPU."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+from meshlm.workers.cuda.graphs import PATIENCE, Dispatcher, Key, decode_sizes, graph_keys
+
+SMALL_MODEL, LARGE_MODEL = 440_000_000, 7_000_000_000
+
+
+def dispatcher(mode: str = "FULL", num_parameters: int = SMALL_MODEL) -> Dispatcher:
+    def capture(key: Key) -> None:
+        raise AssertionError("nothing is captured here")
+
+    return Dispatcher(graph_keys(mode, 256, 8192, (), num_parameters), capture)
+
+
+def test_sizes_end_at_the_largest_batch() -> None:
+    assert decode_sizes(3) == [1, 2, 3]
+    assert decode_sizes(5000)[-1] == 1024
+
+
+@given(st.integers(1, 256))
+def test_decodes_waste_at_most_an_eighth(num_decodes: int) -> None:
+    key = dispatcher().find(num_decodes, num_decodes, uniform=True)
+    assert key is not None
+    assert key.uniform
+    assert num_decodes <= key.requests < num_decodes + max(8, num_decodes / 8 + 1)
+
+
+@given(st.integers(2, 3000), st.integers(1, 256))
+def test_mixed_steps_fit_with_a_request_to_spare(num_tokens: int, num_requests: int) -> None:
+    steps = dispatcher()
+    num_requests = min(num_requests, num_tokens)
+    for _ in range(PATIENCE + 1):
+        key = steps.find(num_tokens, num_requests, uniform=False)
+    if key is None:
+        assert sum(steps.misses.values()) == PATIENCE + 1
+    else:
+        assert key.tokens >= num_tokens
+        assert key.requests > num_requests
+
+
+def test_a_mixed_graph_must_be_asked_for_again_and_again() -> None:
+    steps = dispatcher()
+    found = [steps.find(300, 3, uniform=False) for _ in range(PATIENCE + 1)]
+    assert found[:-1] == [None] * PATIENCE
+    assert found[-1] == Key(384, 64)
+    assert steps.misses == {"not captured yet": PATIENCE}
+
+
+def test_large_models_have_mixed_graphs_for_few_tokens_only() -> None:
+    tokens = {key.tokens for key in graph_keys("FULL", 256, 8192, (), LARGE_MODEL) if not key.uniform}
+    assert tokens == {128, 256}
+
+
+@pytest.mark.parametrize(
+    ("mode", "uniform", "mixed"),
+    [
+        ("NONE", False, False),
+        ("FULL_DECODE_ONLY", True, False),
+        ("PIECEWISE", False, True),
+        ("FULL", True, True),
+        ("FULL_AND_PIECEWISE", True, True),
+    ],
+)
+def test_modes(mode: str, uniform: bool, mixed: bool) -> None:
+    keys = graph_keys(mode, 256, 8192, (), SMALL_MODEL)
+    assert any(key.uniform for key in keys) == uniform
+    assert any(not key.uniform for key in keys) == mixed
+
+
+def test_own_sizes_and_a_miss_with_its_reason() -> None:
+    steps = Dispatcher(graph_keys("FULL_DECODE_ONLY", 256, 8192, (4, 16), SMALL_MODEL), lambda key: None)
+    assert steps.find(5, 5, uniform=True) == Key(16, 16)
+    assert steps.find(17, 17, uniform=True) is None
+    assert dict(steps.misses) == {"more decodes than the largest graph": 1}
+    off = dispatcher("NONE")
+    assert off.find(1, 1, uniform=True) is None
+    assert dict(off.misses) == {"CUDA graphs are off": 1}

@@ -1,0 +1,74 @@
+"""The rows on the device are what the plans said, applied by the reference of the scatter kernel (no GPU)."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.kernels.step_input.reference import scatter
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.workers.cuda.state import DeviceRows
+
+ROWS, LENGTH, SIZE = 5, 70, 16
+
+
+def plan(new_rows: list[NewRow], appended: list[tuple[int, int]]) -> StepPlan:
+    rows, ids = np.array([a for a, _ in appended], np.int32), np.array([b for _, b in appended], np.int32)
+    return StepPlan(
+        1, StepId(1), b"", b"", b"", b"", 0, new_rows=new_rows, block_rows=rows.tobytes(), block_ids=ids.tobytes()
+    )
+
+
+def new_row(row: int, tokens: list[int], blocks: list[int], sampling: SamplingParams) -> NewRow:
+    ids, table = np.array(tokens, np.int32).tobytes(), np.array(blocks, np.int32).tobytes()
+    return NewRow(Row(row), ids, len(tokens), table, sampling)
+
+
+def apply(rows: DeviceRows, made: StepPlan) -> None:
+    changes, segments = rows.changes(made)
+    if segments:
+        scatter(torch.from_numpy(changes.copy()), segments, rows.state)
+
+
+def test_a_new_row_brings_tokens_blocks_and_sampling() -> None:
+    rows = DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu"))
+    sampling = SamplingParams(temperature=0.5, seed=2**62 + 3, top_k=7, top_p=0.25, min_p=0.125)
+    apply(rows, plan([new_row(3, [5, 6, 7], [11, 12], sampling)], []))
+    assert rows.tokens[3, :4].tolist() == [5, 6, 7, 0]
+    assert rows.blocks[3, :3].tolist() == [11, 12, 0]
+    assert float(rows.sampling.temperature[3]) == 0.5
+    halves = rows.sampling.seeds[3].numpy().view(np.uint32)
+    assert int(halves[0]) | int(halves[1]) << 32 == 2**62 + 3
+    assert int(rows.sampling.prompt_lens[3]) == 3
+    limits = rows.limits
+    assert (int(limits.top_k[3]), float(limits.top_p[3]), float(limits.min_p[3])) == (7, 0.25, 0.125)
+    assert not rows.tokens[ROWS].any(), "the dummy row stays empty"
+
+
+def test_nothing_changed_is_nothing_sent() -> None:
+    assert DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu")).changes(plan([], []))[1] == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_block_tables_follow_a_list_model(data: st.DataObject) -> None:
+    rows = DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu"))
+    model: dict[int, list[int]] = {}
+    for step in range(data.draw(st.integers(1, 8))):
+        fresh = data.draw(st.sets(st.integers(0, ROWS - 1), max_size=2))
+        new_rows = []
+        for row in sorted(fresh):
+            model[row] = [100 * step + row]
+            new_rows.append(new_row(row, [1], model[row], SamplingParams()))
+        appended: list[tuple[int, int]] = []
+        for row in sorted(model):
+            for nth in range(data.draw(st.integers(0, 2))):
+                if len(model[row]) < -(-LENGTH // SIZE):
+                    block = 1000 * step + 10 * row + nth
+                    model[row].append(block)
+                    appended.append((row, block))
+        apply(rows, plan(new_rows, appended))
+        for row, blocks in model.items():
+            assert rows.blocks[row, : len(blocks)].tolist() == blocks
