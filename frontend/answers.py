@@ -36,7 +36,7 @@ class Answer:
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         if self.error is None:
-            self.error = HttpError(STATUS[kind], message, param, kind.value)
+            self.error = HttpError(STATUS[kind], message, self.ask.client_names.get(param, param), kind.value)
         self.ended()
 
     def ended(self) -> None:

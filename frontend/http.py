@@ -6,6 +6,7 @@ Where the extension is absent (another server, a test client) the writer falls b
 
 import asyncio
 import os
+import re
 import socket
 from collections import deque
 from typing import Any
@@ -17,24 +18,63 @@ EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
 HIGH_WATER = 1 << 20  # bytes that a slow client may leave in our buffers before its chunks wait here
 
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
 Scope = dict[str, Any]
 
 
 class MeshProtocol(HttpToolsProtocol):
-    """Adds the transport to the scope, and a limit on headers, which httptools does not have."""
+    """Adds the transport to the scope, and three things that uvicorn lacks on httptools: a limit on what comes before a body, requests
+    that offer another protocol in passing, and the hang-up told to every request of a pipeline."""
 
-    _header_bytes = 0
+    _head_bytes = _field_bytes = 0
+    _in_body = False
+    _earlier: "list[Any]"
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._earlier = []
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for cycle in self._earlier:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._in_body and b"pgrade" in data:
+            head, gap, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nX-Offered:", head) + gap + body  # the request counts, the offer does not
+        self._head_bytes += len(data)  # back to 0 when a head ends, a body goes on or a message ends
+        super().data_received(data)
+        if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("headers too large")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes = 0
+        self._field_bytes = 0
         self.scope["extensions"] = {EXTENSION: {"transport": self.transport, "flow": self.flow}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value) + 4
-        if self._header_bytes > MAX_HEADER_BYTES:
+        self._field_bytes += len(name) + len(value) + 4
+        if self._field_bytes > MAX_HEADER_BYTES:  # trailers too
             raise ValueError("headers too large")  # httptools reports it, uvicorn answers 400
         super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_body, self._head_bytes = True, 0
+        if self.cycle is not None:
+            self._earlier = [cycle for cycle in self._earlier if not cycle.response_complete] + [self.cycle]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body, self._head_bytes = False, 0
 
 
 class EventWriter:
@@ -48,6 +88,7 @@ class EventWriter:
         self._fd: int = self._transport.get_extra_info("socket").fileno() if self._transport is not None else -1
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
+        self._draining = asyncio.Lock()
         self.started = False
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -60,7 +101,8 @@ class EventWriter:
     def write(self, event: bytes) -> None:
         """One or more whole events. What cannot be sent now waits, and goes out in one piece later."""
         transport = self._transport
-        if transport is not None and self.started and not self._waiting and not self._flow.write_paused:
+        free = self.started and not self._waiting and not self._draining.locked()
+        if transport is not None and free and not self._flow.write_paused:
             if not transport.is_closing():  # uvloop raises for a client that left
                 self._write_now(transport, b"%x\r\n%b\r\n" % (len(event), event))
             return
@@ -87,14 +129,18 @@ class EventWriter:
             await self.drain()
 
     async def drain(self) -> None:
-        """Send what waits now."""
-        self._wake.clear()
-        while self._waiting:
-            piece = b"".join(self._waiting)
-            self._waiting.clear()
-            if self._flow is not None:
-                await self._flow.drain()
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        """Send what waits now, in order. A piece is taken only once it can go out, so that a cancellation loses nothing."""
+        async with self._draining:
+            self._wake.clear()
+            while self._waiting:
+                if self._flow is not None:
+                    await self._flow.drain()
+                piece = b"".join(self._waiting)
+                self._waiting.clear()
+                if self._transport is None:
+                    await asyncio.shield(self._send({"type": "http.response.body", "body": piece, "more_body": True}))
+                elif not self._transport.is_closing():
+                    self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     async def finish(self) -> None:
         await self.drain()

@@ -1,5 +1,7 @@
 """A request body to what the mesh is asked: prompts and parameters. Pure; HttpError names the field at fault."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -47,6 +49,9 @@ class Ask(NamedTuple):
     timeout_s: float
     is_chat: bool
     unknown_fields: tuple[str, ...]
+    client_names: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # the mesh's name of a field -> the client's, where they differ
 
 
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
@@ -205,7 +210,14 @@ def _ask(
         timeout_s=request.timeout or 0.0,
         is_chat=is_chat,
         unknown_fields=unknown,
+        client_names=_client_names(request) if is_chat else MappingProxyType({}),
     )
+
+
+def _client_names(request: Common) -> dict[str, str]:
+    """A chat has messages where the mesh has a prompt, and may have the newer name of max_tokens."""
+    newer = getattr(request, "max_completion_tokens", None) is not None
+    return {"prompt": "messages", **({"max_tokens": "max_completion_tokens"} if newer else {})}
 
 
 def _limited(name: str, value: int, limit: int) -> int:

@@ -16,7 +16,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -324,6 +324,8 @@ class _Endpoint:
             response = await self._method(request)
         except HttpError as error:
             response = Response(error.body(), error.status, error.headers(), "application/json")
+        except ClientDisconnect:
+            return
         if response is not None:
             await response(scope, receive, send)  # type: ignore[arg-type]
 

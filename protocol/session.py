@@ -118,6 +118,8 @@ class Session:
         if header.kind in (Kind.HELLO, Kind.WELCOME):
             return self._on_hello(header, body, now)
         if header.kind is Kind.REFUSE:
+            if header.receiver_incarnation != self.incarnation or header.sender_incarnation < self.peer_incarnation:
+                return None  # of, or to, an earlier life
             self.state = SessionState.REFUSED
             return Refused(bytes(body).decode("utf-8", "replace"))
         if (
@@ -145,7 +147,8 @@ class Session:
                 self._put(Kind.ACK)
             if self._unacked and now - self._progress_at >= REPLAY_AFTER_S:
                 self._progress_at = now
-                self._put(Kind.HELLO, self._hello_body)  # to a new life of the peer, if nobody told us of the old one's end
+                # It may be a new life of the peer that listens there now, and nobody told us of the old one's end.
+                self._put(Kind.HELLO, self._hello_body)
                 self.wire.extend(frame for _, frame in self._unacked)
 
     def close(self, incarnation: Incarnation) -> bool:

@@ -52,7 +52,11 @@ class Inbox:
                 frame = receive(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            on_frame(frame)
+            try:
+                on_frame(frame)
+            except BaseException:
+                self._loop.call_soon(self._read)  # the frames behind it would wait for the next one to come
+                raise
             if self._loop is None:
                 return  # closed by what the frame said
         else:

@@ -150,7 +150,11 @@ class _Process:
 
     async def _fail(self, message: str) -> int:
         """Say why, give the supervisor a moment to take it, end."""
-        if not self._mesh.peers(Role.SUPERVISOR):
+        for _ in range(20):  # it may have failed before the link was open
+            if self._mesh.peers(Role.SUPERVISOR):
+                break
+            await asyncio.sleep(LAST_WORDS_S / 10)
+        else:
             print(f"{self._identity}: {message}", file=sys.stderr)
         self._mesh.tell_supervisor(control.Failed(message))
         await asyncio.sleep(LAST_WORDS_S)

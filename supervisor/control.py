@@ -49,7 +49,7 @@ async def serve(run_dir: Path, answer: Callable[[dict[str, object]], object]) ->
         try:
             request = json.loads(await asyncio.wait_for(reader.readline(), timeout=5))
             reply = answer(request) if isinstance(request, dict) else {"error": "not a JSON object"}
-        except (ValueError, TimeoutError, ConnectionError) as error:
+        except (ValueError, RecursionError, TimeoutError, ConnectionError) as error:
             reply = {"error": f"bad request: {error}"}
         writer.write(json.dumps(reply).encode() + b"\n")
         writer.close()

@@ -11,6 +11,7 @@ import msgspec
 import uvloop
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.runtime import logs
 from meshlm.supervisor import flags, io, resolve, rundir
 from meshlm.supervisor.display import StartDisplay
 
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     port = resolve.claim_port(config.server.host, config.server.port)
     with port:
         config = with_run_dir(resolve.resolve(config))
+        logs.configure(config.run)
         uvloop.run(_serve(config, port))
     return 0
 

@@ -185,9 +185,6 @@ def test_wrong_fields_are_named(client: httpx.Client, param: str) -> None:
                 assert error_of(answer)["param"] == param, shown
 
 
-@pytest.mark.xfail(
-    strict=True, reason="detokenizer/admission.py names `prompt` and `max_tokens` whatever the client gave"
-)
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -246,9 +243,6 @@ def test_a_token_id_of_5000_digits(client: httpx.Client) -> None:
         assert error_of(answer)["param"] == "logit_bias"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="uvicorn's data_received drops the body after HttpParserUpgrade; frontend/http.py"
-)
 def test_an_upgrade_that_is_not_wanted(client: httpx.Client) -> None:
     """Java's HttpClient offers HTTP/2 so; the request counts."""
     with undisturbed(client):
@@ -309,14 +303,11 @@ ENDLESS: dict[str, tuple[bytes, bytes]] = {
     "URL": (b"GET /", b"x" * 60_000),
     "trailers": (head("POST", "/health", "Transfer-Encoding: chunked") + b"0\r\n", b"X: y\r\n" * 10_000),
 }
-NO_LIMIT = pytest.mark.xfail(
-    strict=True, reason="frontend/http.py:39 on_header sees whole headers only, and nothing limits the URL"
-)
 
 
 @pytest.mark.parametrize(
     ("start", "part"),
-    [pytest.param(*parts, marks=[NO_LIMIT] * (name in ("header", "name", "URL"))) for name, parts in ENDLESS.items()],
+    list(ENDLESS.values()),
     ids=ENDLESS,
 )
 def test_headers_without_an_end(mesh: Serving, client: httpx.Client, start: bytes, part: bytes) -> None:
@@ -348,10 +339,6 @@ def test_a_client_that_hangs_up(mesh: Serving, client: httpx.Client, stream: boo
     until(lambda: is_free(client), 4)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="uvicorn's connection_lost tells the last pipelined request alone (self.cycle): the running one goes on",
-)
 def test_a_client_that_hangs_up_with_a_request_in_the_pipeline() -> None:
     body = {"prompt": [8] * 40, "n": 4, "max_tokens": 3900, "ignore_eos": True, "stream": True}
     with serving(*FLAGS) as mesh, httpx.Client(base_url=mesh.url, headers=AUTH, timeout=2) as client:
@@ -381,12 +368,7 @@ def test_many_clients_that_hang_up(mesh: Serving, client: httpx.Client) -> None:
     assert not [line for line in mesh.lines if "RuntimeError" in line]
 
 
-NOISE = pytest.mark.xfail(strict=True, reason="frontend/server.py:167 _body: ClientDisconnect becomes 45 lines of log")
-
-
-@pytest.mark.parametrize(
-    "upto", [5, 60, pytest.param(200, marks=NOISE), 10_000], ids=["line", "headers", "body", "all"]
-)
+@pytest.mark.parametrize("upto", [5, 60, 200, 10_000], ids=["line", "headers", "body", "all"])
 def test_a_client_that_leaves_while_it_asks(mesh: Serving, client: httpx.Client, upto: int) -> None:
     data = post({"prompt": [7] * 100, "n": 4, "max_tokens": 3900, "ignore_eos": True})
     assert 200 < len(data) < 10_000
@@ -409,9 +391,6 @@ def test_a_client_that_never_ends_its_headers(mesh: Serving, client: httpx.Clien
             assert client.get("/health").status_code == 200
 
 
-@pytest.mark.xfail(
-    strict=True, reason="frontend/server.py:223: cancelling the pump in EventWriter.drain loses its piece"
-)
 def test_a_client_that_does_not_read(mesh: Serving, client: httpx.Client) -> None:
     """10 MB for it, more than the kernel takes: they wait at the frontend until it reads, and are complete then."""
     prompt = [300 + number for number in range(40)]

@@ -118,9 +118,6 @@ async def test_what_waits_is_sent_in_order(connection: Connection) -> None:
     assert connection.text() == b"BCD"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="EventWriter.drain has taken B out of _waiting, so C goes straight to the socket"
-)
 async def test_nothing_overtakes_when_the_socket_has_room_again(connection: Connection) -> None:
     pump = await blocked(connection)
     connection.flow.resume_writing()
@@ -130,7 +127,6 @@ async def test_nothing_overtakes_when_the_socket_has_room_again(connection: Conn
     assert connection.text() == b"ABC"
 
 
-@pytest.mark.xfail(strict=True, reason="EventWriter.drain has taken B out of _waiting; cancelling the pump loses it")
 async def test_the_end_of_the_answer_loses_nothing(connection: Connection) -> None:
     """As Routes._stream ends: stop the pump, write the last events, finish."""
     pump = await blocked(connection)

@@ -96,9 +96,6 @@ async def test_closed_by_what_a_frame_says(context: "zmq.Context[zmq.Socket[byte
     assert reader.frames == [b"1"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="link.py Inbox._read: after an error nothing reads the frames behind; the FD is edge-triggered"
-)
 async def test_an_error_does_not_hold_up_the_frames_behind_it(
     context: "zmq.Context[zmq.Socket[bytes]]", address: str
 ) -> None:

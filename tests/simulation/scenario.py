@@ -32,7 +32,7 @@ class Kind(Enum):
     PAUSE = "pause a process"
     UNTOLD_DEATH = "a process dies while another one has no link with the supervisor yet"
     EARLY_WORD = "a peer is heard before App.start has run"
-    RANKS_TOGETHER = "several schedulers die in one history"
+    RANKS_TOGETHER = "requests live on although several schedulers die"
 
 
 # What the product cannot take yet, and why. An entry goes when its bug is mended; MESHLM_SIM_ALL=1 ignores them all.
@@ -40,8 +40,8 @@ OFF: dict[Kind, str] = {
     Kind.UNTOLD_DEATH: "supervisor/io.py _tell_all tells a death to the children that have a link with it at that moment only; one that"
     " is starting may keep its session with a dead coordinator for ever. Off: the simulated supervisor tells late children too",
     Kind.EARLY_WORD: "frontend/io.py on_peer_up before start() is an AssertionError in _send, and that detokenizer is never used",
-    Kind.RANKS_TOGETHER: "detokenizer/core.py _admit_again: when two ranks die and the coordinator hears of it later than the detokenizer,"
-    " it routes to and fro between them, and each Routed to a dead one costs one of the MAX_ATTEMPTS. Off: only one rank dies",
+    Kind.RANKS_TOGETHER: "detokenizer/core.py _admit_again: two ranks die, the coordinator hears of it later than the detokenizer and"
+    " routes to and fro between them; each Routed to a dead one costs one of the MAX_ATTEMPTS. Off: such a request may be given up",
 }
 if os.environ.get("MESHLM_SIM_ALL"):
     OFF.clear()
@@ -180,8 +180,6 @@ def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, 
         seconds = dice.choice((0.01, 0.2, 2.5)) * dice.random()
         if kind in KILLS:
             candidates = [one for one in identities if one.role is KILLS[kind]]
-            if kind is Kind.KILL_SCHEDULER and Kind.RANKS_TOGETHER in OFF:
-                candidates = [fault.who for fault in found if fault.kind is kind] or candidates
             who = dice.choice(candidates)
             found.append(Fault(at, kind, who, None, dice.random() ** 4 * 2.0))
         elif kind is Kind.PAUSE:
