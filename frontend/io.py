@@ -212,7 +212,9 @@ class FrontendApp:
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer.role is Role.DETOKENIZER:
-            self._send(self._desk.detokenizer_up(peer))
+            sends = self._desk.detokenizer_up(peer)
+            if self._mesh is not None:  # before start() there is nothing to send
+                self._send(sends)
             self._news.set()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:

@@ -6,12 +6,15 @@ decodes alone, and to the longest that is bearable while many requests wait (chu
 "Sarathi-Serve", with the step's length as the budget). Both rates are learned from finished steps.
 """
 
+import math
+
 STRETCH = 4.0  # a mixed step, in decode steps; 2.2 starved prompts at 64 streams of Llama-3.1-8B on an H200
 SHORTEST_TARGET_S, LONGEST_TARGET_S = 0.012, 0.055
 LONG_QUEUE = 0.2  # waiting requests for each running one, from which on steps are as long as they may be
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
 SMOOTHING = 0.3
+SHORTEST_STEP_S = 1e-6  # what is shorter was not measured
 QUICK_STEP_S = 0.002  # shorter steps end before the next plan can arrive, unless one more is on its way
 
 
@@ -31,7 +34,7 @@ class StepBudget:
 
     def learn(self, num_tokens: int, num_decodes: int, duration_s: float) -> None:
         """A step of so many tokens, so many of them decodes, took so long on the device."""
-        if duration_s <= 0:
+        if not SHORTEST_STEP_S <= duration_s < math.inf:
             return
         if num_tokens == num_decodes:
             self.decode_s += SMOOTHING * (duration_s - self.decode_s) if self.decode_s else duration_s

@@ -4,6 +4,7 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from meshlm import __version__
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import control, group, rundir
 from meshlm.supervisor.children import Child
@@ -51,6 +53,7 @@ class Supervisor:
         self._run_dir = Path(config.run.run_dir)
         self._children: dict[Identity, Child] = {}
         self._beats: dict[Identity, edge.Beat] = {}
+        self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
         self._group = group.Group(members, config.run.max_restarts, config.run.startup_timeout)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -115,7 +118,9 @@ class Supervisor:
                 self._do(group.Beaten(peer, life, message.step, message.phase))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        """A child's link is open; it speaks first."""
+        """A child's link is open. It may have met processes that died before it could be told."""
+        for died in self._dead.values():
+            self._mesh_send(peer, died)
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         """Deaths are the pidfds' to see."""
@@ -135,7 +140,8 @@ class Supervisor:
                 self._spawn(effect.identity, effect.incarnation)
             case group.TellDied():
                 self._display.line(f"{effect.identity} died and is started again")
-                self._tell_all(edge.Died(effect.identity, effect.incarnation))
+                self._dead[effect.identity] = died = edge.Died(effect.identity, effect.incarnation)
+                self._tell_all(died)
             case group.AskToStop():
                 self._ask_to_stop(effect.identity)
             case group.Replace():
@@ -176,7 +182,12 @@ class Supervisor:
         assert self._mesh is not None
         for role in Role:
             for peer in self._mesh.peers(role):
-                self._mesh.send(peer, message)
+                self._mesh_send(peer, message)
+
+    def _mesh_send(self, peer: Identity, message: Struct) -> None:
+        assert self._mesh is not None
+        with contextlib.suppress(LinkDown):  # it died too, and its next life is told
+            self._mesh.send(peer, message)
 
     def _tick(self) -> None:
         self._do(group.Tick())

@@ -43,7 +43,7 @@ class History:
     def _make_app(self, identity: Identity) -> App:
         match identity.role:
             case Role.SUPERVISOR:
-                return Supervisor(tells_late_children=Kind.UNTOLD_DEATH in OFF)
+                return Supervisor()
             case Role.FRONTEND:
                 return Frontend()
             case Role.DETOKENIZER:

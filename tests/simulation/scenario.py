@@ -30,16 +30,12 @@ class Kind(Enum):
     BREAK = "break a connection: some of what is in flight is lost"
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
-    UNTOLD_DEATH = "a process dies while another one has no link with the supervisor yet"
     EARLY_WORD = "a peer is heard before App.start has run"
     RANKS_TOGETHER = "requests live on although several schedulers die"
 
 
 # What the product cannot take yet, and why. An entry goes when its bug is mended; MESHLM_SIM_ALL=1 ignores them all.
 OFF: dict[Kind, str] = {
-    Kind.UNTOLD_DEATH: "supervisor/io.py _tell_all tells a death to the children that have a link with it at that moment only; one that"
-    " is starting may keep its session with a dead coordinator for ever. Off: the simulated supervisor tells late children too",
-    Kind.EARLY_WORD: "frontend/io.py on_peer_up before start() is an AssertionError in _send, and that detokenizer is never used",
     Kind.RANKS_TOGETHER: "detokenizer/core.py _admit_again: two ranks die, the coordinator hears of it later than the detokenizer and"
     " routes to and fro between them; each Routed to a dead one costs one of the MAX_ATTEMPTS. Off: such a request may be given up",
 }

@@ -161,8 +161,7 @@ class Process:
 class Supervisor:
     """What supervisor/io.py does about deaths."""
 
-    def __init__(self, tells_late_children: bool) -> None:
-        self._tells_late_children = tells_late_children
+    def __init__(self) -> None:
         self._dead: dict[Identity, control.Died] = {}
         self._mesh: Mesh | None = None
 
@@ -178,7 +177,7 @@ class Supervisor:
                 self._mesh.send(peer, died)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        if self._tells_late_children and self._mesh is not None:
+        if self._mesh is not None:
             for died in self._dead.values():
                 self._mesh.send(peer, died)
 
