@@ -5,7 +5,6 @@ Where the extension is absent (another server, a test client) the writer falls b
 """
 
 import asyncio
-import os
 import re
 import socket
 from collections import deque
@@ -85,7 +84,6 @@ class EventWriter:
         extension = scope.get("extensions", {}).get(EXTENSION)
         self._transport: asyncio.Transport | None = extension["transport"] if extension else None
         self._flow: Any = extension["flow"] if extension else None
-        self._fd: int = self._transport.get_extra_info("socket").fileno() if self._transport is not None else -1
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._draining = asyncio.Lock()
@@ -104,23 +102,10 @@ class EventWriter:
         free = self.started and not self._waiting and not self._draining.locked()
         if transport is not None and free and not self._flow.write_paused:
             if not transport.is_closing():  # uvloop raises for a client that left
-                self._write_now(transport, b"%x\r\n%b\r\n" % (len(event), event))
+                transport.write(b"%x\r\n%b\r\n" % (len(event), event))
             return
         self._waiting.append(event)
         self._wake.set()
-
-    def _write_now(self, transport: asyncio.Transport, chunk: bytes) -> None:
-        """Straight to the socket while nothing is queued: the transport's own bookkeeping costs as much as half a system call."""
-        sent = 0
-        if not transport.get_write_buffer_size():
-            try:
-                sent = os.write(self._fd, chunk)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                return  # the client is gone; the transport finds out by itself
-        if sent < len(chunk):
-            transport.write(chunk[sent:])
 
     async def pump(self) -> None:
         """Send what waits, for ever; runs beside the request and is cancelled at its end."""
