@@ -23,6 +23,14 @@ def cpu_budget() -> int:
     return min(int(free * CPU_SHARE), CPU_MOST)
 
 
+def _size(count: int) -> str:
+    """Bytes for people."""
+    for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << size:
+            return f"{count / 2**size:.2f} {unit}"
+    return f"{count} bytes"
+
+
 def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype) -> int:
     """Blocks within `budget` bytes. ProcessFatal when the longest request would not fit, with the one that would."""
     resolved = config.resolved
@@ -32,9 +40,9 @@ def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype) -> int:
     count = budget // each
     needed = -(-resolved.max_model_len // block_size)
     if count < needed:
-        fits = max(0, count * block_size)
+        fits = f"--max-model-len {count * block_size} would fit" if count > 0 else "not even one block fits"
         raise ProcessFatal(
-            f"one request of --max-model-len {resolved.max_model_len} tokens needs {needed * each / 2**30:.2f} GiB of KV cache "
-            f"and {max(budget, 0) / 2**30:.2f} GiB are there; with this memory --max-model-len {fits} would fit"
+            f"one request of --max-model-len {resolved.max_model_len} tokens needs {_size(needed * each)} of KV cache "
+            f"and {_size(max(budget, 0))} are there; with this memory {fits}"
         )
     return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))

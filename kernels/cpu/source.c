@@ -28,11 +28,12 @@ void meshlm_pack(const float *w, float *packed, long n, long k) {
 
 /* out[r, 0..16) = x[r, :] . panel, for ROWS rows: two vectors of accumulators a row stay in registers. */
 #define TILE(ROWS)                                                                                                             \
-    static void tile_##ROWS(const float *x, const float *panel, long k, float *out /* [ROWS][16] */) {                         \
+    static void tile_##ROWS(const float *x, const float *panel, long k, float *out /* [ROWS][16] */, const float *next) {      \
         vec low[ROWS], high[ROWS];                                                                                             \
         for (int r = 0; r < ROWS; r++) low[r] = high[r] = splat(0.0f);                                                         \
         for (long i = 0; i < k; i++) {                                                                                         \
             vec a = load(panel + i * WIDTH), b = load(panel + i * WIDTH + 8);                                                  \
+            __builtin_prefetch(next + i * WIDTH, 0, 2);                                                                        \
             for (int r = 0; r < ROWS; r++) {                                                                                   \
                 vec s = splat(x[r * k + i]);                                                                                   \
                 low[r] += s * a;                                                                                               \
@@ -47,7 +48,8 @@ void meshlm_pack(const float *w, float *packed, long n, long k) {
 TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 
 /* One row: the sum is split over four chains, or the latency of the addition is what is waited for. */
-static void tile_1(const float *x, const float *panel, long k, float *out) {
+static void tile_1(const float *x, const float *panel, long k, float *out, const float *next) {
+    (void)next; /* one row reads as fast as memory gives */
     vec low[4], high[4];
     for (int c = 0; c < 4; c++) low[c] = high[c] = splat(0.0f);
     long i = 0;
@@ -68,7 +70,7 @@ static void tile_1(const float *x, const float *panel, long k, float *out) {
 
 /* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null); w packed. */
 void meshlm_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
-    static void (*const tiles[])(const float *, const float *, long, float *) = {0,      tile_1, tile_2, tile_3,
+    static void (*const tiles[])(const float *, const float *, long, float *, const float *) = {0,      tile_1, tile_2, tile_3,
                                                                                  tile_4, tile_5, tile_6};
     long panels = (n + WIDTH - 1) / WIDTH;
 #pragma omp parallel for schedule(static)
@@ -79,7 +81,8 @@ void meshlm_linear(const float *x, const float *packed, const float *bias, float
         for (long r = 0; r < m;) {
             long rows = m - r;
             if (rows > 6) rows = rows < 12 ? (rows + 1) / 2 : 6;
-            tiles[rows](x + r * k, panel, k, tile);
+            /* While the last rows meet this panel, the next one comes into the cache. */
+            tiles[rows](x + r * k, panel, k, tile, r + rows >= m ? panel + k * WIDTH : panel);
             for (long i = 0; i < rows; i++) {
                 float *to = out + (r + i) * n + first;
                 for (long j = 0; j < wide; j++) to[j] = tile[i * WIDTH + j] + (bias ? bias[first + j] : 0.0f);

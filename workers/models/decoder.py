@@ -32,6 +32,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
 
+class Embedding(nn.Module):
+    """Rows of a table. Not nn.Embedding: its initialisation imports torch's compiler, two seconds of every start."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
 class Linear(nn.Module):
     """x W^T + b. After `prepare` the weight is in the form that the ops want."""
 
@@ -129,8 +140,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, max_len: int) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.embed.requires_grad_(False)
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
