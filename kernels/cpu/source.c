@@ -166,14 +166,17 @@ int meshlm_paged_decode(const float *query, const float *keys, const float *valu
             }
             const float *q = query + (r * heads + h * group) * d;
             float *o = out + (r * heads + h * group) * d;
-            for (long i = 0; i < count; i++) {
-                long at = begin + i;
-                const float *key = keys + ((tables[r * stride + at / size] * size + at % size) * kv_heads + h) * d;
-                for (long g = 0; g < group; g++) {
-                    float sum = 0.0f;
-                    for (long j = 0; j < d; j++) sum += q[g * d + j] * key[j];
-                    scores[g * count + i] = sum * scale;
-                }
+            const int64_t *table = tables + r * stride;
+            for (long i = 0; i < count;) { /* a block at a time: one division for all of its keys */
+                long at = begin + i, within = at % size, here = size - within < count - i ? size - within : count - i;
+                const float *key = keys + ((table[at / size] * size + within) * kv_heads + h) * d;
+                for (long j = 0; j < here; j++, key += kv_heads * d)
+                    for (long g = 0; g < group; g++) {
+                        float sum = 0.0f;
+                        for (long e = 0; e < d; e++) sum += q[g * d + e] * key[e];
+                        scores[g * count + i + j] = sum * scale;
+                    }
+                i += here;
             }
             for (long g = 0; g < group; g++) {
                 float *line = scores + g * count, most = line[0], sum = 0.0f;
@@ -183,13 +186,15 @@ int meshlm_paged_decode(const float *query, const float *keys, const float *valu
                 for (long i = 0; i < count; i++) line[i] /= sum;
             }
             memset(o, 0, sizeof(float) * group * d);
-            for (long i = 0; i < count; i++) {
-                long at = begin + i;
-                const float *value = values + ((tables[r * stride + at / size] * size + at % size) * kv_heads + h) * d;
-                for (long g = 0; g < group; g++) {
-                    float weight = scores[g * count + i];
-                    for (long j = 0; j < d; j++) o[g * d + j] += weight * value[j];
-                }
+            for (long i = 0; i < count;) {
+                long at = begin + i, within = at % size, here = size - within < count - i ? size - within : count - i;
+                const float *value = values + ((table[at / size] * size + within) * kv_heads + h) * d;
+                for (long j = 0; j < here; j++, value += kv_heads * d)
+                    for (long g = 0; g < group; g++) {
+                        float weight = scores[g * count + i + j];
+                        for (long e = 0; e < d; e++) o[g * d + e] += weight * value[e];
+                    }
+                i += here;
             }
             free(scores);
         }
