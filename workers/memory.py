@@ -1,12 +1,17 @@
-"""How many KV blocks fit."""
+"""Memory of a worker: how many KV blocks fit, and the KV tensors themselves. Called once, while an engine is made."""
 
+import math
 import os
+from collections.abc import Callable
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.batch import LayerCache
 
 CPU_SHARE = 0.25  # of the memory that is free now
 CPU_MOST = 4 << 30
@@ -46,3 +51,48 @@ def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype) -> int:
             f"and {_size(max(budget, 0))} are there; with this memory {fits}"
         )
     return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))
+
+
+def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Callable[[list[LayerCache]], None]) -> int:
+    """Bytes that the KV cache may have: the share of the GPU, less what is allocated now and what a full step adds.
+
+    `run` computes that step in small caches, which are gone before the rest is counted.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    small = caches()
+    before = torch.cuda.memory_allocated()
+    run(small)
+    torch.cuda.synchronize()
+    activations = torch.cuda.max_memory_allocated() - before
+    del small
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return int(total * utilization) - (total - free) - activations
+
+
+def full_step(max_num_batched_tokens: int, max_model_len: int) -> list[int]:
+    """Lengths of the prompts that fill a step."""
+    length = min(max_num_batched_tokens, max_model_len)
+    left = max_num_batched_tokens % length
+    return [length] * (max_num_batched_tokens // length) + ([left] if left else [])
+
+
+def make_caches(
+    spec: ModelSpec, count: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """`count` blocks for each layer, all zeros. ProcessFatal when they do not fit."""
+    shape = (2, count, block_size, spec.num_key_value_heads, spec.head_dim)
+    try:
+        tensors = [_zeros(shape, dtype, device) for _ in range(spec.num_hidden_layers)]
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
+    return [LayerCache(both[0], both[1]) for both in tensors]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU, pages that are not touched yet cost nothing: numpy asks for them with calloc, torch fills them."""
+    if device.type == "cpu":
+        flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(flat).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)

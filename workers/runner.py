@@ -4,7 +4,6 @@ On CUDA everything is queued on one stream and nothing waits for the device: sam
 token table, where the next step finds them, and go to the host behind an event.
 """
 
-import math
 import os
 import time
 
@@ -93,50 +92,29 @@ class TorchEngine:
             wanted = memory.cpu_budget()
         elif wanted is None:
             report("memory profile", 0, 1, "")
-            wanted = self._profile()
+            length = min(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
+            blocks = -(-length // self._config.cache.block_size)
+            share = self._config.cache.gpu_memory_utilization
+            wanted = memory.profile(share, lambda: self._make_caches(blocks), self._full_step)
         return memory.num_blocks(self._config, wanted, self._dtype)
 
-    def _profile(self) -> int:
-        """Bytes that the KV cache may have: the share of the GPU, less weights and a full step's activations."""
-        torch.cuda.reset_peak_memory_stats()
-        block_size = self._config.cache.block_size
-        tokens = self._resolved.max_num_batched_tokens
-        length = min(tokens, self._resolved.max_model_len)
-        self._caches = self._make_caches(-(-length // block_size))
-        small = torch.cuda.memory_allocated()
-        self._run_dummy(tokens, length)
-        torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - small
-        self._caches = []
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        return int(total * self._config.cache.gpu_memory_utilization) - (total - free) - activations
-
     def _make_caches(self, count: int) -> list[LayerCache]:
-        spec = self._resolved.spec
-        shape = (2, count, self._config.cache.block_size, spec.num_key_value_heads, spec.head_dim)
-        try:
-            tensors = [self._zeros(shape) for _ in range(spec.num_hidden_layers)]
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
-        return [LayerCache(both[0], both[1]) for both in tensors]
+        block_size = self._config.cache.block_size
+        return memory.make_caches(self._resolved.spec, count, block_size, self._dtype, self._device)
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """On the CPU, pages that are not touched yet cost nothing: numpy asks for them with calloc, torch fills them."""
-        if self._device.type == "cpu":
-            flat = np.zeros(math.prod(shape) * self._dtype.itemsize, np.uint8)
-            return torch.from_numpy(flat).view(self._dtype).view(shape)
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+    def _full_step(self, caches: list[LayerCache]) -> None:
+        self._caches = caches
+        self._run_dummy(memory.full_step(self._resolved.max_num_batched_tokens, self._resolved.max_model_len))
+        self._caches = []
 
     def _warm_up(self) -> None:
         """One small step, so that no first request pays for it. Writes to block 0, which holds nothing yet."""
-        self._run_dummy(1, 1)
+        self._run_dummy([1])
 
-    def _run_dummy(self, num_tokens: int, length: int) -> None:
-        """Prompts of `length` tokens up to `num_tokens`, all in the same blocks, and logits for a full batch."""
-        counts = [length] * (num_tokens // length) + ([num_tokens % length] if num_tokens % length else [])
+    def _run_dummy(self, counts: list[int]) -> None:
+        """Prompts of so many tokens, all in the same blocks, and logits for a full batch."""
         positions = np.concatenate([np.arange(count) for count in counts])
-        blocks = -(-length // self._config.cache.block_size)
+        blocks = -(-max(counts) // self._config.cache.block_size)
         index = torch.from_numpy(positions).to(self._device)
         batch = ForwardBatch(
             input_ids=torch.zeros_like(index),
@@ -145,7 +123,7 @@ class TorchEngine:
             block_tables=torch.arange(blocks, device=self._device).repeat(len(counts), 1),
             seq_lens=torch.tensor(counts, device=self._device),
             logits_indices=torch.zeros(
-                min(self._resolved.max_num_seqs, num_tokens), dtype=torch.long, device=self._device
+                min(self._resolved.max_num_seqs, sum(counts)), dtype=torch.long, device=self._device
             ),
             num_decodes=0,
             query_lens=tuple(counts),

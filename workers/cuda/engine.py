@@ -137,36 +137,17 @@ class CudaEngine:
         wanted = self._config.cache.kv_cache_memory
         if wanted is None:
             report("memory profile", 0, 1, "")
-            wanted = self._profile()
+            share = self._config.cache.gpu_memory_utilization
+            wanted = memory.profile(share, lambda: self._make_caches(1), self._full_step)
         return memory.num_blocks(self._config, wanted, self._dtype)
 
-    def _profile(self) -> int:
-        """Bytes that the KV cache may have: the share of the GPU, less weights and a full step's activations."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        tokens = self._resolved.max_num_batched_tokens
-        length = min(tokens, self._resolved.max_model_len)
-        self._caches = self._make_caches(1)
-        small = torch.cuda.memory_allocated()
-        counts = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
-        self._dummy_step(counts)
-        torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - small
-        self._caches = []
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        return int(total * self._config.cache.gpu_memory_utilization) - (total - free) - activations
-
     def _make_caches(self, count: int) -> list[LayerCache]:
-        spec = self._resolved.spec
-        shape = (2, count, self._block_size, spec.num_key_value_heads, spec.head_dim)
-        try:
-            tensors = [
-                torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(spec.num_hidden_layers)
-            ]
-        except torch.OutOfMemoryError as error:
-            raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
-        return [LayerCache(both[0], both[1]) for both in tensors]
+        return memory.make_caches(self._resolved.spec, count, self._block_size, self._dtype, self._device)
+
+    def _full_step(self, caches: list[LayerCache]) -> None:
+        self._caches = caches
+        self._dummy_step(memory.full_step(self._resolved.max_num_batched_tokens, self._resolved.max_model_len))
+        self._caches = []
 
     def _dummy_step(self, counts: list[int]) -> None:
         """Prompts of the dummy row: reads block 0, writes nowhere that counts."""
