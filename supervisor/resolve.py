@@ -34,6 +34,10 @@ def resolve(config: MeshConfig) -> MeshConfig:
     except model_files.ModelFilesError as error:
         raise UsageError(str(error)) from None
     device = _device(config)
+    if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
+        raise UsageError(
+            f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
+        )
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:

@@ -40,6 +40,8 @@ class LayerCache:
 
     keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     values: Tensor
+    k_scale: float = 1.0  # of an FP8 cache: keys are stored divided by it
+    v_scale: float = 1.0
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""

@@ -11,14 +11,16 @@ from torch import Tensor
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
 
 CPU_SHARE = 0.25  # of the memory that is free now
 CPU_MOST = 4 << 30
+FP8_CAPABILITY = (8, 9)
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block's keys and values over all layers."""
+    """Bytes of one block's keys and values over all layers; dtype: the cache's."""
     return 2 * spec.num_hidden_layers * block_size * spec.num_key_value_heads * spec.head_dim * dtype.itemsize
 
 
@@ -78,16 +80,39 @@ def full_step(max_num_batched_tokens: int, max_model_len: int) -> list[int]:
     return [length] * (max_num_batched_tokens // length) + ([left] if left else [])
 
 
+def cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device, backend: Backend) -> torch.dtype:
+    """Of the KV tensors, for --kv-cache-dtype `wanted` and a model of `dtype`. ProcessFatal where FP8 cannot be used."""
+    if wanted == "auto":
+        return dtype
+    if device.type != "cuda":
+        raise ProcessFatal(f"--kv-cache-dtype {wanted}: it needs a GPU, this worker computes on the CPU; use auto")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < FP8_CAPABILITY:
+        raise ProcessFatal(
+            f"--kv-cache-dtype {wanted}: it needs compute capability 8.9, this GPU has {major}.{minor}; use auto"
+        )
+    if not backend.fp8:
+        raise ProcessFatal(f"--kv-cache-dtype {wanted}: the attention backend {backend.name} cannot read it; use auto")
+    return torch.float8_e4m3fn
+
+
 def make_caches(
-    spec: ModelSpec, count: int, block_size: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    count: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: list[tuple[float, float]] | None = None,
 ) -> list[LayerCache]:
-    """`count` blocks for each layer, all zeros. ProcessFatal when they do not fit."""
+    """`count` blocks for each layer, all zeros. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
     shape = (2, count, block_size, spec.num_key_value_heads, spec.head_dim)
     try:
         tensors = [_zeros(shape, dtype, device) for _ in range(spec.num_hidden_layers)]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
-    return [LayerCache(both[0], both[1]) for both in tensors]
+    if dtype != torch.float8_e4m3fn or scales is None:
+        scales = [(1.0, 1.0)] * len(tensors)
+    return [LayerCache(both[0], both[1], *scale) for both, scale in zip(tensors, scales, strict=True)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

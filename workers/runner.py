@@ -66,10 +66,11 @@ class TorchEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self._model = load_model(resolved, self._device, config.model.seed, progress)
         self._attention = attention_backends.choose(
             config.worker.attention_backend, resolved.spec, self._device, self._dtype, config.cache.block_size
         )
+        memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, self._attention)  # refuses FP8
+        self._model = load_model(resolved, self._device, config.model.seed, progress)
         rows = resolved.max_num_seqs
         self._rows = RowTable(rows, resolved.max_model_len, config.cache.block_size)
         self._sampling = SamplingTable(rows)

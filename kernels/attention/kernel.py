@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import pdl
+from meshlm.kernels import fp8, pdl
+from meshlm.kernels.fp8 import within
 
 
 @triton.jit
@@ -143,11 +144,11 @@ def _rotated(line, weight, angles, at, partner, inside, turned, DIM, half, eps, 
 
 @triton.jit
 def _decode(
-    query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, scale, v_scale,
+    query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, scale, k_scale, v_scale,
     cap, window, rope, q_weight, k_weight, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -193,12 +194,11 @@ def _decode(
             only = (m_at == 0)[:, None] & (d < DIM)[None, :]
             k_line = qkv + (HEADS + kv + m_at * 0)[:, None] * DIM
             key = _rotated(k_line, k_weight, angles, d, partner, only, turned, DIM, half, eps, NORM)
-            tl.store(
-                keys + to[None, :] + (m_at * 0)[:, None],
-                key.to(query.dtype.element_ty).to(keys.dtype.element_ty),
-                mask=only,
-            )
-            value = tl.load(qkv + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM)
+            value = tl.load(qkv + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM).to(tl.float32)
+            if FP8:
+                key = within(key, k_scale)
+                value = within(value, v_scale)
+            tl.store(keys + to[None, :] + (m_at * 0)[:, None], key.to(keys.dtype.element_ty), mask=only)
             tl.store(values + to, value.to(values.dtype.element_ty), mask=d < DIM)
             tl.debug_barrier()
     else:
@@ -375,8 +375,8 @@ def decode(
     """Those of the first n requests of the columns that have one token: query, out [>= n, heads, d].
 
     With `rope`, query is the projection qkv [>= n, (heads + 2 kv_heads) d] as it is: heads are normed and rotated here, and the
-    new keys and values are written to the cache. workspace: float32 with room for [n, heads, splits, d] and [n, heads, splits, 2],
-    int32 zeros [n, kv_heads] (left zero); splits is a power of two.
+    new keys and values are written to the cache, divided by the scales of `extras` if that is FP8. splits is a power of two.
+    workspace: float32 with room for [n, heads, splits, d] and [n, heads, splits, 2], int32 zeros [n, kv_heads] (left zero).
     """
     _, page, kv_heads, dim = keys.shape
     heads = rope.num_heads if rope is not None else query.shape[1]
@@ -385,11 +385,12 @@ def decode(
     norms = rope.norms if rope is not None and rope.norms is not None else (query, query)
     _decode[(kv_heads, splits, at.n)](
         query, keys, values, out, parts, sums, counters, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
-        query if extras.sinks is None else extras.sinks, scale * extras.k_scale, extras.v_scale,
-        extras.cap, extras.window, table, *norms, rope.eps if rope is not None else 0.0,
+        query if extras.sinks is None else extras.sinks, scale * extras.k_scale,
+        extras.k_scale, extras.v_scale, extras.cap, extras.window, table, *norms, rope.eps if rope is not None else 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(dim), SPLITS=splits, CAP=extras.cap > 0,
         SINKS=extras.sinks is not None, ROPE=rope is not None, ROTARY=table.shape[-1] if rope is not None else 0,
-        NORM=rope is not None and rope.norms is not None, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
+        NORM=rope is not None and rope.norms is not None, FP8=keys.dtype == fp8.DTYPE, PDL=pdl.supported(),
+        num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip

@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels import fp8
+from meshlm.kernels.fp8 import within
+
 
 @triton.jit
 def _rope_cache(
-    qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps,
+    qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps, k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -32,7 +35,7 @@ def _rope_cache(
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM)
     own = tl.load(row + head[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(row + head[:, None] * DIM + partner[None, :], mask=inside & turned, other=0.0).to(tl.float32)
-    value = tl.load(row + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM, other=0.0)
+    value = tl.load(row + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
     if NORM:
         dtype = query.dtype.element_ty
         inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
@@ -51,6 +54,9 @@ def _rope_cache(
     tl.store(to, own.to(query.dtype.element_ty), mask=is_query[:, None] & inside)
     slot = tl.load(slots + token)
     if slot >= 0:
+        if FP8:
+            own = within(own, k_scale)
+            value = within(value, v_scale)
         place = (slot * KV_HEADS + kv) * DIM + d
         tl.store(keys + place[None, :] + (r * 0)[:, None], own.to(keys.dtype.element_ty), mask=is_key[:, None] & inside)
         tl.store(values + place, value.to(values.dtype.element_ty), mask=d < DIM)
@@ -66,19 +72,22 @@ def rope_cache(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`.
 
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norms: weights [d] of query and key.
+    The scales are those of an FP8 cache.
     """
     kv_heads, dim = keys.shape[-2:]
     tokens = qkv.shape[0]
     query = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight = norms if norms else (table, table)
     _rope_cache[(tokens, kv_heads)](
-        qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps,
+        qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps, k_scale, v_scale,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=table.shape[1],
-        NORM=norms is not None, ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
+        NORM=norms is not None, FP8=keys.dtype == fp8.DTYPE, ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
         BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return query

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from meshlm.kernels import fp8
 from meshlm.kernels.norm.reference import rms_norm
 
 
@@ -16,6 +17,8 @@ def rope_cache(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     kv_heads, dim = keys.shape[-2:]
     heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, dim)
@@ -31,6 +34,9 @@ def rope_cache(
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
     written = slots >= 0
-    keys.view(-1, kv_heads, dim)[slots[written]] = turn(key)[written].to(keys.dtype)
-    values.view(-1, kv_heads, dim)[slots[written]] = value[written].to(values.dtype)
+    for cache, lines, scale in ((keys, turn(key), k_scale), (values, value, v_scale)):
+        kept = fp8.stored(lines[written], scale, cache.dtype)
+        if cache.dtype == fp8.DTYPE:  # torch cannot index this dtype everywhere
+            cache, kept = cache.view(torch.uint8), kept.view(torch.uint8)
+        cache.view(-1, kv_heads, dim)[slots[written]] = kept
     return turn(query)

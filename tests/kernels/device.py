@@ -16,3 +16,16 @@ def near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, factor: 
     """Within the dtype's rounding of the reference."""
     tolerance = TOLERANCE[dtype] * factor
     torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+WIDE = torch.bfloat16 if ON_GPU else torch.float16
+"""The dtype of queries beside an FP8 cache."""
+needs_fp8 = pytest.mark.skipif(
+    ON_GPU and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no 8-bit floats"
+)
+
+
+def near_in_fp8(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within one step of e4m3. The interpreter (triton 3.9) loses the carry when a value rounds up to a power of two."""
+    step = torch.isclose(got.float(), expected.float(), atol=0.01, rtol=0.13)
+    assert float(step.float().mean()) >= (1.0 if ON_GPU else 0.98)

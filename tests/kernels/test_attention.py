@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from device import DEVICE, DTYPES, MARKS, near
+from device import DEVICE, DTYPES, MARKS, WIDE, near, near_in_fp8, needs_fp8
 
+from meshlm.kernels import fp8
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, Rope, decode, prefill
 from meshlm.kernels.attention.reference import attention
 from meshlm.kernels.rope_cache.reference import rope_cache
@@ -125,3 +126,46 @@ def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, no
     assert torch.equal(values, expected_values)
     near(out, expected, dtype, 2)
     assert not room[2].any()
+
+
+FP8 = Extras(k_scale=0.5, v_scale=0.25)
+
+
+def in_fp8(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return fp8.stored(keys, FP8.k_scale, fp8.DTYPE), fp8.stored(values, FP8.v_scale, fp8.DTYPE)
+
+
+@needs_fp8
+@pytest.mark.parametrize("splits", [1, 4])
+def test_an_fp8_cache_is_read(splits: int) -> None:
+    query, keys, values, at = make([(31, 1), (99, 1), (0, 1), (0, 40), (17, 20)], 4, 2, 64, WIDE)
+    keys, values = in_fp8(keys, values)
+    expected = attention(query, keys, values, at, 0.125, FP8)
+    out = torch.empty_like(query)
+    prefill(query, keys, values, at, 0.125, out, extras=FP8, fewest=2, block_q=8, block_n=32, warps=4)
+    decode(query, keys, values, at, 0.125, out, workspace(5, 4, splits, 64), splits, FP8, block_n=32)
+    near(out, expected, WIDE, 2)
+
+
+@needs_fp8
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_decode_writes_its_own_key_to_an_fp8_cache(splits: int) -> None:
+    """Divided by the scale, and no larger than the format can hold."""
+    heads, kv_heads, dim = 4, 2, 64
+    _, keys, values, at = make([(0, 1), (31, 1), (16, 1)], heads, kv_heads, dim, WIDE)
+    keys, values = in_fp8(keys, values)
+    qkv = torch.randn(3, heads + 2 * kv_heads, dim, device=DEVICE).to(WIDE)
+    qkv[1, heads:, 3] = 3000.0
+    angles = torch.outer(torch.arange(128.0), 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim)).to(DEVICE)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = at.starts.long()
+    slots = at.blocks[at.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
+    wanted = keys.clone(), values.clone()
+    query = rope_cache(qkv.view(3, -1), positions, slots, table, None, 0.0, *wanted, heads, FP8.k_scale, FP8.v_scale)
+    out = torch.empty(3, heads, dim, device=DEVICE, dtype=WIDE)
+    rope = Rope(table, None, 0.0, heads)
+    decode(qkv.view(3, -1), keys, values, at, 0.125, out, workspace(3, heads, splits, dim), splits, FP8, rope)
+    near_in_fp8(keys, wanted[0])
+    near_in_fp8(values, wanted[1])
+    assert float(values.float().abs().max()) == fp8.LARGEST
+    near(out, attention(query, keys, values, at, 0.125, FP8), WIDE, 2)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from device import DEVICE, DTYPES, MARKS, near
+from device import DEVICE, DTYPES, MARKS, WIDE, near, near_in_fp8, needs_fp8
 
+from meshlm.kernels import fp8
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.gemv import reference as gemv_reference
 from meshlm.kernels.norm import kernel as norm
@@ -57,6 +58,24 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bo
     near(ours, theirs, dtype)
     near(caches[:2], caches[2:], dtype)
     assert caches[0].view(-1, kv_heads, dim)[1].abs().sum() == 0, "a slot was written that no token has"
+
+
+@needs_fp8
+def test_rope_cache_in_fp8() -> None:
+    """Divided by the scales, and no larger than the format can hold."""
+    torch.manual_seed(0)
+    qkv = torch.randn(5, 8, 64, device=DEVICE).to(WIDE)
+    qkv[2, 4:, 7] = -3000.0
+    table = torch.cat((torch.ones(9, 32), torch.zeros(9, 32)), 1).to(DEVICE)
+    positions, slots = torch.arange(5, device=DEVICE), torch.tensor([5, 31, 0, 17, -1], device=DEVICE)
+    caches = torch.zeros(4, 2, 16, 2, 64, device=DEVICE).to(fp8.DTYPE)
+    ours = rope.rope_cache(qkv.view(5, -1), positions, slots, table, None, 0.0, caches[0], caches[1], 4, 0.5, 0.25)
+    theirs = rope_reference.rope_cache(
+        qkv.view(5, -1), positions, slots, table, None, 0.0, caches[2], caches[3], 4, 0.5, 0.25
+    )
+    near(ours, theirs, WIDE)
+    near_in_fp8(caches[:2], caches[2:])
+    assert float(caches[:2].float().min()) == -fp8.LARGEST
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

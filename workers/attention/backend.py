@@ -39,6 +39,7 @@ class Backend(Protocol):
 
     name: str
     graphs: bool  # may be captured in a CUDA graph when all requests decode one token
+    fp8: bool  # reads and writes a cache of float8_e4m3fn
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         """Why it cannot serve this model here; "" when it can."""
@@ -50,7 +51,7 @@ class Backend(Protocol):
 class TorchBackend:
     """The reference: correct everywhere."""
 
-    name, graphs = "torch", False
+    name, graphs, fp8 = "torch", False, False
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         return ""

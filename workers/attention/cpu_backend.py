@@ -18,7 +18,7 @@ class _CpuAttention(TorchAttention):
 class CpuBackend:
     """See `meshlm.workers.attention.backend.Backend`."""
 
-    name, graphs = "cpu", False
+    name, graphs, fp8 = "cpu", False, False
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         if device.type != "cpu":

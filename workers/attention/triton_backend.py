@@ -48,7 +48,7 @@ class TritonAttention:
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:
-        extras = kernel.Extras(window=sliding_window) if sliding_window else kernel.PLAIN
+        extras = kernel.Extras(window=sliding_window, k_scale=cache.k_scale, v_scale=cache.v_scale)
         decodes, columns = self._batch.num_decodes, self._columns
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -99,7 +99,7 @@ class TritonAttention:
 class TritonBackend:
     """See `meshlm.workers.attention.backend.Backend`."""
 
-    name, graphs = "triton", True
+    name, graphs, fp8 = "triton", True, True
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Workspace] = {}

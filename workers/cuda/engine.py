@@ -96,6 +96,7 @@ class CudaEngine:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._dtype = DTYPES[resolved.dtype]
         self._block_size = config.cache.block_size
+        self._cache_dtype = memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, backend)
 
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
@@ -139,10 +140,12 @@ class CudaEngine:
             report("memory profile", 0, 1, "")
             share = self._config.cache.gpu_memory_utilization
             wanted = memory.profile(share, lambda: self._make_caches(1), self._full_step)
-        return memory.num_blocks(self._config, wanted, self._dtype)
+        return memory.num_blocks(self._config, wanted, self._cache_dtype)
 
     def _make_caches(self, count: int) -> list[LayerCache]:
-        return memory.make_caches(self._resolved.spec, count, self._block_size, self._dtype, self._device)
+        scales = self._model.kv_scales()
+        spec = self._resolved.spec
+        return memory.make_caches(spec, count, self._block_size, self._cache_dtype, self._device, scales)
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self._caches = caches

@@ -60,4 +60,6 @@ class TritonOps(Composed):
             cache.keys,
             cache.values,
             heads.num_heads,
+            cache.k_scale,
+            cache.v_scale,
         )

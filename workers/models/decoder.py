@@ -78,6 +78,7 @@ class Attention(nn.Module):
         self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
         self._heads: Heads | None = None
 
     def prepare(self) -> None:
@@ -170,6 +171,10 @@ class Decoder(nn.Module):
             x, residual = layer.mlp(x, residual, layer.post_norm, ops)
         assert residual is not None
         return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
+
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """Of keys and values in an FP8 cache, by layer."""
+        return [layer.attention.kv_scale for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights import sources
 
@@ -68,6 +69,8 @@ def _fill(model: Decoder, resolved: Resolved, device: torch.device, progress: Ca
     total = sum(p.numel() * p.element_size() for p in slots.values())
     done = 0
     for name, tensor in sources.tensors(Path(resolved.model_path), resolved.load_format, resolved.spec, device):
+        if _take_kv_scale(name, tensor, model):
+            continue
         place = _place(name, model)
         if place is None:
             continue
@@ -108,6 +111,22 @@ def _place(name: str, model: Decoder) -> tuple[str, int, int] | None:
     if stem not in _RENAMES:
         return None
     return f"layers.{layer}.{_RENAMES[stem]}.{kind}", 0, 0
+
+
+def _take_kv_scale(name: str, tensor: Tensor, model: Decoder) -> bool:
+    """A scale of an FP8 cache (k_scale, v_scale of self_attn, its attn or its projections) goes to its layer."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale", name)
+    if match is None:
+        return False
+    if tensor.numel() != 1 or not 0 < float(tensor) < float("inf"):
+        raise ProcessFatal(
+            f"tensor {name}: one positive number per layer is read, this has shape {tuple(tensor.shape)}"
+        )
+    attention = model.layers[int(match[1])].attention
+    assert isinstance(attention, Attention)
+    keys, values = attention.kv_scale
+    attention.kv_scale = (float(tensor), values) if match[2] == "k" else (keys, float(tensor))
+    return True
 
 
 def _part_sizes(model: Decoder, module: str) -> tuple[int, ...]:

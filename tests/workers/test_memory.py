@@ -1,0 +1,100 @@
+"""How much KV cache there is, of which dtype, and what is said where it cannot be."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.model_files import resolve_model
+from meshlm.supervisor import flags, resolve
+from meshlm.supervisor.errors import UsageError
+from meshlm.workers import memory
+from meshlm.workers.attention.backend import TorchBackend
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights import load
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Fp8Backend(TorchBackend):
+    fp8 = True
+
+
+@pytest.fixture
+def spec(smollm2: Path) -> ModelSpec:
+    return resolve_model(str(smollm2)).spec
+
+
+def capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+
+
+def test_auto_is_the_models_dtype() -> None:
+    assert memory.cache_dtype("auto", torch.float32, CPU, TorchBackend()) == torch.float32
+
+
+def test_fp8_halves_a_block(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability(monkeypatch, 9, 0)
+    fp8 = memory.cache_dtype("fp8", torch.bfloat16, CUDA, Fp8Backend())
+    assert fp8 == torch.float8_e4m3fn
+    assert 2 * memory.block_bytes(spec, 16, fp8) == memory.block_bytes(spec, 16, torch.bfloat16)
+
+
+def test_fp8_needs_a_gpu_that_has_it_and_a_backend_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability(monkeypatch, 8, 0)
+    with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: it needs compute capability 8.9, this GPU has 8.0"):
+        memory.cache_dtype("fp8", torch.bfloat16, CUDA, Fp8Backend())
+    capability(monkeypatch, 9, 0)
+    with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: the attention backend torch cannot read it"):
+        memory.cache_dtype("fp8", torch.bfloat16, CUDA, TorchBackend())
+    with pytest.raises(ProcessFatal, match=r"--kv-cache-dtype fp8: it needs a GPU"):
+        memory.cache_dtype("fp8", torch.float32, CPU, TorchBackend())
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_fp8_on_a_cpu_is_refused_before_anything_starts(smollm2: Path, device: str) -> None:
+    config = flags.build({"model": str(smollm2), "device": device, "kv_cache_dtype": "fp8"}, None)
+    with pytest.raises(UsageError, match=f"--kv-cache-dtype fp8: .* not --device {device}"):
+        resolve.resolve(config)
+
+
+def test_scales_are_of_an_fp8_cache_only(spec: ModelSpec) -> None:
+    scales = [(0.5, 0.25)] * spec.num_hidden_layers
+    (first, *_) = memory.make_caches(spec, 2, 16, torch.float8_e4m3fn, CPU, scales)
+    assert (first.k_scale, first.v_scale) == (0.5, 0.25)
+    assert first.keys.dtype == torch.float8_e4m3fn
+    assert not first.keys.float().any()
+    (first, *_) = memory.make_caches(spec, 2, 16, torch.float32, CPU, scales)
+    assert (first.k_scale, first.v_scale) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("form", ["self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"])
+def test_scales_come_from_the_checkpoint(spec: ModelSpec, form: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(spec, 16)
+    assert load._take_kv_scale(f"model.layers.1.{form}", torch.tensor([0.5]), model)
+    assert load._take_kv_scale("model.layers.1.self_attn.v_scale", torch.tensor(0.25), model)
+    assert not load._take_kv_scale("model.layers.1.self_attn.k_proj.weight", torch.zeros(1), model)
+    assert model.kv_scales()[:2] == [(1.0, 1.0), (0.5, 0.25)]
+    for bad in (torch.ones(2), torch.tensor(0.0), torch.tensor(float("nan"))):
+        with pytest.raises(ProcessFatal, match=r"layers.0.self_attn.k_scale: one positive number"):
+            load._take_kv_scale("model.layers.0.self_attn.k_scale", bad, model)
+
+
+def test_a_full_step_is_filled() -> None:
+    assert memory.full_step(100, 30) == [30, 30, 30, 10]
+    assert memory.full_step(60, 30) == [30, 30]
+    assert memory.full_step(20, 30) == [20]
+
+
+def test_too_little_for_one_request_names_what_fits(smollm2: Path) -> None:
+    config = resolve.resolve(flags.build({"model": str(smollm2), "device": "cpu", "max_model_len": 256}, None))
+    assert config.resolved is not None
+    each = memory.block_bytes(config.resolved.spec, 16, torch.float32)
+    with pytest.raises(ProcessFatal, match=r"--max-model-len 256 .* --max-model-len 160 would fit"):
+        memory.num_blocks(config, 10 * each, torch.float32)
+    with pytest.raises(ProcessFatal, match="not even one block fits"):
+        memory.num_blocks(config, -5, torch.float32)
+    assert memory.num_blocks(config, 17 * each, torch.float32) == 17
