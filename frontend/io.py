@@ -12,7 +12,7 @@ from meshlm.frontend.answers import Answer
 from meshlm.frontend.desk import Choice, Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.server import Routes
-from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.control_edge import MeshStats, Profile, Profiled
 from meshlm.protocol.ids import Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -31,6 +31,7 @@ from meshlm.runtime.mesh import Mesh
 TICK_S = 1.0
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 ASK_TIMEOUT_S = 30.0
+PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
 
 
@@ -44,6 +45,7 @@ class FrontendApp:
         self._mesh: Mesh | None = None
         self._stats = MeshStats(False, "starting")
         self._asked: dict[int, asyncio.Future[TokenizeReply | DetokenizeReply]] = {}
+        self._profiles: dict[int, asyncio.Future[Profiled]] = {}
         self._server: http.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._orphaned_at: float | None = None
@@ -149,6 +151,19 @@ class FrontendApp:
         finally:
             del self._asked[message.handle]
 
+    async def profile(self, *, start: bool) -> Profiled:
+        """Begin or end a trace in every worker."""
+        assert self._mesh is not None
+        handle = self.new_handle()
+        self._profiles[handle] = future = asyncio.get_running_loop().create_future()
+        try:
+            self._mesh.tell_supervisor(Profile(handle, start))
+            return await asyncio.wait_for(future, PROFILE_TIMEOUT_S)
+        except TimeoutError:
+            raise HttpError(504, "the supervisor did not answer", kind="timeout_error") from None
+        finally:
+            del self._profiles[handle]
+
     def done(self, answer: Answer, started: float, path: str, status: int) -> None:
         """Metrics and the one log line of a request."""
         assert self._mesh is not None
@@ -204,6 +219,10 @@ class FrontendApp:
                 future = self._asked.get(message.handle)
                 if future is not None and not future.done():
                     future.set_result(message)
+            case Profiled():
+                waiting = self._profiles.get(message.handle)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
             case MeshStats():
                 self._stats = message
                 self._news.set()

@@ -28,6 +28,7 @@ from meshlm.frontend.http import EventWriter
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
@@ -51,6 +52,7 @@ class Backend(Protocol):
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
     def close(self, choices: list[Choice]) -> None: ...
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
+    async def profile(self, *, start: bool) -> Profiled: ...
     def done(self, answer: Answer, started: float, path: str, status: int) -> None: ...
     def metrics(self) -> bytes: ...
 
@@ -74,6 +76,8 @@ class Routes:
             Route("/ready", _Endpoint(self.ready), methods=get),
             Route("/version", _Endpoint(self.version), methods=get),
             Route("/ping", _Endpoint(self.health), methods=["GET", "POST"]),
+            Route("/start_profile", _Endpoint(self.start_profile), methods=post),
+            Route("/stop_profile", _Endpoint(self.stop_profile), methods=post),
             Route("/metrics", _Endpoint(self.metrics), methods=get),
         ]
         server = self._backend.config.server
@@ -97,6 +101,20 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def start_profile(self, request: Request) -> Response:
+        return await self._profile(start=True)
+
+    async def stop_profile(self, request: Request) -> Response:
+        return await self._profile(start=False)
+
+    async def _profile(self, *, start: bool) -> Response:
+        if not self._backend.config.worker.profiler_dir:
+            raise HttpError(404, "start the server with --profiler-dir to take traces", kind="not_found_error")
+        answer = await self._backend.profile(start=start)
+        if answer.error:
+            raise HttpError(409, answer.error)
+        return _json({"paths": list(answer.paths)})
 
     async def models(self, request: Request) -> Response:
         resolved = self._backend.resolved

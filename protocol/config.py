@@ -83,6 +83,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "cpu", "torch", "triton"], Meta(description="attention implementation")
     ] = "auto"
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core")] = 0
+    profiler_dir: Annotated[
+        str, Meta(description="directory for profiler traces; with it POST /start_profile and /stop_profile work")
+    ] = ""
     fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step")] = 0.0
 
 

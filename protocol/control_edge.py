@@ -37,7 +37,22 @@ class Beat(Struct, frozen=True, tag="beat"):
     rss_bytes: int = 0
 
 
-ChildToSupervisor = Progress | Ready | Failed | Beat
+class Profile(Struct, frozen=True, tag="profile"):
+    """Begin or end a profiler trace: a frontend asks the supervisor, the supervisor each worker."""
+
+    handle: int  # names the question in the answer
+    start: bool
+
+
+class Profiled(Struct, frozen=True, tag="profiled"):
+    """The answer to Profile: the files that were written (none at the beginning), or why not."""
+
+    handle: int
+    paths: tuple[str, ...] = ()
+    error: str = ""
+
+
+ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled
 
 
 class Died(Struct, frozen=True, tag="died"):
@@ -53,7 +68,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     drain_s: float
 
 
-SupervisorToChild = Died | Shutdown
+SupervisorToChild = Died | Shutdown | Profile | Profiled
 
 
 class Member(Struct, frozen=True):

@@ -4,7 +4,6 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -24,6 +23,7 @@ from meshlm.supervisor import control, group, rundir
 from meshlm.supervisor.children import Child
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.traces import Traces
 
 TICK_S = 0.1
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
@@ -60,6 +60,8 @@ class Supervisor:
         self._mesh: Mesh | None = None
         self._status: asyncio.Server | None = None
         self._drain_s = config.run.drain_timeout
+        self._traces = Traces(self._mesh_send)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Write mesh.json, open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
@@ -116,6 +118,11 @@ class Supervisor:
             case edge.Beat():
                 self._beats[peer] = message
                 self._do(group.Beaten(peer, life, message.step, message.phase))
+            case edge.Profile():
+                self._tasks.add(task := self._loop.create_task(self._profile_for(peer, message)))
+                task.add_done_callback(self._tasks.discard)
+            case edge.Profiled():
+                self._traces.answered(peer, message)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
@@ -127,6 +134,17 @@ class Supervisor:
 
     def flush(self) -> None:
         """Nothing is batched here."""
+
+    # --- profiler traces ---
+
+    async def profile(self, *, start: bool) -> edge.Profiled:
+        """Begin or end a trace in every worker (--profiler-dir)."""
+        workers = [identity for identity in self._group.processes if identity.role is Role.WORKER]
+        return await self._traces.ask(workers, start=start)
+
+    async def _profile_for(self, frontend: Identity, asked: edge.Profile) -> None:
+        answer = await self.profile(start=asked.start)
+        self._mesh_send(frontend, msgspec.structs.replace(answer, handle=asked.handle))
 
     # --- the group's decisions ---
 
@@ -165,6 +183,7 @@ class Supervisor:
     def _exited(self, child: Child, code: int) -> None:
         if self._children.get(child.identity) is child:
             del self._children[child.identity]
+            self._traces.lost(child.identity)
         # Its last words may still be in our inbox: let the loop read them first.
         self._loop.call_soon(self._do, group.Exited(child.identity, child.incarnation, code))
 
@@ -184,10 +203,14 @@ class Supervisor:
             for peer in self._mesh.peers(role):
                 self._mesh_send(peer, message)
 
-    def _mesh_send(self, peer: Identity, message: Struct) -> None:
+    def _mesh_send(self, peer: Identity, message: Struct) -> bool:
+        """False when there is no link: it died too, and its next life is told."""
         assert self._mesh is not None
-        with contextlib.suppress(LinkDown):  # it died too, and its next life is told
+        try:
             self._mesh.send(peer, message)
+        except LinkDown:
+            return False
+        return True
 
     def _tick(self) -> None:
         self._do(group.Tick())

@@ -351,6 +351,20 @@ class LLM:
         """Token ids of texts, by the mesh's own tokenizer."""
         return self._call(self._client.tokenize(list(texts)))
 
+    def start_profile(self) -> None:
+        """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
+        self._profile(start=True)
+
+    def stop_profile(self) -> tuple[str, ...]:
+        """End the trace: the files that were written, one a worker."""
+        return self._profile(start=False)
+
+    def _profile(self, *, start: bool) -> tuple[str, ...]:
+        answer = self._call(self._supervisor.profile(start=start))
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer.paths
+
     def shutdown(self) -> None:
         """End all processes. Called at exit by itself."""
         if self._loop.is_running():

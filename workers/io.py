@@ -13,11 +13,13 @@ import time
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.control_edge import Profile
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, WorkerReady
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.engine import Engine, Pending, ProgressReport
+from meshlm.workers.profiler import Profiler
 
 IDLE_AFTER_S = 0.004  # without a plan, background work is done
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
@@ -47,7 +49,7 @@ class WorkerApp:
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
         self._engine: Engine | None = None
-        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset, int] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Profile, int] | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
@@ -96,6 +98,9 @@ class WorkerApp:
 
     def _step_for_ever(self, engine: Engine) -> None:
         background = True
+        assert self._mesh is not None
+        identity = self._mesh.identity
+        profiler = Profiler(self._mesh.config.worker.profiler_dir, f"{identity.role.value}-{identity.index}")
         while True:
             self._phase = "idle"
             try:
@@ -110,6 +115,10 @@ class WorkerApp:
             if isinstance(message, Reset):
                 engine.reset()
                 self._say(self._ready_message(engine, message))
+                continue
+            if isinstance(message, Profile):
+                self._phase = "profiling"
+                self._mesh.call_soon_threadsafe(self._mesh.tell_supervisor, profiler.handle(message))
                 continue
             self._steps += 1
             try:
@@ -183,6 +192,8 @@ class WorkerApp:
                     self._reset = message
                 else:
                     self._plans.put((message, 0))
+            case Profile():  # from the supervisor
+                self._plans.put((message, 0))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """The scheduler speaks first."""

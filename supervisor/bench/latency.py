@@ -21,22 +21,37 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--n", type=int, default=1, help="sequences per prompt")
     parser.add_argument("--num-iters-warmup", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=30)
+    parser.add_argument("--profile", action="store_true", help="after measuring, one more iteration into a trace")
+    parser.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
     parser.add_argument("--output-json", help="file for the results")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     names = {setting.name for setting in flags.settings()}
-    llm = LLM(**{"enable_prefix_caching": False, **{k: v for k, v in vars(arguments).items() if k in names}})
+    settings = {"enable_prefix_caching": False, **{k: v for k, v in vars(arguments).items() if k in names}}
+    if arguments.profile:
+        settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
+    llm = LLM(**settings)
     vocab_size = llm.vocab_size
     params = SamplingParams(n=arguments.n, temperature=1.0, max_tokens=arguments.output_len, ignore_eos=True)
     latencies: list[float] = []
-    for iteration in range(arguments.num_iters_warmup + arguments.num_iters):
-        samples = random_ids(arguments.batch_size, arguments.input_len, 1, vocab_size, seed=iteration)
+
+    def iterate(seed: int) -> float:
+        samples = random_ids(arguments.batch_size, arguments.input_len, 1, vocab_size, seed=seed)
         begun = time.perf_counter()
         llm.generate([s.prompt for s in samples if isinstance(s.prompt, list)], params, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    for iteration in range(arguments.num_iters_warmup + arguments.num_iters):
+        took = iterate(iteration)
         if iteration >= arguments.num_iters_warmup:
-            latencies.append(time.perf_counter() - begun)
+            latencies.append(took)
+    if arguments.profile:
+        llm.start_profile()
+        iterate(arguments.num_iters_warmup + arguments.num_iters)
+        for path in llm.stop_profile():
+            print(f"Profiler trace: {path}")
     llm.shutdown()
     average = sum(latencies) / len(latencies)
     found = percentiles(latencies, PERCENTILES)

@@ -190,6 +190,8 @@ FULL: tuple[Struct, ...] = (
     control.Beat(4, "stepping", 1 << 33),
     control.Died(SCHEDULER, LIFE),
     control.Shutdown(30.0),
+    control.Profile(3, True),
+    control.Profiled(3, ("/traces/worker-0.json",), "no room"),
     MEMBER,
     control.Join(MEMBER),
     control.Leave(),
