@@ -14,3 +14,9 @@ import torch
 def supported() -> bool:
     """Whether kernels here are launched so."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 8 elsewhere (the interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

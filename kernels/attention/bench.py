@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.kernel import Columns, Rope, decode, decode_tiles, prefill
+from meshlm.kernels.attention.kernel import Columns, Rope, decode, decode_tiles, dense, prefill, prefill_tiles
 
 PAGE = 16
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
-PREFILLS = [(1, 1024), (1, 8192), (4, 2048), (1, 32768)]
+PREFILLS = [(1, 1024), (8, 1024), (1, 8192), (4, 2048), (1, 32768)]
 HEADS = [(32, 8, 128), (16, 8, 128)]
 
 
@@ -103,30 +103,32 @@ def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool) 
     cache = torch.randn(2, total, PAGE, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(n * tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
-    group = heads // kv_heads
-    choices: list[tuple[int, int, int, int]] = [(128 // group, 64, 4, 2)]
+    qkv = torch.randn(n * tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
+    usual = prefill_tiles(n * tokens * heads, dense(dim, query.device))
+    choices: list[tuple[int, int, int, int]] = [usual]
     if tune:
-        choices = list(itertools.product((64 // group, 128 // group), (32, 64, 128), (4, 8), (2, 3, 4)))
+        choices += itertools.product((64, 128, 256), (64, 128), (4, 8), (2, 3, 4))
     found = []
-    for block_q, block_n, warps, stages in choices:
+    for tiles in choices:
 
-        def run(q: int = block_q, b: int = block_n, w: int = warps, g: int = stages) -> None:
-            prefill(query, cache[0], cache[1], at, dim**-0.5, out, block_q=q, block_n=b, warps=w, stages=g)
+        def run(t: tuple[int, int, int, int] = tiles) -> None:
+            prefill(query, cache[0], cache[1], at, dim**-0.5, out, qkv=qkv, tiles=t)
 
         try:
-            found.append((microseconds(run, 5), block_q, block_n, warps, stages))
+            found.append((microseconds(run, 5), *tiles))
         except Exception as error:
             if not tune:
                 raise
-            print("skipped", block_q, block_n, warps, stages, str(error)[:60])
+            print("skipped", tiles, str(error)[:60])
     found.sort()
     best = found[0][0]
     result: dict[str, Any] = {"prefill": [n, tokens], "heads": shape, "us": round(best, 1)}
     result["tflop_s"] = round(n * 2 * tokens * tokens * heads * dim / best / 1e6)
     if tune:
         result["best"] = [
-            {"us": round(f[0], 1), "block_q": f[1], "block_n": f[2], "warps": f[3], "stages": f[4]} for f in found[:4]
+            {"us": round(f[0], 1), "rows": f[1], "block_n": f[2], "warps": f[3], "stages": f[4]} for f in found[:4]
         ]
+        result["default_us"] = round(next(f[0] for f in found if f[1:] == usual), 1)
     return result
 
 

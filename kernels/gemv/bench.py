@@ -1,4 +1,4 @@
-"""Products of few rows against the time of reading the weight, on the GPU that is there, and against cuBLAS.
+"""Products of one row against the time of reading the weight, on the GPU that is there, and against cuBLAS.
 
     python -P -m meshlm.kernels.gemv.bench [--tune] [--json FILE]
 
@@ -6,12 +6,14 @@ Many copies of each weight take turns, so that none is read from the cache.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from meshlm.kernels.attention.bench import microseconds
 from meshlm.kernels.gemv.kernel import gemv, shape_of
@@ -27,37 +29,39 @@ SHAPES = [
     (14336, 4096, True, True),
     (4096, 14336, False, False),
 ]
-CHOICES = [
-    (1, 512, 1), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 512, 2), (2, 1024, 2),
-    (2, 1024, 4), (2, 2048, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 8), (8, 512, 4), (8, 512, 8),
-]  # fmt: skip
+# BLOCK_N, warps, stages, programs per multiprocessor
+CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))
 
 
-def bench(shape: tuple[int, int, bool, bool], rows: int, tune: bool) -> dict[str, Any]:
+def bench(shape: tuple[int, int, bool, bool], tune: bool) -> dict[str, Any]:
     outputs, inputs, gate, norm = shape
     lines = outputs * (2 if gate else 1)
     copies = max(4, (256 << 20) // (lines * inputs * 2))
     weights = torch.randn(copies, lines, inputs, device="cuda", dtype=torch.bfloat16)
-    x, residual = torch.randn(2, rows, inputs, device="cuda", dtype=torch.bfloat16)
+    x, residual = torch.randn(2, 1, inputs, device="cuda", dtype=torch.bfloat16)
     norm_weight = torch.ones(inputs, device="cuda", dtype=torch.bfloat16)
     options: dict[str, Any] = {"norm": norm_weight, "residual": residual, "eps": 1e-6} if norm else {}
     choices = [shape_of(outputs, inputs, gate)]
     if tune:
-        choices += CHOICES
+        line = triton.next_power_of_2(inputs) * (4 if gate else 2)  # bytes of a tile's row
+        choices += [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
     found = []
     for choice in choices:
 
-        def run(c: tuple[int, int, int] = choice) -> None:
+        def run(c: tuple[int, int, int, int] = choice) -> None:
             for weight in weights:
                 gemv(x, weight, gate=gate, shape=c, **options)
 
-        found.append((microseconds(run, 5) / copies, choice))
+        try:
+            found.append((microseconds(run, 5) / copies, choice))
+        except triton.runtime.errors.OutOfResources:
+            continue
 
     def library() -> None:
         for weight in weights:
             F.linear(x, weight)
 
-    result: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "gate": gate, "rows": rows}
+    result: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "gate": gate}
     result["default_us"] = round(found[0][0], 2)
     result["tb_s"] = round(lines * inputs * 2 / found[0][0] / 1e6, 2)
     result["cublas_us"] = round(microseconds(library, 5) / copies, 2)
@@ -69,15 +73,13 @@ def bench(shape: tuple[int, int, bool, bool], rows: int, tune: bool) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--shapes", type=int, nargs="+", default=list(range(len(SHAPES))))
     parser.add_argument("--json")
     arguments = parser.parse_args()
     results = []
-    for rows in arguments.rows:
-        for shape in arguments.shapes:
-            results.append(bench(SHAPES[shape], rows, arguments.tune))
-            print(json.dumps(results[-1]), flush=True)
+    for shape in arguments.shapes:
+        results.append(bench(SHAPES[shape], arguments.tune))
+        print(json.dumps(results[-1]), flush=True)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
 

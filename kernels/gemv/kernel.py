@@ -1,12 +1,13 @@
-"""Products of few rows with a weight, bound by reading the weight once; the norm before and the gate after come for free.
+"""Products of one row with a weight, bound by reading the weight once; the norm before and the gate after come for free.
 
     h = x + residual                                  (NORM with a residual; rounded to the stream's dtype)
-    y = h / sqrt(mean(h^2) + eps) * norm_weight       (NORM; the division is taken out of the sum over k)
+    y = h / sqrt(mean(h^2) + eps) * norm_weight       (NORM)
     out = y W^T + bias
     out = silu(y W_gate^T) * (y W_up^T)               (GATE: W holds the gate's rows, then the up projection's)
 
-One program computes BLOCK_N outputs for all M rows. It keeps M x BLOCK_N x BLOCK_K partial sums in registers and has its whole tile
-of the weight in flight at once, which is what a memory-bound kernel needs; tensor cores would add nothing for so few rows.
+A program computes BLOCK_N outputs, then the next such block, up to the end; there are as many programs as run at once. It keeps y in
+registers. Its tiles of the weight are one stream of asynchronous copies, STAGES deep, so that the memory is never without requests; the
+stream starts while the kernel before this one still runs (PDL). Tensor cores would add nothing for one row.
 """
 
 import torch
@@ -18,83 +19,76 @@ from meshlm.kernels import pdl
 
 
 @triton.jit
+def _tile(weight, n, k, real, K: tl.constexpr, WHOLE: tl.constexpr):
+    at = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=real[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _row(
+    x, residual, norm_weight, stream, k, first, eps,
+    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y float32 [BLOCK_K]; the first program stores the stream."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    h = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        if ADD:
+            h += tl.load(residual + k, mask=k < K, other=0.0).to(tl.float32)
+            h = h.to(stream.dtype.element_ty).to(tl.float32)
+            if first == 0:
+                tl.store(stream + k, h.to(stream.dtype.element_ty), mask=k < K)
+        scale = tl.rsqrt(tl.sum(h * h, axis=0) / K + eps)
+        h *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) * scale
+    return h
+
+
+@triton.jit
 def _gemv(
-    x, residual, norm_weight, weight, bias, out, stream, outputs, eps,
-    M: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, residual, norm_weight, weight, bias, out, stream, blocks, eps,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, M)
-    real = n < outputs
-    acc = tl.zeros((M, BLOCK_N, BLOCK_K), tl.float32)
-    if GATE:
-        acc_up = tl.zeros((M, BLOCK_N, BLOCK_K), tl.float32)
-    squares = tl.zeros((M, BLOCK_K), tl.float32)
-    full: tl.constexpr = K % BLOCK_K == 0
-    for begin in tl.static_range(0, K, BLOCK_K):
-        k = begin + tl.arange(0, BLOCK_K)
-        inside = k < K
-        if full:
-            w = tl.load(
-                weight + n[:, None].to(tl.int64) * K + k[None, :],
-                mask=real[:, None],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-        else:
-            w = tl.load(
-                weight + n[:, None].to(tl.int64) * K + k[None, :], mask=real[:, None] & inside[None, :], other=0.0
-            )
+    first = tl.program_id(0)
+    nth, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    whole: tl.constexpr = (K == BLOCK_K) and (OUTPUTS % BLOCK_N == 0)
+    h = tl.zeros((BLOCK_K,), tl.float32)
+    for block in tl.range(first, blocks, tl.num_programs(0), num_stages=STAGES):
+        n = block * BLOCK_N + nth
+        real = n < OUTPUTS
+        w = _tile(weight, n, k, real, K, whole)
         if GATE:
-            up_at = (n + outputs)[:, None].to(tl.int64) * K + k[None, :]
-            if full:
-                w_up = tl.load(weight + up_at, mask=real[:, None], other=0.0, eviction_policy="evict_first")
-            else:
-                w_up = tl.load(weight + up_at, mask=real[:, None] & inside[None, :], other=0.0)
-        if PDL and begin == 0:
-            tl.extra.cuda.gdc_wait()  # the first tile of the weight is on its way already
-        h = tl.load(x + m[:, None] * K + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        if NORM:
-            if ADD:
-                h += tl.load(residual + m[:, None] * K + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-                h = h.to(stream.dtype.element_ty).to(tl.float32)
-                if tl.program_id(0) == 0:
-                    where = stream + m[:, None] * K + k[None, :]
-                    tl.store(where, h.to(stream.dtype.element_ty), mask=inside[None, :])
-            squares += h * h
-            h *= tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-        acc += h[:, None, :] * w.to(tl.float32)[None, :, :]
+            w_up = _tile(weight, n + OUTPUTS, k, real, K, whole)
+        if block == first:  # in the loop, because the stream of copies starts where the loop does
+            h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
+        result = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
         if GATE:
-            acc_up += h[:, None, :] * w_up.to(tl.float32)[None, :, :]
-    result = tl.sum(acc, axis=2)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        result *= scale
-    if GATE:
-        up = tl.sum(acc_up, axis=2)
-        if NORM:
-            up *= scale
-        result = result / (1.0 + tl.exp(-result)) * up
-    if BIAS:
-        result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + m[:, None] * outputs + n[None, :], result.to(out.dtype.element_ty), mask=real[None, :])
-
-
-MOST_BYTES = 40 << 20  # of a weight; for larger ones cuBLAS reads faster than this kernel (bench.py, H200)
+            up = tl.sum(w_up.to(tl.float32) * h[None, :], axis=1)
+            result = result / (1.0 + tl.exp(-result)) * up
+        if BIAS:
+            result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
+        tl.store(out + n, result.to(out.dtype.element_ty), mask=real)
 
 
 def pays(weight: Tensor, rows: int) -> bool:
-    """Whether this kernel is the faster one."""
-    return rows == 1 and weight.numel() * weight.element_size() <= MOST_BYTES
+    """Whether this kernel is the faster one (bench.py, H200)."""
+    return rows == 1
 
 
-def shape_of(outputs: int, inputs: int, gate: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, warps: the best of bench.py --tune on an H200."""
+def shape_of(outputs: int, inputs: int, gate: bool) -> tuple[int, int, int, int]:
+    """BLOCK_N, warps, stages, programs per multiprocessor: the best of bench.py --tune on an H200."""
+    if inputs > 4096:
+        return 2, 8, 3, 1
     if inputs <= 1024:
-        return (2, 512, 2) if gate else (4, 1024, 4)
-    return (2 if outputs <= 2048 or gate else 4), 2048, 8
+        return (4, 4, 3, 2) if gate else (16, 4, 4, 2)
+    if gate:
+        return 4, 8, 3, 1
+    return (2, 8, 4, 4) if outputs > 4096 else (2, 4, 3, 4)
 
 
 def gemv(
@@ -106,19 +100,20 @@ def gemv(
     residual: Tensor | None = None,
     eps: float = 0.0,
     gate: bool = False,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [m, k], m a power of two; weight [n, k] (gate: [2 n, k]) -> out [m, n] and the stream x + residual [m, k] (else x)."""
-    rows, inputs = x.shape
+    """x [1, k]; weight [n, k] (gate: [2 n, k]) -> out [1, n] and the stream x + residual [1, k] (else x)."""
+    inputs = x.shape[1]
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(x) if residual is not None else x
-    block_n, block_k, warps = shape or shape_of(outputs, inputs, gate)
-    _gemv[(triton.cdiv(outputs, block_n),)](
+    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate)
+    blocks = triton.cdiv(outputs, block_n)
+    _gemv[(min(blocks, per_sm * pdl.multiprocessors(x.device)),)](
         x, residual if residual is not None else x, norm if norm is not None else x, weight,
-        bias if bias is not None else x, out, stream, outputs, eps,
-        M=rows, K=inputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
-        BLOCK_N=block_n, BLOCK_K=block_k, PDL=pdl.supported(), num_warps=warps,
+        bias if bias is not None else x, out, stream, blocks, eps,
+        K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
+        BLOCK_N=block_n, BLOCK_K=triton.next_power_of_2(inputs), STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
     return out, stream

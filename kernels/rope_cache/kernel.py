@@ -52,6 +52,8 @@ def _rope_cache(
     own = own * cos[None, :] + tl.where(turned, other * sin[None, :], 0.0)
     to = query + (token * HEADS + head)[:, None] * DIM + d[None, :]
     tl.store(to, own.to(query.dtype.element_ty), mask=is_query[:, None] & inside)
+    tl.debug_barrier()  # all have read
+    tl.store(row + head[:, None] * DIM + d[None, :], own.to(query.dtype.element_ty), mask=is_key[:, None] & inside)
     slot = tl.load(slots + token)
     if slot >= 0:
         if FP8:
@@ -77,6 +79,7 @@ def rope_cache(
 ) -> Tensor:
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`.
 
+    The keys in qkv are normed and rotated in place too, for kernels/attention.
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norms: weights [d] of query and key.
     The scales are those of an FP8 cache.
     """

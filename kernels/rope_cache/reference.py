@@ -24,7 +24,8 @@ def rope_cache(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, dim)
     query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
-        query, key = rms_norm(query, norms[0], eps), rms_norm(key, norms[1], eps)
+        query = rms_norm(query, norms[0], eps)
+        key[:] = rms_norm(key, norms[1], eps)
     angles = table[positions]
     half = table.shape[1] // 2
     cos, sin = angles[:, None, :half], angles[:, None, half:]
@@ -34,9 +35,11 @@ def rope_cache(
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
     written = slots >= 0
-    for cache, lines, scale in ((keys, turn(key), k_scale), (values, value, v_scale)):
+    query = turn(query)
+    key[:] = turn(key)
+    for cache, lines, scale in ((keys, key, k_scale), (values, value, v_scale)):
         kept = fp8.stored(lines[written], scale, cache.dtype)
         if cache.dtype == fp8.DTYPE:  # torch cannot index this dtype everywhere
             cache, kept = cache.view(torch.uint8), kept.view(torch.uint8)
         cache.view(-1, kv_heads, dim)[slots[written]] = kept
-    return turn(query)
+    return query

@@ -36,6 +36,19 @@ def make(
     return query, cache[0], cache[1], columns
 
 
+def step_of(keys: torch.Tensor, values: torch.Tensor, at: Columns, heads: int) -> torch.Tensor:
+    """The projection whose keys and values are in these pages; where queries should be is nonsense."""
+    lines = []
+    begin = 0
+    for row, start, end in zip(at.rows.tolist(), at.starts.tolist(), at.ends.tolist(), strict=True):
+        where = torch.arange(start, start + end - begin, device=keys.device)
+        slots = at.blocks[row, where // PAGE].long() * PAGE + where % PAGE
+        noise = torch.full((len(slots), heads, keys.shape[-1]), 1e3, device=keys.device, dtype=keys.dtype)
+        lines.append(torch.cat((noise, keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]), dim=1))
+        begin = end
+    return torch.cat(lines).flatten(1)
+
+
 def workspace(n: int, heads: int, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         torch.full((n, heads, splits, dim), torch.nan, device=DEVICE),
@@ -47,20 +60,37 @@ def workspace(n: int, heads: int, splits: int, dim: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [0, 5, 40])
-def test_prefill(shape: tuple[int, int, int], window: int, dtype: torch.dtype) -> None:
-    requests = [(0, 1), (37, 1), (0, 50), (20, 33), (64, 3), (0, 17)]
+@pytest.mark.parametrize("dense", [False, True])
+def test_prefill(shape: tuple[int, int, int], window: int, dense: bool, dtype: torch.dtype) -> None:
+    requests = [(0, 1), (37, 1), (0, 90), (20, 33), (64, 3), (0, 17)]
     query, keys, values, at = make(requests, *shape, dtype)
-    out = torch.zeros_like(query)
     extras = Extras(window=window)
-    prefill(query, keys, values, at, 0.125, out, extras=extras, block_q=8, block_n=32, warps=4)
-    near(out, attention(query, keys, values, at, 0.125, extras), dtype, 2)
+    expected = attention(query, keys, values, at, 0.125, extras)
+    qkv = step_of(keys, values, at, shape[0]) if dense else None
+    out = torch.zeros_like(query)
+    prefill(
+        query, keys, values, at, 0.125, out, extras=extras, qkv=qkv, tiles=(32, 16, 4, 3) if dense else (16, 32, 4, 2)
+    )
+    near(out, expected, dtype, 2)
+
+
+def test_prefill_reads_this_step_from_the_projection() -> None:
+    query, keys, values, at = make([(40, 33), (0, 20)], 4, 2, 64, torch.float32)
+    expected = attention(query, keys, values, at, 0.125)
+    qkv = step_of(keys, values, at, 4)
+    for row, start, count in zip(at.rows.tolist(), (40, 0), (33, 20), strict=True):
+        for position in range(start, start + count):
+            keys[at.blocks[row, position // PAGE], position % PAGE] = torch.nan
+    out = torch.zeros_like(query)
+    prefill(query, keys, values, at, 0.125, out, qkv=qkv, tiles=(16, 32, 4, 2))
+    near(out, expected, torch.float32, 2)
 
 
 def test_prefill_after_decodes_leaves_them_alone() -> None:
     requests = [(9, 1), (37, 1), (30, 1), (0, 21), (8, 9)]
     query, keys, values, at = make(requests, 4, 2, 64, torch.float32)
     out = torch.full_like(query, 7.0)
-    prefill(query, keys, values, at, 0.125, out, skip=3, block_q=4, block_n=32, warps=4)
+    prefill(query, keys, values, at, 0.125, out, skip=3, tiles=(16, 32, 4, 2))
     assert (out[:3] == 7.0).all()
     near(out[3:], attention(query, keys, values, at, 0.125)[3:], torch.float32, 2)
 
@@ -92,8 +122,9 @@ def test_soft_cap_and_sinks(splits: int) -> None:
     query, keys, values, at = make([(0, 1), (45, 1), (70, 1)], 4, 2, 64, torch.float32)
     out = torch.empty_like(query)
     expected = attention(query, keys, values, at, 0.5, extras)
-    prefill(query, keys, values, at, 0.5, out, extras=extras, block_q=4, block_n=32, warps=4)
-    near(out, expected, torch.float32, 2)
+    for qkv in (None, step_of(keys, values, at, 4)):
+        prefill(query, keys, values, at, 0.5, out, extras=extras, qkv=qkv, tiles=(16, 32, 4, 2))
+        near(out, expected, torch.float32, 2)
     room = workspace(3, 4, splits, 64)
     decode(query, keys, values, at, 0.5, out, room, splits, extras, block_n=32)
     near(out, expected, torch.float32, 2)
@@ -116,7 +147,7 @@ def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, no
     positions = at.starts.long()
     slots = at.blocks[at.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
     expected_keys, expected_values = keys.clone(), values.clone()
-    query = rope_cache(qkv, positions, slots, table, norms, 1e-6, expected_keys, expected_values, heads)  # type: ignore[arg-type]
+    query = rope_cache(qkv.clone(), positions, slots, table, norms, 1e-6, expected_keys, expected_values, heads)  # type: ignore[arg-type]
     expected = attention(query, expected_keys, expected_values, at, 0.125)
     out = torch.empty(4, heads, dim, device=DEVICE, dtype=dtype)
     room = workspace(4, heads, splits, dim)
@@ -142,7 +173,7 @@ def test_an_fp8_cache_is_read(splits: int) -> None:
     keys, values = in_fp8(keys, values)
     expected = attention(query, keys, values, at, 0.125, FP8)
     out = torch.empty_like(query)
-    prefill(query, keys, values, at, 0.125, out, extras=FP8, fewest=2, block_q=8, block_n=32, warps=4)
+    prefill(query, keys, values, at, 0.125, out, extras=FP8, fewest=2, tiles=(16, 32, 4, 2))
     decode(query, keys, values, at, 0.125, out, workspace(5, 4, splits, 64), splits, FP8, block_n=32)
     near(out, expected, WIDE, 2)
 

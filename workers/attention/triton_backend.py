@@ -59,11 +59,11 @@ class TritonAttention:
         out = torch.empty_like(query)
         if decodes == UNKNOWN:  # a graph: each kernel leaves the other's requests alone
             self._decode(query, cache, scale, out, extras, heads, None)
-            kernel.prefill(query, cache.keys, cache.values, columns, scale, out, 0, extras, fewest=2)
+            kernel.prefill(query, cache.keys, cache.values, columns, scale, out, 0, extras, qkv=qkv, fewest=2)
             return out
         if decodes:
             self._decode(query, cache, scale, out, extras, heads, None)
-        kernel.prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras)
+        kernel.prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras, qkv=qkv)
         return out
 
     def _decode(

@@ -66,7 +66,10 @@ class Ops(Protocol):
         ...
 
     def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
-        """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d]."""
+        """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d].
+
+        On a GPU the keys in qkv are rotated in place too: attention over this step's own tokens reads them there.
+        """
         ...
 
 
