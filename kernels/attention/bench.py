@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.kernel import Columns, Rope, decode, decode_tiles, prefill
+from meshlm.kernels.attention.kernel import Columns, Rope, decode, prefill
+from meshlm.kernels.attention.tiles import decode_tiles, prefill_tiles
 
 PAGE = 16
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
@@ -104,7 +105,8 @@ def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool) 
     query = torch.randn(n * tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
     group = heads // kv_heads
-    choices: list[tuple[int, int, int, int]] = [(128 // group, 64, 4, 2)]
+    rows, keys, warps, stages = prefill_tiles(n * tokens * heads)
+    choices: list[tuple[int, int, int, int]] = [(rows // group, keys, warps, stages)]
     if tune:
         choices = list(itertools.product((64 // group, 128 // group), (32, 64, 128), (4, 8), (2, 3, 4)))
     found = []

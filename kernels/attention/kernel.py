@@ -11,12 +11,12 @@ Requests are columns as in kernels/step_input: rows, starts, ends. Masks: causal
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import fp8, pdl
+from meshlm.kernels.attention.tiles import prefill_tiles
 from meshlm.kernels.fp8 import within
 
 
@@ -286,11 +286,6 @@ class Extras:
 PLAIN = Extras()
 
 
-def _prefill_rows(work: int) -> int:
-    """Rows of a tile: 128, or 64 where those would leave multiprocessors idle (measured on an H200)."""
-    return 128 if work >= 128 * 512 else 64
-
-
 def prefill(
     query: Tensor,
     keys: Tensor,
@@ -303,9 +298,9 @@ def prefill(
     *,
     fewest: int = 1,
     block_q: int = 0,
-    block_n: int = 64,
-    warps: int = 4,
-    stages: int = 2,
+    block_n: int = 0,
+    warps: int = 0,
+    stages: int = 0,
 ) -> None:
     """query, out [t, heads, d] of requests skip .. n - 1 of the columns; keys, values [blocks, page, kv_heads, d].
 
@@ -314,7 +309,9 @@ def prefill(
     tokens, heads, dim = query.shape
     _, page, kv_heads, _ = keys.shape
     group = triton.next_power_of_2(heads // kv_heads)
-    block_q = block_q or max(1, _prefill_rows(tokens * group * kv_heads) // group)
+    tile_rows, tile_keys, usual_warps, usual_stages = prefill_tiles(tokens * group * kv_heads)
+    block_q = block_q or max(1, tile_rows // group)
+    block_n, warps, stages = block_n or tile_keys, warps or usual_warps, stages or usual_stages
     tiles = (tokens - skip) // block_q + at.n - skip
     _prefill[(kv_heads, tiles)](
         query, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
@@ -324,27 +321,6 @@ def prefill(
         BLOCK_D=triton.next_power_of_2(dim), CAP=extras.cap > 0, SINKS=extras.sinks is not None, STEPS=11,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-
-
-MAX_SPLITS = 32
-PROGRAMS_PER_SM = 4.0
-
-
-LONG_CONTEXT = 8192
-
-
-def decode_tiles(programs: int, longest: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Of a decode of `programs` (requests x kv heads) with contexts up to `longest`: parts of each context (a power of two), keys of
-    a tile, warps, stages.
-
-    Enough parts to fill the GPU; shapes by bench.py --tune on an H200. A lone request of a short context is bound by latency: there
-    the smallest tile wins, which loses a third at 32k.
-    """
-    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count / programs
-    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
-    if splits == MAX_SPLITS and longest <= LONG_CONTEXT:
-        return splits, 16, 1, 2
-    return splits, 64, 2, 2
 
 
 class Rope:

@@ -9,12 +9,14 @@ One program computes BLOCK_N outputs for all M rows. It keeps M x BLOCK_N x BLOC
 of the weight in flight at once, which is what a memory-bound kernel needs; tensor cores would add nothing for so few rows.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import pdl
+from meshlm.kernels import pdl, tables
 
 
 @triton.jit
@@ -82,19 +84,26 @@ def _gemv(
     tl.store(out + m[:, None] * outputs + n[None, :], result.to(out.dtype.element_ty), mask=real[None, :])
 
 
-MOST_BYTES = 40 << 20  # of a weight; for larger ones cuBLAS reads faster than this kernel (bench.py, H200)
+@cache
+def most_bytes() -> int:
+    """Of a weight; larger ones cuBLAS reads faster than this kernel."""
+    return int(tables.read("gemv")["most_bytes"])
 
 
 def pays(weight: Tensor, rows: int) -> bool:
     """Whether this kernel is the faster one."""
-    return rows == 1 and weight.numel() * weight.element_size() <= MOST_BYTES
+    return rows == 1 and weight.numel() * weight.element_size() <= most_bytes()
 
 
+@cache
 def shape_of(outputs: int, inputs: int, gate: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, warps: the best of bench.py --tune on an H200."""
-    if inputs <= 1024:
-        return (2, 512, 2) if gate else (4, 1024, 4)
-    return (2 if outputs <= 2048 or gate else 4), 2048, 8
+    """BLOCK_N, BLOCK_K, warps: the first entry of this GPU's table that fits."""
+    for entry in tables.read("gemv")["tiles"]:
+        fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
+        if fits and gate == entry.get("gate", gate):
+            block_n, block_k, warps = entry["tile"]
+            return block_n, block_k, warps
+    raise AssertionError("the last entry of a table fits all")
 
 
 def gemv(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.attention import kernel
+from meshlm.kernels.attention.tiles import decode_tiles
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
@@ -77,7 +78,7 @@ class TritonAttention:
         rope: kernel.Rope | None,
     ) -> None:
         requests = self._num
-        splits, block_n, warps, stages = kernel.decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
+        splits, block_n, warps, stages = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
         room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
         kernel.decode(
             query,
