@@ -39,8 +39,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+    def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
+        norm = first.input_norm
+        return ops.embed(ids, self.weight, (norm.weight, norm.eps), first.attention.qkv.weight)
 
 
 class Linear(nn.Module):
@@ -98,10 +100,14 @@ class Attention(nn.Module):
         cache: LayerCache,
         attention: StepAttention,
         ops: Ops,
+        normed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the stream, and the stream with x in it."""
+        """What attention adds to the stream, and the stream with x in it. normed: norm(x), where that is known (first layer)."""
         assert self._heads is not None
-        qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
+        if normed is None:
+            qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
+        else:
+            qkv, stream = self.qkv(normed, ops), x
         out = attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window)
         return self.o(out.flatten(1), ops), stream
 
@@ -164,10 +170,15 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
         ops = self.ops
-        x, residual = self.embed(batch.input_ids), None
+        residual: Tensor | None = None
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        x, normed = self.embed(batch.input_ids, first, ops)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            x, residual = layer.attention(x, residual, layer.input_norm, batch, self._rope, cache, attention, ops)
+            norm = layer.input_norm
+            x, residual = layer.attention(x, residual, norm, batch, self._rope, cache, attention, ops, normed)
+            normed = None
             x, residual = layer.mlp(x, residual, layer.post_norm, ops)
         assert residual is not None
         return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
