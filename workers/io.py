@@ -94,7 +94,13 @@ class WorkerApp:
             loop.call_soon_threadsafe(answer, error)
             return
         loop.call_soon_threadsafe(answer, engine)
-        self._step_for_ever(engine)
+        try:
+            self._step_for_ever(engine)
+        except BaseException as error:  # without this thread the worker would be alive and do nothing
+            self._log_failure(f"{type(error).__name__}: {error}")
+            mesh.call_soon_threadsafe(
+                mesh.fatal, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
 
     def _step_for_ever(self, engine: Engine) -> None:
         background = True

@@ -112,9 +112,9 @@ class TritonBackend:
         if major < 8:
             return f"it needs compute capability 8.0, this GPU has {major}.{minor}"
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"it computes in float16 or bfloat16, not {dtype}"
-        if spec.head_dim > 256:
-            return f"it supports head sizes up to 256, this model has {spec.head_dim}"
+            return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+        if not 16 <= spec.head_dim <= 256:
+            return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return ""
