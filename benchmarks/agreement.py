@@ -29,6 +29,7 @@ from meshlm.workers.engine import Engine
 
 MAX_LEN = 1024
 CHUNK = 64
+MOST_PROMPTS = 20
 
 
 class Run(NamedTuple):
@@ -229,6 +230,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if not 1 <= arguments.prompts <= MOST_PROMPTS:
+        parser.error(f"--prompts: 1 to {MOST_PROMPTS}, which fill one step")
     begun = time.perf_counter()
     values: dict[str, object] = {
         "model": arguments.model,

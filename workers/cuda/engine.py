@@ -19,6 +19,7 @@ from meshlm.kernels.step_input.kernel import scatter, step_input
 from meshlm.kernels.truncate.kernel import truncate
 from meshlm.kernels.truncate.kernel import workspace as truncate_workspace
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
@@ -31,6 +32,7 @@ from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_n
 from meshlm.workers.cuda.graphs import Dispatcher, Key, graph_keys
 from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
 from meshlm.workers.engine import EngineFacts, ProgressReport
+from meshlm.workers.models.decoder import Parts
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
 from meshlm.workers.sampling.table import SamplingTable
@@ -57,6 +59,8 @@ class CudaEngine:
             report("weights", done // MB, total // MB, "MB")
 
         self._model = load_model(resolved, self._device, config.model.seed, progress)
+        if config.worker.compile == "inductor":
+            self._model.parts = _compiled(resolved.spec, self._dtype)
         rows = resolved.max_num_seqs
         self._rows = DeviceRows(rows, resolved.max_model_len, self._block_size, self._device)
         self._sampling = SamplingTable(rows)
@@ -113,8 +117,9 @@ class CudaEngine:
         step = columns_of(
             np.full(n, self._rows.max_rows, np.int32), np.zeros(n, np.int32), np.array(counts[:n], np.int32)
         )
-        self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
-        self._eager(step)
+        with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
+            self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
+            self._eager(step)
 
     def _warm_up(self) -> None:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
@@ -316,6 +321,14 @@ class CudaEngine:
             following = self._rows.tokens[row, start + 1 : last + 1].long()
             found[place] = logprobs.columns(logits, following, int(wanted[place]))
         return found
+
+
+def _compiled(spec: ModelSpec, dtype: torch.dtype) -> Parts:
+    from meshlm.workers.models import compiled  # imports torch's compiler: two seconds
+
+    folder = compiled.use_cache(spec, dtype, compiled.cache_root())
+    _log.info("torch.compile", cache=str(folder))
+    return compiled.CompiledParts(spec)
 
 
 def make_cuda_engine(config: MeshConfig, report: ProgressReport) -> "CudaEngine | None":
