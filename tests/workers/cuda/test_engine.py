@@ -230,6 +230,7 @@ def test_an_fp8_cache_holds_twice_as_much_and_says_nearly_the_same(tmp_path: Pat
     assert float(torch.cosine_similarity(found[0], found[1], dim=1).min()) > 0.99
 
 
+@pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_parts_agree_with_the_fused_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--compile inductor, a prompt and decodes from a graph: the same logits within bfloat16."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
