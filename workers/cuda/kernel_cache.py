@@ -28,8 +28,11 @@ def folder() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
-def retry_without(make: Callable[[], T], where: Path) -> T:
-    """make(); once more, with an empty cache, if Triton failed while it loaded a kernel."""
+def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> T:
+    """make(); once more, with an empty cache, if Triton failed while it loaded a kernel.
+
+    alone: no other worker waits in the middle of the first attempt; else the start ends, and the next one will do.
+    """
     try:
         return make()
     except (ProcessFatal, torch.OutOfMemoryError):
@@ -39,6 +42,8 @@ def retry_without(make: Callable[[], T], where: Path) -> T:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         aside = _set_aside(where)
+    if not alone:
+        raise ProcessFatal(f"the kernel cache {where} was broken ({reason}); it is now {aside}: start again")
     # Outside the handler: the error's frames hold the first engine, weights and all.
     _log.warning(
         "the kernel cache is broken: kernels are compiled again", cache=str(where), kept_as=aside, error=reason

@@ -69,6 +69,14 @@ def test_the_second_failure_is_the_answer(cache: Path) -> None:
     assert make.calls == 2
 
 
+def test_one_of_a_group_does_not_start_over(cache: Path) -> None:
+    make = Maker("triton.compiler.compiler", ValueError("bad"))
+    with pytest.raises(ProcessFatal, match=r"the kernel cache .* was broken \(ValueError: bad\); .*: start again"):
+        retry_without(make, cache, alone=False)
+    assert make.calls == 1
+    assert not cache.exists()
+
+
 class OutOfResources(Exception):
     """As Triton calls it."""
 
