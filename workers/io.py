@@ -97,10 +97,9 @@ class WorkerApp:
         try:
             self._step_for_ever(engine)
         except BaseException as error:  # without this thread the worker would be alive and do nothing
-            self._log_failure(f"{type(error).__name__}: {error}")
-            mesh.call_soon_threadsafe(
-                mesh.fatal, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
+            mesh.log.exception("the stepper died")
+            first_line = next(iter(str(error).splitlines()), "")
+            mesh.call_soon_threadsafe(mesh.fatal, f"{type(error).__name__}: {first_line}")
 
     def _step_for_ever(self, engine: Engine) -> None:
         background = True

@@ -51,7 +51,7 @@ class Engine:
 
 
 async def start(smollm2: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None) -> tuple[io.WorkerApp, Mesh]:
-    monkeypatch.setattr(io, "make_engine", lambda config, report: Engine(failure))
+    monkeypatch.setattr(io, "make_engine", lambda *arguments: Engine(failure))
     app, mesh = io.WorkerApp(), Mesh(smollm2)
     await app.start(mesh)  # type: ignore[arg-type]
     return app, mesh
