@@ -1,6 +1,6 @@
 """The GPU engine alone, without the mesh: how long a decode step takes, what the host spends on it, and on which kernels the GPU does.
 
-    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--json FILE]
+    python -P benchmarks/engine_step.py MODEL [--batch 1 64] [--context 1024] [--kernels] [--compile inductor] [--json FILE]
 
 Two steps are in flight, as in the mesh. `step_ms` is the wall time per step, `host_ms` what `engine.step` takes to launch one,
 `graph_ms` a replay alone. Dummy weights.
@@ -138,15 +138,17 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--compile", choices=["none", "inductor"], default="none")
     parser.add_argument("--json")
     arguments, extra = parser.parse_known_args()
-    engine = make_engine(arguments.model, extra)
+    engine = make_engine(arguments.model, [*extra, "--compile", arguments.compile])
     results = []
     for batch in arguments.batch:
         results.append(measure(engine, batch, arguments.context, arguments.steps, arguments.kernels))
         print(json.dumps(results[-1], indent=1), flush=True)
     if arguments.json:
-        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": Path(arguments.model).name}
+        report: dict[str, Any] = {"compile": arguments.compile}
+        report |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "model": Path(arguments.model).name}
         Path(arguments.json).write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
 
 

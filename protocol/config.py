@@ -79,6 +79,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
     ] = ()
+    compile: Annotated[
+        Literal["none", "inductor"],
+        Meta(description="inductor: torch.compile what stands between attention calls, instead of our fused kernels"),
+    ] = "none"
     attention_backend: Annotated[
         Literal["auto", "cpu", "torch", "triton"], Meta(description="attention implementation")
     ] = "auto"

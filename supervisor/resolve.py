@@ -38,6 +38,10 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError(
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
         )
+    if config.worker.compile == "inductor" and device != "cuda":
+        raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
+    if config.worker.compile == "inductor" and config.parallel.tensor_parallel_size > 1:
+        raise UsageError("--compile inductor: it needs --tensor-parallel-size 1; use none")
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:

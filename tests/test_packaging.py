@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -36,3 +37,12 @@ def test_the_root_is_not_importable() -> None:
     """transformers looks for a top-level package called `kernels`."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('kernels') is not None)"
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_data_of_kernels_is_packaged() -> None:
+    """Tables of measured constants and the C source: what the code reads beside itself must be in the wheel."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["meshlm"]
+    needed = {
+        path.suffix for path in (ROOT / "kernels").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert needed - {".py"} <= {pattern.removeprefix("**/*") for pattern in patterns}

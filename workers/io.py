@@ -94,7 +94,12 @@ class WorkerApp:
             loop.call_soon_threadsafe(answer, error)
             return
         loop.call_soon_threadsafe(answer, engine)
-        self._step_for_ever(engine)
+        try:
+            self._step_for_ever(engine)
+        except BaseException as error:  # without this thread the worker would be alive and do nothing
+            mesh.log.exception("the stepper died")
+            first_line = next(iter(str(error).splitlines()), "")
+            mesh.call_soon_threadsafe(mesh.fatal, f"{type(error).__name__}: {first_line}")
 
     def _step_for_ever(self, engine: Engine) -> None:
         background = True

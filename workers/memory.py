@@ -17,6 +17,7 @@ from meshlm.workers.batch import LayerCache
 CPU_SHARE = 0.25  # of the memory that is free now
 CPU_MOST = 4 << 30
 FP8_CAPABILITY = (8, 9)
+ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV cache
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -64,13 +65,45 @@ def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Cal
     torch.cuda.reset_peak_memory_stats()
     small = caches()
     before = torch.cuda.memory_allocated()
-    run(small)
-    torch.cuda.synchronize()
+    try:
+        run(small)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        raise ProcessFatal(
+            f"a step of --max-num-batched-tokens does not fit: {_size(before)} of this GPU's {_size(_gpu()[1])} are taken "
+            "by the weights and by what --max-num-seqs requests need; lower either"
+        ) from None
     activations = torch.cuda.max_memory_allocated() - before
     del small
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    free, total = _gpu()
     return int(total * utilization) - (total - free) - activations
+
+
+def _gpu() -> tuple[int, int]:
+    """Bytes free, bytes in all."""
+    return torch.cuda.mem_get_info()
+
+
+def check_weights(needed: int, device: torch.device) -> None:
+    """ProcessFatal when the weights of this worker are larger than what its GPU has free, with what would do."""
+    if device.type != "cuda":
+        return
+    free, total = _gpu()
+    if needed <= free:
+        return
+    times = 2
+    while needed / times > ROOM_FOR_WEIGHTS * total:
+        times *= 2
+    raise ProcessFatal(
+        f"the weights take {_size(needed)} and this GPU has {_size(free)} free of {_size(total)}: "
+        + (
+            "end what else runs on it"
+            if needed <= ROOM_FOR_WEIGHTS * total
+            else f"split them over {times} times as many GPUs (--tensor-parallel-size)"
+        )
+        + ", or serve a smaller model"
+    )
 
 
 def full_step(max_num_batched_tokens: int, max_model_len: int) -> list[int]:

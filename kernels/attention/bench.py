@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.kernel import Columns, Rope, decode, decode_tiles, dense, prefill, prefill_tiles
+from meshlm.kernels.attention.kernel import Columns, Rope, decode, prefill
+from meshlm.kernels.attention.tiles import decode_tiles, prefill_tiles
 
 PAGE = 16
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
@@ -104,7 +105,7 @@ def bench_prefill(n: int, tokens: int, shape: tuple[int, int, int], tune: bool) 
     query = torch.randn(n * tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
     qkv = torch.randn(n * tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
-    usual = prefill_tiles(n * tokens * heads, dense(dim, query.device))
+    usual = prefill_tiles(n * tokens * heads)
     choices: list[tuple[int, int, int, int]] = [usual]
     if tune:
         choices += itertools.product((64, 128, 256), (64, 128), (4, 8), (2, 3, 4))

@@ -11,13 +11,13 @@ Requests are columns as in kernels/step_input: rows, starts, ends. Masks: causal
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels import fp8, pdl
+from meshlm.kernels.attention.tiles import prefill_tiles
 from meshlm.kernels.fp8 import within
 
 
@@ -337,16 +337,6 @@ class Extras:
 PLAIN = Extras()
 
 
-def prefill_tiles(work: int, dense: bool) -> tuple[int, int, int, int]:
-    """Of `work` rows (tokens x query heads): rows of a tile of queries, keys of a tile, warps, stages; by bench.py --tune on an H200.
-
-    Smaller tiles where large ones would leave multiprocessors idle.
-    """
-    if dense:
-        return 64, 64, 4, 3
-    return (128 if work >= 128 * 512 else 64), 64, 4, 2
-
-
 def dense(dim: int, device: torch.device) -> bool:
     """Whether `prefill` reads a step's own keys and values from the projection: tiles by bulk copies (TMA) on Hopper and later."""
     if dim < 16 or dim & (dim - 1):
@@ -378,7 +368,7 @@ def prefill(
     _, page, kv_heads, _ = keys.shape
     group = triton.next_power_of_2(heads // kv_heads)
     from_step = qkv is not None and dense(dim, query.device)
-    rows, block_n, warps, stages = tiles or prefill_tiles(tokens * group * kv_heads, from_step)
+    rows, block_n, warps, stages = tiles or prefill_tiles(tokens * group * kv_heads)
     block_q = max(1, rows // group)
     step: Tensor | TensorDescriptor = query  # not read
     if qkv is not None and from_step:
@@ -391,27 +381,6 @@ def prefill(
         BLOCK_D=triton.next_power_of_2(dim), CAP=extras.cap > 0, SINKS=extras.sinks is not None, DENSE=from_step,
         WINDOW=extras.window > 0, SEARCH=256, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-
-
-MAX_SPLITS = 32
-PROGRAMS_PER_SM = 4.0
-
-
-LONG_CONTEXT = 8192
-
-
-def decode_tiles(programs: int, longest: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Of a decode of `programs` (requests x kv heads) with contexts up to `longest`: parts of each context (a power of two), keys of
-    a tile, warps, stages.
-
-    Enough parts to fill the GPU; shapes by bench.py --tune on an H200. A lone request of a short context is bound by latency: there
-    the smallest tile wins, which loses a third at 32k.
-    """
-    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count / programs
-    splits = min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1
-    if splits == MAX_SPLITS and longest <= LONG_CONTEXT:
-        return splits, 16, 1, 2
-    return splits, 64, 2, 2
 
 
 class Rope:

@@ -33,6 +33,12 @@ SHAPES = [
 CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))
 
 
+def fitting(inputs: int, gate: bool) -> list[tuple[int, int, int, int]]:
+    """Those whose tiles in flight are not few and have room in a multiprocessor's shared memory."""
+    line = triton.next_power_of_2(inputs) * (4 if gate else 2)  # bytes of a tile's row
+    return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
+
+
 def bench(shape: tuple[int, int, bool, bool], tune: bool) -> dict[str, Any]:
     outputs, inputs, gate, norm = shape
     lines = outputs * (2 if gate else 1)
@@ -43,8 +49,7 @@ def bench(shape: tuple[int, int, bool, bool], tune: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"norm": norm_weight, "residual": residual, "eps": 1e-6} if norm else {}
     choices = [shape_of(outputs, inputs, gate)]
     if tune:
-        line = triton.next_power_of_2(inputs) * (4 if gate else 2)  # bytes of a tile's row
-        choices += [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
+        choices += fitting(inputs, gate)
     found = []
     for choice in choices:
 

@@ -10,12 +10,14 @@ registers. Its tiles of the weight are one stream of asynchronous copies, STAGES
 stream starts while the kernel before this one still runs (PDL). Tensor cores would add nothing for one row.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import pdl
+from meshlm.kernels import pdl, tables
 
 
 @triton.jit
@@ -75,20 +77,26 @@ def _gemv(
         tl.store(out + n, result.to(out.dtype.element_ty), mask=real)
 
 
+@cache
+def most_bytes() -> int:
+    """Of a weight; larger ones cuBLAS reads as fast as this kernel."""
+    return int(tables.read("gemv")["most_bytes"])
+
+
 def pays(weight: Tensor, rows: int) -> bool:
-    """Whether this kernel is the faster one (bench.py, H200)."""
-    return rows == 1
+    """Whether this kernel is the faster one."""
+    return rows == 1 and weight.numel() * weight.element_size() <= most_bytes()
 
 
+@cache
 def shape_of(outputs: int, inputs: int, gate: bool) -> tuple[int, int, int, int]:
-    """BLOCK_N, warps, stages, programs per multiprocessor: the best of bench.py --tune on an H200."""
-    if inputs > 4096:
-        return 2, 8, 3, 1
-    if inputs <= 1024:
-        return (4, 4, 3, 2) if gate else (16, 4, 4, 2)
-    if gate:
-        return 4, 8, 3, 1
-    return (2, 8, 4, 4) if outputs > 4096 else (2, 4, 3, 4)
+    """BLOCK_N, warps, stages, programs per multiprocessor: the first entry of this GPU's table that fits."""
+    for entry in tables.read("gemv")["tiles"]:
+        fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
+        if fits and gate == entry.get("gate", gate):
+            block_n, warps, stages, programs = entry["tile"]
+            return block_n, warps, stages, programs
+    raise AssertionError("the last entry of a table fits all")
 
 
 def gemv(

@@ -5,6 +5,8 @@ import torch
 from device import DEVICE, DTYPES, MARKS, WIDE, near, near_in_fp8, needs_fp8
 
 from meshlm.kernels import fp8
+from meshlm.kernels.embedding import kernel as embedding
+from meshlm.kernels.embedding import reference as embedding_reference
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.gemv import reference as gemv_reference
 from meshlm.kernels.norm import kernel as norm
@@ -60,6 +62,25 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bo
     near(qkv, both, dtype)
     near(caches[:2], caches[2:], dtype)
     assert caches[0].view(-1, kv_heads, dim)[1].abs().sum() == 0, "a slot was written that no token has"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(11, 64), (7, 1000), (3, 129)])
+@pytest.mark.parametrize("first", [0, 4])
+def test_embedding(rows: int, columns: int, first: int, dtype: torch.dtype) -> None:
+    """Also a rank's part of the table: ids of other ranks give zeros."""
+    torch.manual_seed(0)
+    table = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    weight = torch.rand(columns, device=DEVICE).to(dtype) + 0.5
+    ids = torch.tensor([0, 2, first, first + rows - 1, first + rows, 1], device=DEVICE)
+    ids = ids if first else ids.clamp(max=rows - 1)
+    ours, normed = embedding.embed(ids, table, (weight, 1e-6), first)
+    theirs, expected = embedding_reference.embed(ids, table, (weight, 1e-6), first)
+    assert torch.equal(ours, theirs)
+    assert normed is not None
+    assert expected is not None
+    near(normed, expected, dtype)
+    assert torch.equal(embedding.embed(ids, table, None, first)[0], theirs)
 
 
 @needs_fp8

@@ -60,6 +60,14 @@ def test_fp8_on_a_cpu_is_refused_before_anything_starts(smollm2: Path, device: s
         resolve.resolve(config)
 
 
+def test_compile_is_refused_where_it_cannot_be(smollm2: Path) -> None:
+    with pytest.raises(UsageError, match="--compile inductor: it needs a GPU, not --device cpu"):
+        resolve.resolve(flags.build({"model": str(smollm2), "device": "cpu", "compile": "inductor"}, None))
+    wide = {"model": str(smollm2), "device": "cuda", "compile": "inductor", "tensor_parallel_size": 2}
+    with pytest.raises(UsageError, match="--compile inductor: it needs --tensor-parallel-size 1"):
+        resolve.resolve(flags.build(wide, None))
+
+
 def test_scales_are_of_an_fp8_cache_only(spec: ModelSpec) -> None:
     scales = [(0.5, 0.25)] * spec.num_hidden_layers
     (first, *_) = memory.make_caches(spec, 2, 16, torch.float8_e4m3fn, CPU, scales)

@@ -1,8 +1,10 @@
 """Our models against transformers: the same weights, the same logits; SmolLM2's greedy tokens."""
 
 import json
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.models.compiled import CompiledParts, use_cache
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 
@@ -142,6 +145,40 @@ def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeyp
     mine = torch.cat((first[:9], second[1:], third))
     torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(torch.cat((first[9:], second[:1])), expected_other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "mistral", "qwen3"])
+def test_parts_between_attention_calls_are_the_same_model(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What --compile inductor compiles, not compiled."""
+    import transformers
+
+    torch.manual_seed(0)
+    name, extra = CASES[case]
+    transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SMALL, **extra})).save_pretrained(
+        tmp_path
+    )
+    monkeypatch.setattr(cpu_ops, "available", lambda: False)
+    model = load(tmp_path)
+    tokens, table = torch.randint(0, 211, (21,)).tolist(), [7, 3, 11, 0, 5, 9]
+    expected = run(model, caches(model.spec, 12), [(tokens, 0, table)])
+    model.parts = CompiledParts(model.spec, lambda part, **options: part)
+    kv = caches(model.spec, 12)
+    found = torch.cat([run(model, kv, [(tokens[:20], 0, table)]), run(model, kv, [(tokens[20:], 20, table)])])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_compilers_cache_is_of_one_model_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "before")
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": ["LlamaForCausalLM"]}))
+    spec = resolve_model(str(tmp_path), load_format="dummy").spec
+    one = use_cache(spec, torch.bfloat16, tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(one)
+    assert use_cache(spec, torch.bfloat16, tmp_path) == one
+    assert use_cache(spec, torch.float16, tmp_path) != one
+    assert use_cache(msgspec.structs.replace(spec, hidden_size=96), torch.bfloat16, tmp_path) != one
 
 
 def test_bin_weights_and_sharded_safetensors(tmp_path: Path) -> None:

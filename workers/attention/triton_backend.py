@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.attention import kernel
+from meshlm.kernels.attention.tiles import decode_tiles
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
@@ -77,7 +78,7 @@ class TritonAttention:
         rope: kernel.Rope | None,
     ) -> None:
         requests = self._num
-        splits, block_n, warps, stages = kernel.decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
+        splits, block_n, warps, stages = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
         room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
         kernel.decode(
             query,
@@ -111,9 +112,9 @@ class TritonBackend:
         if major < 8:
             return f"it needs compute capability 8.0, this GPU has {major}.{minor}"
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"it computes in float16 or bfloat16, not {dtype}"
-        if spec.head_dim > 256:
-            return f"it supports head sizes up to 256, this model has {spec.head_dim}"
+            return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+        if not 16 <= spec.head_dim <= 256:
+            return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return ""

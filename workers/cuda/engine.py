@@ -6,10 +6,9 @@ next step finds them, and go to the host behind an event. Used by the stepper th
 """
 
 import time
-import warnings
-from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,15 +19,20 @@ from meshlm.kernels.step_input.kernel import scatter, step_input
 from meshlm.kernels.truncate.kernel import truncate
 from meshlm.kernels.truncate.kernel import workspace as truncate_workspace
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
+from meshlm.workers.cuda import kernel_cache
+from meshlm.workers.cuda.checks import check_gpu
+from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
 from meshlm.workers.cuda.graphs import Dispatcher, Key, graph_keys
 from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
 from meshlm.workers.engine import EngineFacts, ProgressReport
+from meshlm.workers.models.decoder import Parts
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
 from meshlm.workers.sampling.table import SamplingTable
@@ -36,54 +40,7 @@ from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 
 MB = 1 << 20
 INBOX_INTS = 1 << 18
-
-
-class Columns32:
-    """One step's requests, host side. n requests, t tokens."""
-
-    __slots__ = ("all_sample", "counts", "n", "rows", "samples", "starts", "t")
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
-        self.n, self.t = len(self.rows), plan.num_tokens
-        self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
-        self.all_sample = not plan.samples
-        self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
-
-    @property
-    def uniform(self) -> bool:
-        """One token each, and each samples."""
-        return self.n == self.t and (self.samples is None or bool(self.samples.all()))
-
-    def places(self) -> NDArray[np.int64]:
-        """Of the requests that sample."""
-        return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)
-
-
-class _Launched:
-    """A step on its way; its tokens are valid after the event `end`. `before` is the end of the step before."""
-
-    def __init__(
-        self, result: StepResult, tokens: I32, before: torch.cuda.Event, begin: torch.cuda.Event, end: torch.cuda.Event
-    ) -> None:
-        self._result, self._tokens = result, tokens
-        self._before, self._begin, self._end = before, begin, end
-
-    def wait(self) -> StepResult:
-        self._end.synchronize()
-        result = self._result
-        return StepResult(
-            session=result.session,
-            step=result.step,
-            token_ids=self._tokens.tobytes(),
-            logprobs=result.logprobs,
-            prompt_logprobs=result.prompt_logprobs,
-            received_ns=result.received_ns,
-            launched_ns=result.launched_ns,
-            done_ns=time.monotonic_ns(),
-            gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
-            gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
-        )
+_log = structlog.get_logger()
 
 
 class CudaEngine:
@@ -102,6 +59,8 @@ class CudaEngine:
             report("weights", done // MB, total // MB, "MB")
 
         self._model = load_model(resolved, self._device, config.model.seed, progress)
+        if config.worker.compile == "inductor":
+            self._model.parts = _compiled(resolved.spec, self._dtype)
         rows = resolved.max_num_seqs
         self._rows = DeviceRows(rows, resolved.max_model_len, self._block_size, self._device)
         self._sampling = SamplingTable(rows)
@@ -127,7 +86,7 @@ class CudaEngine:
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
         self.graphs = Dispatcher(keys, self._capture)
         self._warm_up()
-        self._last = _event()
+        self._last = event_now()
         gib = weight_bytes(self._model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
         self.facts = EngineFacts(count, self._block_size, rows, vocab, shown)
@@ -155,11 +114,12 @@ class CudaEngine:
     def _dummy_step(self, counts: list[int]) -> None:
         """Prompts of the dummy row: reads block 0, writes nowhere that counts."""
         n = min(len(counts), self._rows.max_rows)
-        step = _columns(
+        step = columns_of(
             np.full(n, self._rows.max_rows, np.int32), np.zeros(n, np.int32), np.array(counts[:n], np.int32)
         )
-        self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
-        self._eager(step)
+        with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
+            self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
+            self._eager(step)
 
     def _warm_up(self) -> None:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
@@ -173,7 +133,7 @@ class CudaEngine:
         for length in (3, min(tokens, self._resolved.max_model_len)):  # prompts of either shape of tile
             self._dummy_step([length])
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
-        self._send(_columns(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
+        self._send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()
 
     # --- steps ---
@@ -188,14 +148,18 @@ class CudaEngine:
         padding = np.zeros(4 * aligned(self._rows.max_rows), np.int32)
         self._staging.send(padding, self._inbox)
         with torch.inference_mode():
-            self.graphs.background()
+            try:
+                self.graphs.background()
+            except torch.OutOfMemoryError as error:
+                self.graphs.abandon()
+                _log.warning("no memory for more CUDA graphs", captured=len(self.graphs.keys), error=str(error)[:100])
         return True
 
-    def step(self, plan: StepPlan, received_ns: int) -> _Launched:
+    def step(self, plan: StepPlan, received_ns: int) -> Launched:
         with torch.inference_mode():
             return self._step(plan, received_ns)
 
-    def _step(self, plan: StepPlan, received_ns: int) -> _Launched:
+    def _step(self, plan: StepPlan, received_ns: int) -> Launched:
         for new in plan.new_rows:
             self._sampling.set(new.row, new.sampling)
         changes, segments = self._rows.changes(plan)
@@ -207,7 +171,7 @@ class CudaEngine:
         else:
             key = self.graphs.find(step.t, step.n, uniform=step.uniform)
         self._send(step, key.requests if key else step.n, changes, segments, places)
-        begin = _event()
+        begin = event_now()
         of_prompt: dict[int, LogprobColumns] = {}
         if key is not None:
             self.graphs.replay(key)
@@ -221,7 +185,7 @@ class CudaEngine:
         answer = self._answers[self._num_steps % len(self._answers)][: len(places)]
         self._num_steps += 1
         answer.copy_(self._sampled[: len(places)], non_blocking=True)
-        before, self._last = self._last, _event()
+        before, self._last = self._last, event_now()
         result = StepResult(
             session=plan.session,
             step=plan.step,
@@ -231,7 +195,7 @@ class CudaEngine:
             received_ns=received_ns,
             launched_ns=time.monotonic_ns(),
         )
-        return _Launched(result, answer.numpy(), before, begin, self._last)
+        return Launched(result, answer.numpy(), before, begin, self._last)
 
     def _send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Columns padded to `size` requests, places that sample, and changes: one copy. Then apply the changes."""
@@ -359,17 +323,12 @@ class CudaEngine:
         return found
 
 
-def _event() -> torch.cuda.Event:
-    """Recorded now."""
-    make: Any = torch.cuda.Event  # typed in some versions of torch only
-    event: torch.cuda.Event = make(enable_timing=True)
-    event.record()
-    return event
+def _compiled(spec: ModelSpec, dtype: torch.dtype) -> Parts:
+    from meshlm.workers.models import compiled  # imports torch's compiler: two seconds
 
-
-def _columns(rows: I32, starts: I32, counts: I32) -> Columns32:
-    plan = StepPlan(0, 0, rows.tobytes(), starts.tobytes(), counts.tobytes(), b"", int(counts.sum()))  # type: ignore[arg-type]
-    return Columns32(plan)
+    folder = compiled.use_cache(spec, dtype, compiled.cache_root())
+    _log.info("torch.compile", cache=str(folder))
+    return compiled.CompiledParts(spec)
 
 
 def make_cuda_engine(config: MeshConfig, report: ProgressReport) -> "CudaEngine | None":
@@ -378,17 +337,21 @@ def make_cuda_engine(config: MeshConfig, report: ProgressReport) -> "CudaEngine 
 
     resolved: Resolved | None = config.resolved
     assert resolved is not None
-    if not torch.cuda.is_available():
-        raise ProcessFatal("--device cuda: torch sees no GPU (driver, or a CPU build of torch)")
+    check_gpu()
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = DTYPES[resolved.dtype]
     name = config.worker.attention_backend
     chosen = backends.choose(name, resolved.spec, device, dtype, config.cache.block_size)
     if not chosen.graphs:
         if name == "auto":
-            warnings.warn(
-                "no Triton attention for this GPU, model or dtype: plain torch computes", RuntimeWarning, stacklevel=2
-            )
+            reason = backends.BACKENDS["triton"]().unsupported(resolved.spec, device, dtype, config.cache.block_size)
+            _log.warning("plain torch computes: no --attention-backend triton here", reason=reason)
         return None
     torch.set_grad_enabled(False)
-    return CudaEngine(config, chosen, report)
+    try:
+        return kernel_cache.retry_without(lambda: CudaEngine(config, chosen, report), kernel_cache.folder())
+    except torch.OutOfMemoryError as error:
+        raise ProcessFatal(
+            f"the GPU's memory is full: {str(error).splitlines()[0]} Lower --gpu-memory-utilization, "
+            "--max-num-seqs or --max-num-batched-tokens"
+        ) from None

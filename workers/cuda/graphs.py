@@ -5,6 +5,7 @@ take any composition of prompts, chunks and decodes that fits. Graphs are captur
 a step first needs one.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -125,6 +126,12 @@ class Dispatcher:
                     self._make(key)
                     return
 
+    def abandon(self) -> None:
+        """Capture no more: steps of other sizes are launched kernel by kernel."""
+        self.keys = [key for key in self.keys if key in self._graphs]
+        self._decodes = [key for key in self._decodes if key in self._graphs]
+        self._mixed = [key for key in self._mixed if key in self._graphs]
+
     @property
     def complete(self) -> bool:
         return len(self._graphs) == len(self.keys)
@@ -140,7 +147,12 @@ class Dispatcher:
         with torch.cuda.stream(self._stream):
             options = {} if self._pool is None else {"pool": self._pool}
             graph.capture_begin(capture_error_mode="thread_local", **options)
-            self._capture(key)
+            try:
+                self._capture(key)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the stream must not stay in capture
+                    graph.capture_end()
+                raise
             graph.capture_end()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph

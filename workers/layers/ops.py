@@ -36,6 +36,12 @@ class Ops(Protocol):
         """[m, inputs] -> [m, outputs]."""
         ...
 
+    def embed(
+        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows [t, hidden] of the table; and their norm, unless the product with the weight `following` brings that along."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight (Zhang and Sennrich 2019); statistics in float32."""
         ...
@@ -74,7 +80,12 @@ class Ops(Protocol):
 
 
 class Composed:
-    """norm_linear by its parts."""
+    """embed and norm_linear by their parts."""
+
+    def embed(
+        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return F.embedding(ids, table), None
 
     def norm_linear(
         self: "Ops",

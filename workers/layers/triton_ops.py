@@ -6,6 +6,7 @@ A product of one row with a weight that is not too large: one Triton kernel does
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.embedding.kernel import embed
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
@@ -19,6 +20,11 @@ class TritonOps(Composed):
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
+
+    def embed(
+        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return embed(ids, table, None if pays(following, ids.shape[0]) else norm)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         if pays(packed, x.shape[0]):

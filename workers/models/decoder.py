@@ -5,6 +5,7 @@ up projections another.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +40,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+    def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
+        norm = first.input_norm
+        return ops.embed(ids, self.weight, (norm.weight, norm.eps), first.attention.qkv.weight)
 
 
 class Linear(nn.Module):
@@ -98,12 +101,21 @@ class Attention(nn.Module):
         cache: LayerCache,
         attention: StepAttention,
         ops: Ops,
+        normed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the stream, and the stream with x in it."""
+        """What attention adds to the stream, and the stream with x in it. normed: norm(x), where that is known (first layer)."""
+        if normed is None:
+            qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
+        else:
+            qkv, stream = self.qkv(normed, ops), x
+        return self.o(self.attend(qkv, batch, table, cache, attention, ops), ops), stream
+
+    def attend(
+        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        """[t, heads d], before the output projection."""
         assert self._heads is not None
-        qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
-        out = attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window)
-        return self.o(out.flatten(1), ops), stream
+        return attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window).flatten(1)
 
 
 class MLP(nn.Module):
@@ -135,6 +147,14 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec)
 
 
+class Parts(Protocol):
+    """Another way to compute what stands between the attention calls (compiled.py)."""
+
+    def run(
+        self, model: "Decoder", batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention
+    ) -> Tensor: ...
+
+
 class Decoder(nn.Module):
     """Embedding, layers, norm, head."""
 
@@ -146,14 +166,15 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.ops: Ops = TorchOps()
+        self.parts: Parts | None = None
+        self.rope = torch.empty(0)
         self._max_len = max_len
-        self._rope = torch.empty(0)
         self._head_weight = torch.empty(0)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """After loading: what is computed once."""
         self.ops = make_ops(device, dtype)
-        self._rope = rope_table(self.spec, self._max_len).to(device=device)
+        self.rope = rope_table(self.spec, self._max_len).to(device=device)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.prepare(self.ops)
@@ -163,11 +184,18 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
+        if self.parts is not None:
+            return self.parts.run(self, batch, caches, attention)
         ops = self.ops
-        x, residual = self.embed(batch.input_ids), None
+        residual: Tensor | None = None
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        x, normed = self.embed(batch.input_ids, first, ops)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            x, residual = layer.attention(x, residual, layer.input_norm, batch, self._rope, cache, attention, ops)
+            norm = layer.input_norm
+            x, residual = layer.attention(x, residual, norm, batch, self.rope, cache, attention, ops, normed)
+            normed = None
             x, residual = layer.mlp(x, residual, layer.post_norm, ops)
         assert residual is not None
         return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)

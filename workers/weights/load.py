@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers import memory
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights import sources
@@ -42,6 +43,7 @@ def load_model(resolved: Resolved, device: torch.device, seed: int, progress: Ca
             model = model_class(spec)(spec, resolved.max_model_len)
     finally:
         torch.set_default_dtype(default)
+    memory.check_weights(weight_bytes(model), device)
     model.to_empty(device=device)
     if resolved.load_format == "dummy":
         _fill_dummy(model, seed)

@@ -228,3 +228,19 @@ def test_an_fp8_cache_holds_twice_as_much_and_says_nearly_the_same(tmp_path: Pat
         found.append(driver.step({0: 1, 1: 1}))  # the last tokens of the prompts: the same history for both
     assert blocks[1] == 2 * blocks[0]
     assert float(torch.cosine_similarity(found[0], found[1], dim=1).min()) > 0.99
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+def test_compiled_parts_agree_with_the_fused_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--compile inductor, a prompt and decodes from a graph: the same logits within bfloat16."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by the engine")
+    prompts = prompts_of([40, 129])
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    found = []
+    for kind in ("none", "inductor"):
+        driver = Driver(engine(tmp_path, compile=kind), prompts, params)
+        driver.step({0: 39, 1: 128})
+        found.append(driver.step({0: 1, 1: 1}))
+    torch.testing.assert_close(found[0], found[1], atol=0.06, rtol=0.06)
+    assert any((tmp_path / "cache/meshlm/inductor").iterdir())

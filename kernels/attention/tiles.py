@@ -1,0 +1,47 @@
+"""Which tiles attention is computed in on this GPU: tables/<gpu>.json, written by tune.py."""
+
+from functools import cache
+
+import torch
+import triton
+
+from meshlm.kernels import tables
+
+MAX_SPLITS = 32
+Tile = tuple[int, int, int, int]
+
+
+@cache
+def _table() -> tuple[float, list[dict[str, int]], list[dict[str, int]]]:
+    """This GPU's: programs per multiprocessor and tiles of a decode, tiles of a prompt. The first that fits is used."""
+    table = tables.read("attention")
+    return table["programs_per_multiprocessor"], table["decode"], table["prefill"]
+
+
+def prefill_tiles(work: int) -> Tile:
+    """Rows of a tile, keys of a tile, warps, stages, for so many tokens x query heads: smaller tiles leave no multiprocessor idle."""
+    for entry in _table()[2]:
+        if work <= entry.get("work_to", work):
+            return entry["rows"], entry["block_n"], entry["warps"], entry["stages"]
+    raise AssertionError("the last entry of a table fits all")
+
+
+def decode_tiles(programs: int, longest: int, device: torch.device) -> Tile:
+    """Of a decode of `programs` (requests x kv heads) with contexts up to `longest`: parts of each context (a power of two), keys of
+    a tile, warps, stages.
+
+    Enough parts to fill the GPU. A lone request of a short context is bound by latency: there the smallest tile wins on an H200, which
+    loses a third at 32k.
+    """
+    per_multiprocessor, tiles, _ = _table()
+    splits = splits_of(programs, per_multiprocessor, torch.cuda.get_device_properties(device).multi_processor_count)
+    for entry in tiles:
+        if splits >= entry.get("splits_from", 1) and longest <= entry.get("longest_to", longest):
+            return splits, entry["block_n"], entry["warps"], entry["stages"]
+    raise AssertionError("the last entry of a table fits all")
+
+
+def splits_of(programs: int, per_multiprocessor: float, multiprocessors: int) -> int:
+    """Parts of each context, a power of two."""
+    wanted = per_multiprocessor * multiprocessors / programs
+    return min(MAX_SPLITS, triton.next_power_of_2(int(wanted))) if wanted >= 2 else 1

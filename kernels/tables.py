@@ -1,0 +1,77 @@
+"""Constants that were measured, by GPU: kernels/<op>/tables/<gpu>.json, in the tree and in the wheel.
+
+Written by `python -P -m meshlm.kernels.<op>.tune` on that GPU, read once per process by <op>/kernel.py. Nothing is tuned while
+serving: a GPU without a table gets the nearest one's, which the log says once.
+"""
+
+import json
+import logging
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+Table = dict[str, Any]
+FOLDER = Path(__file__).parent
+FALLBACK = "nvidia_h200"
+_log = logging.getLogger("meshlm.kernels")
+
+
+def name_of(gpu: str) -> str:
+    """The file of a GPU that calls itself so: "NVIDIA H100 80GB HBM3" is nvidia_h100_80gb_hbm3."""
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
+
+
+@cache
+def read(op: str) -> Table:
+    """The table of kernels/<op> for the current GPU. Without a GPU (interpreter, tests) the fallback's."""
+    folder = FOLDER / op / "tables"
+    if not torch.cuda.is_available():
+        return _load(folder / f"{FALLBACK}.json")
+    own = folder / f"{name_of(torch.cuda.get_device_name())}.json"
+    if own.exists():
+        return _load(own)
+    found = {path.stem: _load(path) for path in sorted(folder.glob("*.json"))}
+    facts = this_gpu()
+    chosen = nearest({name: table["gpu"] for name, table in found.items()}, facts)
+    _log.warning("kernels/%s has no table for %s: it runs with %s's; see %s.tune", op, facts["name"], chosen, op)
+    return found[chosen]
+
+
+def nearest(known: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> str:
+    """Of the same compute capability if there is one, then with the most similar number of multiprocessors."""
+
+    def distance(name: str) -> tuple[bool, int, int, bool]:
+        other = known[name]
+        (major, minor), (their_major, their_minor) = gpu["capability"], other["capability"]
+        far = 100 * abs(major - their_major) + abs(minor - their_minor)
+        return far != 0, far, abs(gpu["multiprocessors"] - other["multiprocessors"]), name != FALLBACK
+
+    return min(known, key=distance)
+
+
+def this_gpu() -> dict[str, Any]:
+    """What a table says about the GPU it is of."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": torch.cuda.get_device_name(),
+        "capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def write(op: str, values: Table, folder: Path | None = None) -> Path:
+    """Keep what tune.py found for this GPU."""
+    gpu = this_gpu()
+    path = (folder or FOLDER / op / "tables") / f"{name_of(gpu['name'])}.json"
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    path.write_text(json.dumps({"gpu": gpu, **versions, **values}, indent=1) + "\n")
+    return path
+
+
+def _load(path: Path) -> Table:
+    table: Table = json.loads(path.read_text("utf-8"))
+    return table

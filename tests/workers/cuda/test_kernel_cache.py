@@ -1,0 +1,114 @@
+"""A kernel cache that cannot be read costs one compilation, and one line in the log."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.cuda.kernel_cache import retry_without
+
+
+def fail(module: str, error: Exception) -> None:
+    """Raise it in a function of that module."""
+    scope: dict[str, object] = {"__name__": module, "error": error}
+    exec("def load():\n    raise error", scope)
+    scope["load"]()  # type: ignore[operator]
+
+
+class Maker:
+    """Fails as told, then succeeds."""
+
+    def __init__(self, module: str, *errors: Exception) -> None:
+        self.module, self.errors, self.calls = module, list(errors), 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.errors:
+            fail(self.module, self.errors.pop(0))
+        return "engine"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "kernel.cubin").write_bytes(b"half a")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        ValueError("Expecting value: line 1 column 1 (char 0)"),
+        ImportError("cuda_utils.so: file too short"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_set_aside_once(cache: Path, error: Exception) -> None:
+    make = Maker("triton.compiler.compiler", error)
+    with capture_logs() as logs:
+        assert retry_without(make, cache) == "engine"
+    assert make.calls == 2
+    assert not cache.exists()
+    (aside,) = cache.parent.iterdir()
+    assert (aside / "kernel.cubin").read_bytes() == b"half a"
+    (line,) = logs
+    assert line["cache"] == str(cache)
+    assert line["kept_as"] == str(aside)
+
+
+def test_the_second_failure_is_the_answer(cache: Path) -> None:
+    make = Maker("triton.runtime.jit", ValueError("first"), ValueError("second"))
+    with pytest.raises(ValueError, match="second"):
+        retry_without(make, cache)
+    assert make.calls == 2
+
+
+def test_one_of_a_group_does_not_start_over(cache: Path) -> None:
+    make = Maker("triton.compiler.compiler", ValueError("bad"))
+    with pytest.raises(ProcessFatal, match=r"the kernel cache .* was broken \(ValueError: bad\); .*: start again"):
+        retry_without(make, cache, alone=False)
+    assert make.calls == 1
+    assert not cache.exists()
+
+
+class OutOfResources(Exception):
+    """As Triton calls it."""
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("meshlm.workers.cuda.engine", RuntimeError("ours")),
+        ("triton.compiler.compiler", ProcessFatal("for the user")),
+        ("triton.compiler.compiler", torch.OutOfMemoryError("full")),
+        ("triton.compiler.compiler", OutOfResources("shared memory")),
+    ],
+)
+def test_other_failures_leave_it_alone(cache: Path, module: str, error: Exception) -> None:
+    make = Maker(module, error)
+    with pytest.raises(type(error)):
+        retry_without(make, cache)
+    assert make.calls == 1
+    assert cache.exists()
+
+
+def test_without_a_cache_there_is_nothing_to_blame(tmp_path: Path) -> None:
+    make = Maker("triton.compiler.compiler", ValueError("bad"))
+    with pytest.raises(ValueError, match="bad"):
+        retry_without(make, tmp_path / "none")
+    assert make.calls == 1
+
+
+def test_what_the_process_has_loaded_is_forgotten(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = SimpleNamespace(device_caches={0: "a kernel that cannot be launched"})
+    module = ModuleType("meshlm.kernels.broken")
+    module.kernel = loaded  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "meshlm.kernels.broken", module)
+    retry_without(Maker("triton.compiler.compiler", ValueError("bad")), cache)
+    assert not loaded.device_caches

@@ -1,0 +1,75 @@
+"""The worker's threads: one that dies ends the process, in words."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from meshlm.protocol.control_edge import Profile, Profiled
+from meshlm.protocol.ids import Identity, Role
+from meshlm.supervisor import flags, resolve
+from meshlm.workers import io
+from meshlm.workers.engine import EngineFacts
+
+
+class Mesh:
+    """What WorkerApp uses of runtime.mesh.Mesh."""
+
+    def __init__(self, smollm2: Path) -> None:
+        self.identity = Identity(Role.WORKER, 0)
+        self.config = resolve.resolve(flags.build({"model": str(smollm2), "device": "fake"}, None))
+        self.log: Any = structlog.get_logger()
+        self.said: asyncio.Queue[object] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def progress(self, *arguments: object) -> None:
+        """Nobody looks."""
+
+    def fatal(self, message: str) -> None:
+        self.said.put_nowait(message)
+
+    def tell_supervisor(self, message: object) -> None:
+        self.said.put_nowait(message)
+
+
+class Engine:
+    facts = EngineFacts(1, 16, 1, 100, {})
+
+    def __init__(self, failure: Exception | None) -> None:
+        self.failure = failure
+
+    def idle(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return False
+
+
+async def start(smollm2: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None) -> tuple[io.WorkerApp, Mesh]:
+    monkeypatch.setattr(io, "make_engine", lambda *arguments: Engine(failure))
+    app, mesh = io.WorkerApp(), Mesh(smollm2)
+    await app.start(mesh)  # type: ignore[arg-type]
+    return app, mesh
+
+
+async def test_a_failure_in_idle_time_is_the_process_s_last_word(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, mesh = await start(smollm2, monkeypatch, ValueError("graphs\nand more"))
+    assert await asyncio.wait_for(mesh.said.get(), 10) == "ValueError: graphs"
+    await app.stop()
+
+
+async def test_a_profile_is_answered_to_the_supervisor(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, mesh = await start(smollm2, monkeypatch, None)
+    app.on_message(Identity(Role.SUPERVISOR, 0), Profile(5, True))
+    answer = await asyncio.wait_for(mesh.said.get(), 10)
+    assert isinstance(answer, Profiled)
+    assert answer.handle == 5
+    assert "--profiler-dir" in answer.error
+    await app.stop()

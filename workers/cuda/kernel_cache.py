@@ -1,0 +1,87 @@
+"""Triton keeps compiled kernels on disk. When it cannot read them back, they are set aside and compiled again.
+
+Called once, around the making of the engine, which runs every kernel (cuda/engine.py).
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import structlog
+import torch
+
+from meshlm.runtime.errors import ProcessFatal
+
+T = TypeVar("T")
+READERS = ("triton.compiler", "triton.runtime", "triton.backends")
+NOT_THE_CACHE = ("OutOfResources", "CompilationError")  # of a kernel as it is
+_log = structlog.get_logger()
+
+
+def folder() -> Path:
+    """Where Triton keeps them."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> T:
+    """make(); once more, with an empty cache, if Triton failed while it loaded a kernel.
+
+    alone: no other worker waits in the middle of the first attempt; else the start ends, and the next one will do.
+    """
+    try:
+        return make()
+    except (ProcessFatal, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not of_loading(error) or not where.is_dir():
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        aside = _set_aside(where)
+    if not alone:
+        raise ProcessFatal(f"the kernel cache {where} was broken ({reason}); it is now {aside}: start again")
+    # Outside the handler: the error's frames hold the first engine, weights and all.
+    _log.warning(
+        "the kernel cache is broken: kernels are compiled again", cache=str(where), kept_as=aside, error=reason
+    )
+    _forget_loaded()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return make()
+
+
+def of_loading(error: BaseException) -> bool:
+    """Whether it was raised where Triton compiles, finds and loads kernels."""
+    if type(error).__name__ in NOT_THE_CACHE:
+        return False
+    last: TracebackType | None = error.__traceback__
+    while last is not None:
+        if str(last.tb_frame.f_globals.get("__name__", "")).startswith(READERS):
+            return True
+        last = last.tb_next
+    return False
+
+
+def _set_aside(where: Path) -> str:
+    """Its new name. Another process may have been faster; then there is nothing to move."""
+    aside = where.with_name(f"{where.name}.broken-{time.time_ns()}")
+    try:
+        where.rename(aside)
+    except OSError as error:
+        raise ProcessFatal(f"the kernel cache {where} is broken and cannot be set aside: {error.strerror}") from None
+    return str(aside)
+
+
+def _forget_loaded() -> None:
+    """Kernels that this process has half loaded."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("meshlm.kernels."):
+            for value in vars(module).values():
+                caches = getattr(value, "device_caches", None)
+                if isinstance(caches, dict):
+                    caches.clear()

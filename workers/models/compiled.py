@@ -1,0 +1,114 @@
+"""--compile inductor: what stands between two attention calls as one function, compiled by torch.
+
+    attention | o, residual add, norm, gate and up, activation, down, residual add, next norm, next qkv | attention ...
+
+The weights are arguments, so one compiled function serves all layers; the number of tokens is a dynamic size. Attention stays a call
+of the backend, and CUDA graphs are captured on top as ever. Attached by the CUDA engine before its first step; never used on several
+ranks, whose sums would stand inside the functions.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.models.decoder import ACTIVATIONS, Decoder, DecoderLayer, Linear
+
+Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
+
+
+class CompiledParts:
+    """See `meshlm.workers.models.decoder.Parts`."""
+
+    def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile) -> None:
+        eps, act = spec.rms_norm_eps, ACTIVATIONS[spec.hidden_act]
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return F.rms_norm(x, weight.shape, weight, eps)
+
+        def first(ids: Tensor, table: Tensor, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
+            stream = F.embedding(ids, table)
+            return F.linear(norm(stream, weight), *qkv), stream
+
+        def block(out: Tensor, stream: Tensor, o: Weights, weight: Tensor, gate_up: Weights, down: Weights) -> Tensor:
+            stream = stream + F.linear(out, *o)
+            gate, up = F.linear(norm(stream, weight), *gate_up).chunk(2, dim=-1)
+            return stream + F.linear(act(gate) * up, *down)
+
+        def between(out: Tensor, stream: Tensor, own: Any, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
+            stream = block(out, stream, *own)
+            return F.linear(norm(stream, weight), *qkv), stream
+
+        def last(out: Tensor, stream: Tensor, own: Any, weight: Tensor) -> Tensor:
+            return norm(block(out, stream, *own), weight)
+
+        self._first, self._between, self._last = (
+            compiler(part, fullgraph=True, dynamic=False) for part in (first, between, last)
+        )
+
+    def run(self, model: Decoder, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+        """Hidden states [t, hidden] after the last norm."""
+        layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+        ids = _dynamic(batch.input_ids)
+        qkv, stream = self._first(
+            ids, model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)
+        )
+        for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+            out = _dynamic(layer.attention.attend(qkv, batch, model.rope, cache, attention, model.ops))
+            own = (
+                _weights(layer.attention.o),
+                layer.post_norm.weight,
+                _weights(layer.mlp.gate_up),
+                _weights(layer.mlp.down),
+            )
+            if nth + 1 < len(layers):
+                after = layers[nth + 1]
+                qkv, stream = self._between(
+                    out, _dynamic(stream), own, after.input_norm.weight, _weights(after.attention.qkv)
+                )
+        found: Tensor = self._last(out, _dynamic(stream), own, model.norm.weight)
+        return found
+
+
+def _weights(linear: Linear) -> Weights:
+    return linear.weight, linear.bias
+
+
+def _dynamic(x: Tensor) -> Tensor:
+    """Any number of tokens from 2 up is one compiled function; 1 is another."""
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x
+
+
+def use_cache(spec: ModelSpec, dtype: torch.dtype, root: Path) -> Path:
+    """Let the compiler keep its results in a directory of this torch, GPU, dtype and model. Before the first compilation."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    facts = [str(torch.__version__), torch.version.cuda, _triton_version(), gpu, str(dtype)]
+    key = hashlib.sha256(msgspec.json.encode([facts, spec])).hexdigest()[:16]
+    folder = root / key
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes would outlive a killed worker
+    return folder
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return ""
+    return str(triton.__version__)
+
+
+def cache_root() -> Path:
+    """Beside what other programs cache for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshlm" / "inductor"
