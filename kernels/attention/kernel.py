@@ -11,6 +11,7 @@ Requests are columns as in kernels/step_input: rows, starts, ends. Masks: causal
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
