@@ -17,7 +17,8 @@ EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
 HIGH_WATER = 1 << 20  # bytes that a slow client may leave in our buffers before its chunks wait here
 
-_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+_OFFER = b"upgrade:"
+_UPGRADE = re.compile(rb"\nupgrade:", re.IGNORECASE)
 
 Scope = dict[str, Any]
 
@@ -28,6 +29,8 @@ class MeshProtocol(HttpToolsProtocol):
 
     _head_bytes = _field_bytes = 0
     _in_body = False
+    _at_line_start = True
+    _held = b""
     _earlier: "list[Any]"
 
     def connection_made(self, transport: Any) -> None:
@@ -42,13 +45,27 @@ class MeshProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if not self._in_body and b"pgrade" in data:
-            head, gap, body = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"\r\nX-Offered:", head) + gap + body  # the request counts, the offer does not
+        if not self._in_body:
+            data = self._without_offer(self._held + data)
         self._head_bytes += len(data)  # back to 0 when a head ends, a body goes on or a message ends
         super().data_received(data)
         if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response("headers too large")
+
+    def _without_offer(self, data: bytes) -> bytes:
+        """A head, or a part of one, whose Upgrade field has another name: the request counts, the offer does not. What may be the
+        beginning of that field's name waits for the rest."""
+        head, gap, body = data.partition(b"\r\n\r\n")
+        begin = b"\n" if self._at_line_start else b""
+        head = _UPGRADE.sub(b"\nX-Offered:", begin + head)[len(begin) :]
+        self._held = b""
+        if not gap:
+            line = head[head.rfind(b"\n") + 1 :]
+            if line and (self._at_line_start or len(line) < len(head)) and _OFFER.startswith(line.lower()):
+                self._held, head = line, head[: -len(line)]
+            if head:
+                self._at_line_start = head.endswith(b"\n")
+        return head + gap + body
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -73,7 +90,7 @@ class MeshProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_body, self._head_bytes = False, 0
+        self._in_body, self._at_line_start, self._head_bytes = False, True, 0
 
 
 class EventWriter:
