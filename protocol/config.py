@@ -128,6 +128,16 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     max_restarts: Annotated[
         int, Meta(ge=0, description="restarts of one process within a minute before all is given up")
     ] = 5
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds of silence until a process is replaced (six times that while it starts); 0: never",
+        ),
+    ] = 10.0
+    step_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that one step may take until its worker is replaced; 0: any time")
+    ] = 120.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="of the processes' logs")] = (
         "info"
     )

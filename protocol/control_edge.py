@@ -29,8 +29,11 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
+STEPPING = "stepping"  # the phase of a Beat in which `step` must move on
+
+
 class Beat(Struct, frozen=True, tag="beat"):
-    """Twice a second, sent by the thread that works. `step` and `phase` tell alive from stuck."""
+    """Twice a second, from the event loop; `step` and `phase` are as the threads that work left them: alive, or stuck."""
 
     step: int
     phase: str

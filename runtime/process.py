@@ -115,6 +115,7 @@ class _Process:
         try:
             self._mesh.on_fatal = loop.create_future()
             await self._mesh.open()
+            self._beat()
             await self._start_and_serve()
         except ProcessFatal as error:
             return await self._fail(str(error))
@@ -139,7 +140,6 @@ class _Process:
             gc.freeze()  # what start-up made stays: later collections need not look at it
             self._mesh.set_ready()
             self._mesh.tell_supervisor(control.Ready(self._facts))
-            self._beat()
             await _first(shutdown, fatal)
             if fatal.done():
                 fatal.result()

@@ -88,7 +88,7 @@ class SchedulerApp:
 
     def beat(self) -> tuple[int, str]:
         core = self._core
-        return (core.num_steps, "stepping" if core.inflight else "idle") if core else (0, "starting")
+        return (core.num_steps, "waiting for its workers" if core.inflight else "idle") if core else (0, "starting")
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""

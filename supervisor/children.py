@@ -61,5 +61,12 @@ class Child:
         """Signal the process; nothing happens when it is gone already."""
         self._process.send_signal(number)
 
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a terminal."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

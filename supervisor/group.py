@@ -4,7 +4,7 @@ Called by io.py with what it saw (pidfds, messages, timers); answers with what t
 
 A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Later a dead
 process is started again, at once the first time and then with exponential backoff, until `max_restarts` within
-`WINDOW_S` seconds are used up.
+`WINDOW_S` seconds are used up. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,14 @@ from enum import Enum
 
 from msgspec import Struct
 
+from meshlm.protocol.control_edge import STEPPING
 from meshlm.protocol.ids import Identity, Incarnation, Role
 
 WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-STALL_S = 30.0  # a ready process without a beat for so long is stuck
+START_STALLS = 6  # a process that starts is given so many times the silence (imports and loading hold the loop)
+ASLEEP_S = 1.0  # between two ticks: the supervisor itself did not run, and heard nobody
 
 
 class State(Enum):
@@ -122,7 +124,8 @@ class Process:
     state: State = State.STOPPED
     incarnation: Incarnation = Incarnation(0)
     started_at: float = 0.0
-    beaten_at: float = 0.0
+    beaten_at: float = 0.0  # the last sign of life
+    moved_at: float = 0.0  # when step or phase last changed
     step: int = 0
     phase: str = ""
     restarts: int = 0
@@ -134,14 +137,24 @@ class Process:
 class Group:
     """All processes of one host's mesh."""
 
-    def __init__(self, identities: Iterable[Identity], max_restarts: int, start_deadline_s: float) -> None:
+    def __init__(
+        self,
+        identities: Iterable[Identity],
+        max_restarts: int,
+        start_deadline_s: float,
+        stall_s: float = 10.0,
+        step_s: float = 120.0,
+    ) -> None:
+        """`stall_s` of silence, or `step_s` of one step, make a process stuck; 0: never."""
         self.processes = {identity: Process(identity) for identity in identities}
         self.max_restarts = max_restarts
         self.start_deadline_s = start_deadline_s
+        self.stall_s, self.step_s = stall_s, step_s
         self.was_ready = False
         self.stopping = False
         self.gave_up = False
         self._started_at = 0.0
+        self._ticked_at = 0.0
         self._last_incarnation = 0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -165,6 +178,8 @@ class Group:
             case BecameReady():
                 return self._ready(process, now)
             case Beaten():
+                if (process.step, process.phase) != (event.step, event.phase):
+                    process.moved_at = now
                 process.beaten_at, process.step, process.phase = now, event.step, event.phase
             case SaidFailed():
                 process.last_words = event.message
@@ -174,14 +189,15 @@ class Group:
         self._last_incarnation = max(self._last_incarnation + 1, int(now * 1e9))
         process.incarnation = Incarnation(self._last_incarnation)
         process.state = State.STARTING
-        process.started_at = process.beaten_at = now
+        process.started_at = process.beaten_at = process.moved_at = now
+        process.step, process.phase = 0, ""
         process.last_words = ""
         return Spawn(process.identity, process.incarnation)
 
     def _ready(self, process: Process, now: float) -> list[Effect]:
         if process.state is not State.STARTING:
             return []
-        process.state, process.beaten_at = State.READY, now
+        process.state, process.beaten_at, process.moved_at = State.READY, now, now
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
             self.was_ready = True
             return [AllReady()]
@@ -213,15 +229,33 @@ class Group:
         if not self.was_ready and now - self._started_at > self.start_deadline_s:
             late = ", ".join(str(p.identity) for p in self.processes.values() if p.state is not State.READY)
             return self._give_up(f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {late}")
+        self._forgive_own_sleep(now)
         for process in self.processes.values():
             if process.state is State.BACKOFF and now >= process.restart_at:
                 effects.append(self._spawn(process, now))
-            elif process.state is State.READY and now - process.beaten_at > STALL_S:
-                process.beaten_at = now
-                effects.append(
-                    Replace(process.identity, f"no sign of life for {STALL_S:.0f} s in phase {process.phase!r}")
-                )
+            elif reason := self._stuck(process, now):
+                process.beaten_at = process.moved_at = now
+                effects.append(Replace(process.identity, reason))
         return effects
+
+    def _forgive_own_sleep(self, now: float) -> None:
+        """This process was stopped, or the clock jumped: nobody else was silent for that long."""
+        asleep = now - self._ticked_at
+        self._ticked_at = now
+        if asleep > ASLEEP_S:
+            for process in self.processes.values():
+                process.beaten_at, process.moved_at = process.beaten_at + asleep, process.moved_at + asleep
+
+    def _stuck(self, process: Process, now: float) -> str:
+        """Why this process must be replaced; "" when it need not."""
+        if process.state not in (State.STARTING, State.READY) or not self.was_ready:
+            return ""  # the first start has a limit of its own
+        limit_s = self.stall_s * (START_STALLS if process.state is State.STARTING else 1)
+        if limit_s and now - process.beaten_at > limit_s:
+            return f"no sign of life for {limit_s:g} s (--stall-timeout) in phase {process.phase or 'starting'!r}"
+        if self.step_s and process.phase == STEPPING and now - process.moved_at > self.step_s:
+            return f"step {process.step + 1} does not end for {self.step_s:g} s (--step-timeout)"
+        return ""
 
     def _stop(self) -> list[Effect]:
         if self.stopping:

@@ -26,6 +26,7 @@ from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.traces import Traces
 
 TICK_S = 0.1
+STACKS_S = 0.2  # that a stuck process has for writing its stacks
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
 
 
@@ -54,7 +55,8 @@ class Supervisor:
         self._children: dict[Identity, Child] = {}
         self._beats: dict[Identity, edge.Beat] = {}
         self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
-        self._group = group.Group(members, config.run.max_restarts, config.run.startup_timeout)
+        run = config.run
+        self._group = group.Group(members, run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
@@ -163,10 +165,7 @@ class Supervisor:
             case group.AskToStop():
                 self._ask_to_stop(effect.identity)
             case group.Replace():
-                self._display.line(f"{effect.identity} is replaced: {effect.reason}")
-                child = self._children[effect.identity]
-                child.send_signal(signal.SIGUSR1)  # faulthandler writes its stacks
-                self._loop.call_later(0.2, child.kill)
+                self._replace(effect)
             case group.AllReady():
                 self.ready.set()
             case group.AllStopped():
@@ -179,6 +178,16 @@ class Supervisor:
         self._children[identity] = child
         self._beats.pop(identity, None)
         child.watch(self._loop, self._exited)
+
+    def _replace(self, effect: group.Replace) -> None:
+        """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far."""
+        child = self._children[effect.identity]
+        stopped = ", stopped by a signal" if child.is_stopped() else ""
+        name = rundir.stacks_file(effect.identity)
+        self._display.line(f"{effect.identity} is replaced: {effect.reason}{stopped}; its stacks: {name}")
+        child.send_signal(signal.SIGUSR1)
+        child.send_signal(signal.SIGCONT)
+        self._loop.call_later(STACKS_S, child.kill)
 
     def _exited(self, child: Child, code: int) -> None:
         if self._children.get(child.identity) is child:

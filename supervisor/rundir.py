@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshlm.protocol.ids import Identity
 from meshlm.supervisor.errors import StartError
 
 STATUS_SOCKET = "status.sock"
@@ -48,6 +49,11 @@ def check_private(path: Path) -> None:
     info = path.stat(follow_symlinks=False)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise StartError(f"run directory {path} must be a directory of yours with mode 0700")
+
+
+def stacks_file(identity: Identity) -> str:
+    """Where a process writes its stacks on SIGUSR1 (runtime/process.py), in the run directory."""
+    return f"{identity.role.value}-{identity.index}.stacks.txt"
 
 
 def _empty(path: Path) -> None:

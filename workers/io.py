@@ -13,7 +13,7 @@ import time
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import Profile
+from meshlm.protocol.control_edge import STEPPING, Profile
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, WorkerReady
 from meshlm.runtime.errors import LinkDown
@@ -53,7 +53,8 @@ class WorkerApp:
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
-        self._steps = 0
+        self._launched = self._failed_launches = 0  # steps; the stepper's
+        self._completed = 0  # the completer's
         self._phase = "loading"
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
@@ -116,7 +117,7 @@ class WorkerApp:
             if item is None:
                 return
             message, received_ns = item
-            self._phase = "stepping"
+            self._phase = STEPPING
             if isinstance(message, Reset):
                 engine.reset()
                 self._say(self._ready_message(engine, message))
@@ -125,10 +126,11 @@ class WorkerApp:
                 self._phase = "profiling"
                 self._mesh.call_soon_threadsafe(self._mesh.tell_supervisor, profiler.handle(message))
                 continue
-            self._steps += 1
+            self._launched += 1
             try:
                 pending = engine.step(message, received_ns)
             except Exception as error:
+                self._failed_launches += 1
                 self._failed(message, error)
                 continue
             self._pending.put((message, pending))
@@ -168,8 +170,9 @@ class WorkerApp:
                 result: Struct = pending.wait()
             except Exception as error:
                 self._failed(plan, error)
-                continue
-            self._say(result)
+            else:
+                self._say(result)
+            self._completed += 1
 
     def _say(self, message: Struct) -> None:
         """To the scheduler, from any thread."""
@@ -210,7 +213,9 @@ class WorkerApp:
         """Results leave one by one: each is a whole step."""
 
     def beat(self) -> tuple[int, str]:
-        return self._steps, self._phase
+        """Launched is not done: a device that hangs leaves both threads in good spirits but for one."""
+        ended = self._completed + self._failed_launches
+        return ended, STEPPING if ended < self._launched else self._phase
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""

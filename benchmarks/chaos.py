@@ -1,0 +1,322 @@
+"""Kills processes of a running mesh, one after the other, and compares every stream with the undisturbed run.
+
+    python -P benchmarks/chaos.py --minutes 10 --json FILE [--device cpu|fake] [--streams 64] [--roles worker scheduler ...]
+        [--frontends 2] [--detokenizers 2] [any other flag of `meshlm serve`]
+
+First all requests of the mix are answered undisturbed: the reference. Then `--streams` clients ask for them again and again, while a
+random process (never the supervisor) is killed with SIGKILL as soon as most streams flow again after the last fault, at times
+before that; now and then one is stopped by SIGSTOP instead, for a moment or until the supervisor judges it stuck. A pause is the
+longest gap between two tokens of any stream around a fault. Exit code 1 when anything was lost, duplicated, wrong or failed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from control_plane import machine
+from serving import Mesh, Place
+from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, draw_asks, verdict
+
+ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
+HEALED_SHARE = 0.5  # of the streams, that have had a token since the fault
+HEAL_LIMIT_S = 15.0  # then the next one comes anyway
+TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
+SHORT_STOP_S = (0.5, 3.0)
+NOTICE_S = 0.05  # what is on its way when a process dies still arrives
+KEPT_FAILURES = 20
+
+
+@dataclass
+class Fault:
+    """One kill or stop. Times are of time.monotonic()."""
+
+    kind: str  # kill, stop, stuck
+    process: str
+    at: float
+    replaced_s: float = 0.0  # until another process has its place (ready)
+    healed_s: float = 0.0  # until most streams flowed again
+    pause_s: float = 0.0
+    alone: bool = True  # no other fault in its pause
+
+    @property
+    def role(self) -> str:
+        return self.process.partition("/")[0]
+
+
+class Chaos:
+    """The clients, and what is done to the mesh meanwhile."""
+
+    def __init__(self, mesh: Mesh, asks: list[Ask], arguments: argparse.Namespace) -> None:
+        self.mesh, self.asks, self.arguments = mesh, asks, arguments
+        self.dice = random.Random(arguments.seed)
+        self.reference: dict[int, Answer] = {}
+        self.running: set[Stream] = set()
+        self.faults: list[Fault] = []
+        self.verdicts: Counter[str] = Counter()
+        self.failures: list[dict[str, Any]] = []
+        self.gaps: list[Gap] = []
+        self.tokens = self.retries = self.refusals = 0
+        self.undisturbed_gap_s = 0.0
+        self.ending = False
+        self.seconds = 0.0
+        self.clients: list[asyncio.Task[None]] = []
+
+    # --- clients ---
+
+    async def learn_reference(self) -> None:
+        """All requests at once, as later. SystemExit when even that does not work."""
+        streams = [Stream(self.mesh.port, ask) for ask in self.asks]
+        answers = await asyncio.gather(*(stream.run() for stream in streams))
+        for ask, answer in zip(self.asks, answers, strict=True):
+            if answer.error or answer.finish_reason is None:
+                raise SystemExit(f"the undisturbed run failed: {ask.body} gave {answer}")
+            self.reference[ask.number] = answer
+        self.undisturbed_gap_s = max(stream.longest_s for stream in streams)
+
+    async def client(self, number: int) -> None:
+        """One request after the other until the end."""
+        dice = random.Random(f"{self.arguments.seed}/{number}")
+        while not self.ending:
+            stream = Stream(self.mesh.port, dice.choice(self.asks))
+            self.running.add(stream)
+            answer = await stream.run()
+            self.running.discard(stream)
+            self._judge(stream, answer)
+
+    def _judge(self, stream: Stream, answer: Answer) -> None:
+        wanted = self.reference[stream.ask.number]
+        found = verdict(answer, wanted)
+        self.verdicts[found] += 1
+        self.tokens += len(answer.token_ids)
+        self.retries += stream.retries
+        self.refusals += stream.refusals
+        self.gaps += stream.gaps
+        if found != "right":
+            at = next((i for i, (a, b) in enumerate(zip(answer.token_ids, wanted.token_ids)) if a != b), None)
+            failure = {"verdict": found, "ask": stream.ask.body, "got": answer, "wanted": wanted, "differs_at": at}
+            failure |= {"retries": stream.retries, "ended_at": time.monotonic()}
+            print(f"{found}: request {stream.ask.number} {answer.error}", file=sys.stderr)
+            if len(self.failures) < KEPT_FAILURES:
+                self.failures.append(failure)
+
+    # --- faults ---
+
+    async def torment(self, until: float) -> None:
+        """One fault after the other."""
+        told = time.monotonic()
+        while time.monotonic() < until:
+            await self._one_fault()
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                print(f"{until - told:5.0f} s left, {len(self.faults)} faults, {dict(self.verdicts)}", file=sys.stderr)
+            for client in self.clients:
+                if client.done():
+                    client.result()  # it never ends by itself but by an error of this program
+            if self.mesh.process.poll() is not None:
+                raise SystemExit("the mesh ended:\n" + "\n".join(self.mesh.lines[-20:]))
+
+    async def _one_fault(self) -> None:
+        places = [place for place in await self.mesh.places() if place.pid and place.role in self.arguments.roles]
+        if not places:
+            await asyncio.sleep(0.05)
+            return
+        role = self.dice.choice(sorted({place.role for place in places}))
+        place = self.dice.choice([place for place in places if place.role == role])
+        kind = self._kind()
+        fault = Fault(kind, place.name, time.monotonic())
+        self.faults.append(fault)
+        with contextlib.suppress(ProcessLookupError):
+            if kind == "kill":
+                os.kill(place.pid, signal.SIGKILL)
+            else:
+                await self._stop(place, fault)
+        await self._heal(place, fault)
+        await asyncio.sleep(self.dice.random() * self.arguments.spread_s)
+
+    def _kind(self) -> str:
+        draw = self.dice.random()
+        if draw < self.arguments.stuck_share:
+            return "stuck"
+        return "stop" if draw < self.arguments.stuck_share + self.arguments.stop_share else "kill"
+
+    async def _stop(self, place: Place, fault: Fault) -> None:
+        """SIGSTOP for a moment, or until the supervisor has replaced the process."""
+        os.kill(place.pid, signal.SIGSTOP)
+        if fault.kind == "stop":
+            await asyncio.sleep(self.dice.uniform(*SHORT_STOP_S))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGCONT)
+            return
+        while place.pid in [other.pid for other in await self.mesh.places()]:
+            await asyncio.sleep(0.05)
+            if time.monotonic() - fault.at > 4 * self.arguments.stall_timeout + 10:
+                self.verdicts["error"] += 1
+                print(f"{place.name} was stopped and never replaced", file=sys.stderr)
+                os.kill(place.pid, signal.SIGCONT)
+                return
+
+    async def _heal(self, place: Place, fault: Fault) -> None:
+        """Wait until most streams have had a token since (or do not, where it should hit the mesh while it heals)."""
+        hasty = self.dice.random() < TOO_EARLY_SHARE
+        limit = fault.at + (self.dice.random() if hasty else HEAL_LIMIT_S) + (time.monotonic() - fault.at)
+        while time.monotonic() < limit:
+            flowing = sum(stream.last_at > fault.at + NOTICE_S for stream in self.running)
+            if not fault.healed_s and flowing >= HEALED_SHARE * len(self.running):
+                fault.healed_s = time.monotonic() - fault.at
+            if not fault.replaced_s and await self._replaced(place, fault):
+                fault.replaced_s = time.monotonic() - fault.at
+            if fault.healed_s and fault.replaced_s:
+                return
+            await asyncio.sleep(0.03)
+
+    async def _replaced(self, place: Place, fault: Fault) -> bool:
+        for other in await self.mesh.places():
+            if other.name == place.name:
+                return other.state == "ready" and (other.pid != place.pid) == (fault.kind != "stop")
+        return False
+
+    # --- the end ---
+
+    async def run(self) -> None:
+        begun = time.monotonic()
+        self.clients = [asyncio.create_task(self.client(number)) for number in range(self.arguments.streams)]
+        await self.torment(begun + 60 * self.arguments.minutes)
+        self.ending = True
+        done, late = await asyncio.wait(self.clients, timeout=2 * READ_LIMIT_S)
+        for task in late:
+            task.cancel()
+        self.verdicts["lost"] += len(late)
+        for task in done:
+            task.result()
+        self.seconds = time.monotonic() - begun
+
+    def attribute(self) -> None:
+        """Each fault's pause: the longest gap that spans its time. A gap with another fault in it is nobody's alone."""
+        times = sorted(fault.at for fault in self.faults)
+        for fault in self.faults:
+            for gap in self.gaps:
+                if gap.begin <= fault.at + NOTICE_S < gap.end:
+                    fault.pause_s = max(fault.pause_s, gap.end - gap.begin)
+                    others = sum(gap.begin < at < gap.end for at in times) - (gap.begin < fault.at < gap.end)
+                    fault.alone = fault.alone and not others
+
+    def report(self) -> dict[str, Any]:
+        self.attribute()
+        kills = [fault for fault in self.faults if fault.kind == "kill"]
+        return {
+            "seconds": round(self.seconds, 1),
+            "kills": {role: sum(fault.role == role for fault in kills) for role in self.arguments.roles},
+            "num_kills": len(kills),
+            "num_stops": sum(fault.kind == "stop" for fault in self.faults),
+            "num_stuck": sum(fault.kind == "stuck" for fault in self.faults),
+            "streams": self.verdicts.total(),
+            "right": self.verdicts["right"],
+            "lost": self.verdicts["lost"],
+            "duplicated": self.verdicts["duplicated"],
+            "wrong": self.verdicts["wrong"],
+            "errors": self.verdicts["error"],
+            "retries": self.retries,
+            "refusals_503": self.refusals,
+            "tokens": self.tokens,
+            "undisturbed_gap_s": round(self.undisturbed_gap_s, 3),
+            "pause_s": {role: pauses([f for f in kills if f.role == role]) for role in self.arguments.roles},
+            "pause_of_stops_s": pauses([fault for fault in self.faults if fault.kind == "stop"]),
+            "stuck_replaced_s": spread([fault.replaced_s for fault in self.faults if fault.kind == "stuck"]),
+            "failures": self.failures,
+        }
+
+
+def pauses(faults: list[Fault]) -> dict[str, Any]:
+    """Of those that had their pause for themselves; `longest_mixed`: of all."""
+    alone = [fault.pause_s for fault in faults if fault.alone and fault.pause_s]
+    mixed = max((fault.pause_s for fault in faults), default=0.0)
+    return {**spread(alone), "longest_mixed": round(mixed, 3)}
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    if not values:
+        return {"count": 0}
+    return {"count": len(values), "median": round(statistics.median(values), 3), "longest": round(max(values), 3)}
+
+
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--device", choices=["cpu", "fake"], default="cpu")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="whose processes may die")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[24, 96], help="shortest and longest answer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spread-s", type=float, default=0.5, help="random rest between healed and the next fault")
+    parser.add_argument("--stop-share", type=float, default=0.06, help="of faults: SIGSTOP, then SIGCONT")
+    parser.add_argument("--stuck-share", type=float, default=0.02, help="of faults: SIGSTOP until it is replaced")
+    parser.add_argument("--stall-timeout", type=float, default=5.0, help="given to the mesh")
+    parser.add_argument("--keep-logs", type=Path, help="file for what the mesh said")
+    return parser.parse_known_args(argv)
+
+
+def serve_flags(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
+    flags = ["--device", arguments.device, "--max-restarts", "100000", "--disable-log-requests"]
+    flags += ["--stall-timeout", str(arguments.stall_timeout)]
+    if arguments.device == "fake":
+        flags += ["--fake-step-ms", "20", "--max-model-len", "4096"]
+    else:
+        flags += ["--kv-cache-memory", "1G", "--max-num-batched-tokens", "256"]
+    return flags + rest
+
+
+async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    mesh = Mesh(serve_flags(arguments, rest))
+    try:
+        mesh.wait_ready()
+        asks = draw_asks(arguments.streams, arguments.seed, tuple(arguments.tokens), arguments.device == "fake")
+        chaos = Chaos(mesh, asks, arguments)
+        await chaos.learn_reference()
+        print(f"the undisturbed run is known; {len(asks)} requests", file=sys.stderr)
+        await chaos.run()
+        report = chaos.report()
+        report["processes"] = [asdict_of(place) for place in await mesh.places()]
+    finally:
+        code = mesh.stop()
+        if arguments.keep_logs:
+            arguments.keep_logs.write_text("\n".join(mesh.lines) + "\n")
+    report["exit_code"] = code
+    report["faults"] = [
+        {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(f).items()} for f in chaos.faults
+    ]
+    return report
+
+
+def asdict_of(place: Place) -> dict[str, Any]:
+    return {"process": place.name, "state": place.state, "restarts": place.restarts, "rss_bytes": place.rss_bytes}
+
+
+def main() -> int:
+    arguments, rest = parse()
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    report = {"machine": machine(), "commit": head.stdout.strip(), "command": " ".join(sys.argv)}
+    report |= asyncio.run(play(arguments, rest))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in report.items() if name not in ("faults", "failures")}, indent=1))
+    failed = report["lost"] or report["duplicated"] or report["wrong"] or report["errors"] or report["exit_code"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
