@@ -3,8 +3,8 @@
 Called by io.py with what it saw (pidfds, messages, timers); answers with what to do. Never spawns or kills itself.
 
 A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Later a dead
-process is started again, at once the first time and then with exponential backoff, until `max_restarts` within
-`WINDOW_S` seconds are used up. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
+process is started again, at once where it had done its job for a while, else with exponential backoff, until `max_restarts`
+within `WINDOW_S` seconds are used up. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
 """
 
 from collections.abc import Iterable
@@ -19,6 +19,7 @@ from meshlm.protocol.ids import Identity, Incarnation, Role
 WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+STEADY_S = 3.0  # a process that was ready for so long died of something new: no backoff
 START_STALLS = 6  # a process that starts is given so many times the silence (imports and loading hold the loop)
 ASLEEP_S = 1.0  # between two ticks: the supervisor itself did not run, and heard nobody
 
@@ -128,7 +129,9 @@ class Process:
     moved_at: float = 0.0  # when step or phase last changed
     step: int = 0
     phase: str = ""
+    ready_at: float = 0.0  # of this life; 0: not yet
     restarts: int = 0
+    early_deaths: int = 0  # one after the other
     restart_at: float = 0.0
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
@@ -163,7 +166,7 @@ class Group:
             return []
         match event:
             case Start():
-                self._started_at = now
+                self._started_at = self._ticked_at = now
                 return [self._spawn(process, now) for process in self.processes.values()]
             case Stop():
                 return self._stop()
@@ -190,14 +193,15 @@ class Group:
         process.incarnation = Incarnation(self._last_incarnation)
         process.state = State.STARTING
         process.started_at = process.beaten_at = process.moved_at = now
-        process.step, process.phase = 0, ""
+        process.ready_at, process.step, process.phase = 0.0, 0, ""
         process.last_words = ""
         return Spawn(process.identity, process.incarnation)
 
     def _ready(self, process: Process, now: float) -> list[Effect]:
         if process.state is not State.STARTING:
             return []
-        process.state, process.beaten_at, process.moved_at = State.READY, now, now
+        process.state = State.READY
+        process.ready_at = process.beaten_at = process.moved_at = now
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
             self.was_ready = True
             return [AllReady()]
@@ -217,8 +221,10 @@ class Group:
             )
         process.state = State.BACKOFF
         process.restarts += 1
-        nth = len(process.deaths) - 1
-        process.restart_at = now + (min(FIRST_BACKOFF_S * 2 ** (nth - 1), MAX_BACKOFF_S) if nth else 0.0)
+        steady = process.ready_at and now - process.ready_at >= STEADY_S
+        process.early_deaths = 0 if steady else process.early_deaths + 1
+        nth = process.early_deaths
+        process.restart_at = now + (min(FIRST_BACKOFF_S * 2.0 ** min(nth - 2, 10), MAX_BACKOFF_S) if nth > 1 else 0.0)
         died = TellDied(process.identity, process.incarnation)
         return [died, *self._tick(now)]
 

@@ -8,6 +8,7 @@ from meshlm.supervisor.group import (
     AllReady,
     AllStopped,
     AskToStop,
+    Beaten,
     BecameReady,
     Effect,
     Exited,
@@ -66,6 +67,17 @@ def test_restart_at_once_then_with_backoff_then_give_up() -> None:
     assert isinstance(die(group, WORKER, 1004.0)[0], GiveUp)
 
 
+def test_no_backoff_for_a_process_that_had_done_its_job() -> None:
+    group = started(max_restarts=20)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    now = 1002.0
+    for _ in range(8):
+        now += 4.0
+        assert [type(effect) for effect in die(group, WORKER, now)] == [TellDied, Spawn]
+        ready(group, WORKER, now)
+
+
 def test_late_news_of_an_earlier_life_is_ignored() -> None:
     group = started()
     ready(group, FRONTEND)
@@ -85,12 +97,66 @@ def test_frontends_stop_first() -> None:
     assert die(group, WORKER, 1004.0) == [AllStopped()]
 
 
-def test_a_stuck_process_is_replaced() -> None:
+def beat(group: Group, identity: Identity, now: float, step: int = 0, phase: str = "idle") -> None:
+    group.handle(Beaten(identity, group.processes[identity].incarnation, step, phase), now)
+
+
+def ticks(group: Group, begin: float, end: float, step: int = 0, phase: str = "idle") -> dict[Identity, float]:
+    """Ticks and beats of the worker, not of the frontend; who is replaced, and when."""
+    found: dict[Identity, float] = {}
+    for tenth in range(int((end - begin) * 10)):
+        now = begin + tenth / 10
+        if tenth % 5 == 0:
+            beat(group, WORKER, now, step, phase)
+        for effect in group.handle(Tick(), now):
+            if isinstance(effect, Replace):
+                found.setdefault(effect.identity, now - begin)
+    return found
+
+
+def test_a_silent_process_is_replaced_within_the_stall_timeout() -> None:
     group = started()
     ready(group, FRONTEND)
     ready(group, WORKER)
-    effects = group.handle(Tick(), 1100.0)
-    assert {effect.identity for effect in effects if isinstance(effect, Replace)} == {FRONTEND, WORKER}
+    found = ticks(group, 1001.0, 1015.0)
+    assert found.keys() == {FRONTEND}
+    assert 10.0 <= found[FRONTEND] <= 10.3
+
+
+def test_a_step_that_does_not_end_is_replaced() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    found = ticks(group, 1001.0, 1130.0, 7, "stepping")
+    assert 120.0 <= found[WORKER] <= 120.5
+    assert WORKER not in ticks(group, 1130.0, 1135.0, 8, "stepping")
+
+
+def test_a_worker_that_is_idle_or_loads_for_long_is_not_stuck() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    assert WORKER not in ticks(group, 1001.0, 1300.0, 7, "idle")
+    die(group, WORKER, 1300.0)
+    assert WORKER not in ticks(group, 1300.0, 1600.0, 0, "weights")
+
+
+def test_a_restarted_process_that_hangs_before_it_is_ready_is_replaced_too() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    die(group, FRONTEND, 1002.0)
+    found = ticks(group, 1002.0, 1070.0)
+    assert 60.0 <= found[FRONTEND] <= 60.3
+
+
+def test_nobody_is_replaced_because_the_supervisor_slept() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    group.handle(Tick(), 1001.1)
+    assert group.handle(Tick(), 1501.0) == []
+    assert group.handle(Tick(), 1501.1) == []
 
 
 def test_a_start_that_takes_too_long_names_who_is_late() -> None:
