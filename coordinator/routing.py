@@ -56,7 +56,14 @@ class Rank:
         return PREFILL_WEIGHT * self.prefill_tokens + DECODE_WEIGHT * self.decode_tokens + KV_WEIGHT * self.kv_pressure
 
 
-def choose(ranks: Iterable[Rank], wanted: int = -1, lost: SchedulerLife | None = None) -> Rank | None:
+def choose(ranks: Iterable[Rank], wanted: int = -1, lost: Iterable[SchedulerLife] = ()) -> Rank | None:
     """The rank for a request: the wanted one, or the least loaded; never one that is `lost`. None when none serves."""
-    candidates = [rank for rank in ranks if rank.serving and wanted in (-1, rank.identity.index) and rank.life != lost]
+    over = {life.scheduler: life.incarnation for life in lost}
+    candidates = [
+        rank
+        for rank in ranks
+        if rank.serving
+        and wanted in (-1, rank.identity.index)
+        and rank.incarnation > over.get(rank.identity, Incarnation(0))
+    ]
     return min(candidates, key=lambda rank: (rank.score(), rank.identity.index), default=None)

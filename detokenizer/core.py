@@ -12,7 +12,7 @@ from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, 
 from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import Stream, StreamState
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
     Abort,
@@ -23,11 +23,15 @@ from meshlm.protocol.text_edge import (
     Submit,
     Tokenize,
 )
-from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
+from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
 
 COORDINATOR = Identity(Role.COORDINATOR, 0)
-MAX_ATTEMPTS = 5
+MAX_ATTEMPTS = 5  # without a token
+STRANGER_ROWS = (
+    4  # an abort takes a moment: rows of a handle that is nobody's until its scheduler is told, and told again
+)
+MAX_REMEMBERED = 4096  # aborts, and handles that are nobody's
 
 
 class Detokenizer:
@@ -42,6 +46,8 @@ class Detokenizer:
         self._next_handle = 0
         self._lives = Lives()
         self._batches: dict[Identity, FrontendBatch] = {}
+        self._aborted: dict[RequestId, None] = {}  # the last ones: a coordinator may die with an abort unread
+        self._strangers: dict[int, int] = {}  # handles that are nobody's -> rows that came
         self.num_tokens = 0
 
     def handle(self, event: Event) -> list[Effect]:
@@ -151,14 +157,14 @@ class Detokenizer:
         stream.asked = self._lives.coordinator
         if not stream.asked:
             return []
-        return [Send(COORDINATOR, Admit(stream.work(), stream.submit.dp_rank, stream.lost))]
+        return [Send(COORDINATOR, Admit(stream.work(), stream.submit.dp_rank, self._lives.ended))]
 
     def _routed(self, routed: Routed) -> list[Effect]:
         stream = self.by_handle.get(routed.handle)
         if stream is None:
             return []
         stream.scheduler = SchedulerLife(routed.scheduler, routed.incarnation)
-        return self._admit_again(stream) if self._lives.over(routed.scheduler, routed.incarnation) else []
+        return self._leave(routed.scheduler) if self._lives.over(routed.scheduler, routed.incarnation) else []
 
     def _end(self, stream: Stream, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
         """A terminal row of its own."""
@@ -190,8 +196,17 @@ class Detokenizer:
                 elif start + count > have or (row in ended and start + count == have):
                     new = tokens[at + have - start : at + count]
                     effects += self._new_tokens(stream, new, ended.get(row), row, deltas)
+            elif row not in ended:
+                effects += self._stranger(sender, handle)
             at += count
         return effects
+
+    def _stranger(self, sender: Identity, handle: int) -> list[Effect]:
+        """A row for nobody. Late ones come after each abort; many of one handle mean that the abort was lost."""
+        rows = self._strangers[handle] = self._strangers.get(handle, 0) + 1
+        if len(self._strangers) > MAX_REMEMBERED:
+            self._strangers.clear()
+        return [Send(sender, Disown(pack_i32([handle])))] if rows % STRANGER_ROWS == 0 else []
 
     def _heard(self, handle: int, scheduler: SchedulerLife) -> None:
         """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
@@ -210,6 +225,7 @@ class Detokenizer:
         for row, handle in enumerate(handles):
             stream = by_handle.get(handle)
             if stream is None:
+                effects += self._stranger(sender, handle)
                 continue
             have, start = len(stream.emitted), starts[row]
             if start != have or stream.stop is not None:
@@ -259,7 +275,7 @@ class Detokenizer:
         if stopped:
             assert stop is not None
             self._finish_row(stream, place, FinishReason.STOP, stop.matched)
-            return [] if ended is not None else [Send(COORDINATOR, AbortRequests((stream.request_id,)))]
+            return [] if ended is not None else self._say_abort((stream.request_id,))
         if ended is not None:
             self._finish_row(stream, place, ended.reason, stream.stop_reason(ended), ended.message, ended.kind)
         return []
@@ -305,7 +321,14 @@ class Detokenizer:
         for stream in gone:
             self._forget(stream)
         admitted = tuple(stream.request_id for stream in gone if stream.state is StreamState.ADMITTED)
-        return [Send(COORDINATOR, AbortRequests(admitted))] if admitted else []
+        return self._say_abort(admitted) if admitted else []
+
+    def _say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
+        """Now, and again to the next life of the coordinator."""
+        self._aborted.update(dict.fromkeys(request_ids))
+        while len(self._aborted) > MAX_REMEMBERED:
+            del self._aborted[next(iter(self._aborted))]
+        return [Send(COORDINATOR, AbortRequests(request_ids))] if self._lives.coordinator else []
 
     def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         """Another frontend, or the same one after a gap, wants a stream from `from_index` on."""
@@ -324,7 +347,10 @@ class Detokenizer:
     def _up(self, event: PeerUp) -> list[Effect]:
         self._lives.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
-            return [effect for stream in list(self.by_handle.values()) for effect in self._ask_anew(stream)]
+            # An id that is open again (asked for anew after it was given up) is not aborted.
+            aborted = tuple(request_id for request_id in self._aborted if request_id not in self.by_id)
+            effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
+            return effects + [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
         return self._leave(event.identity)
 
     def _ask_anew(self, stream: Stream) -> list[Effect]:
@@ -336,7 +362,8 @@ class Detokenizer:
         if stream.scheduler is None:
             return self._admit_again(stream)
         stream.asked = self._lives.coordinator
-        return [Send(COORDINATOR, Admit(stream.work(), stream.scheduler.scheduler.index, stream.lost, again=True))]
+        rank = stream.scheduler.scheduler.index
+        return [Send(COORDINATOR, Admit(stream.work(), rank, self._lives.ended, again=True))]
 
     def _lost(self, event: PeerLost) -> list[Effect]:
         self._lives.lost(event.identity, event.incarnation)
@@ -356,20 +383,23 @@ class Detokenizer:
         for stream in list(self.by_handle.values()):
             life = stream.scheduler
             if life is not None and life.scheduler == scheduler and self._lives.over(scheduler, life.incarnation):
+                self._lives.lost(scheduler, life.incarnation)  # the coordinator is told, who may not know
                 effects += self._admit_again(stream)
         return effects
 
     def _admit_again(self, stream: Stream) -> list[Effect]:
         """Go on from the journal, under a new handle so that late tokens find nobody."""
-        del self.by_handle[stream.handle]
-        if stream.attempt - stream.submit.attempt + 1 >= MAX_ATTEMPTS:
-            self.by_handle[stream.handle] = stream
-            text = f"given up after {MAX_ATTEMPTS} attempts: each time its scheduler or the coordinator died"
+        stream.fruitless = 0 if len(stream.emitted) > stream.begun_with else stream.fruitless
+        stream.fruitless += 1
+        stream.begun_with = len(stream.emitted)
+        if stream.fruitless >= MAX_ATTEMPTS:
+            text = f"given up after {MAX_ATTEMPTS} attempts without a token: each time its scheduler or the coordinator died"
             self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
+        del self.by_handle[stream.handle]
         stream.attempt += 1
         stream.handle = self._new_handle()
-        stream.lost, stream.scheduler, stream.heard = stream.scheduler or stream.lost, None, False
+        stream.scheduler, stream.heard = None, False
         return self._admit(stream)
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 Links have no order among each other: the coordinator may still send a request to a scheduler whose death is known here.
 """
 
+from meshlm.protocol.admit_edge import SchedulerLife
 from meshlm.protocol.ids import Identity, Incarnation, Role
 
 
@@ -11,6 +12,7 @@ class Lives:
 
     def __init__(self) -> None:
         self.coordinator = Incarnation(0)  # the one that can be reached; 0: none
+        self.ended: tuple[SchedulerLife, ...] = ()  # the last life that is over, of each scheduler that has died
         self._first: dict[Identity, Incarnation] = {}  # scheduler -> the lives before this one are over
 
     def up(self, identity: Identity, incarnation: Incarnation) -> None:
@@ -18,12 +20,15 @@ class Lives:
             self.coordinator = incarnation
         elif identity.role is Role.SCHEDULER:
             self._first[identity] = incarnation
+            self.ended = tuple(x for x in self.ended if x.scheduler != identity or x.incarnation < incarnation)
 
     def lost(self, identity: Identity, incarnation: Incarnation) -> None:
         if identity.role is Role.COORDINATOR and incarnation == self.coordinator:
             self.coordinator = Incarnation(0)
         elif identity.role is Role.SCHEDULER:
             self._first[identity] = Incarnation(max(self._first.get(identity, 0), incarnation + 1))
+            others = tuple(life for life in self.ended if life.scheduler != identity)
+            self.ended = (*others, SchedulerLife(identity, Incarnation(self._first[identity] - 1)))
 
     def over(self, scheduler: Identity, incarnation: Incarnation) -> bool:
         """Whether this life of a scheduler has ended."""

@@ -26,14 +26,15 @@ class Stream:
         "asked",
         "attempt",
         "batch",
+        "begun_with",
         "decoder",
         "emitted",
         "frontend",
         "frontend_handle",
         "frontend_incarnation",
+        "fruitless",
         "handle",
         "heard",
-        "lost",
         "place",
         "prompt",
         "request_id",
@@ -58,7 +59,8 @@ class Stream:
         self.asked = Incarnation(0)  # the life of the coordinator that this attempt's Admit went to; 0: none yet
         self.scheduler: SchedulerLife | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
-        self.lost: SchedulerLife | None = None  # the last one that died with the request
+        self.fruitless = 0  # attempts since the last token that ended with the death of a scheduler or the coordinator
+        self.begun_with = 0  # tokens that there were when this attempt began
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
@@ -70,6 +72,7 @@ class Stream:
         self.decoder, self.stop = self._reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
+        self.begun_with = len(self.emitted)
 
     def _reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
         """The state of decoding, before the first token."""

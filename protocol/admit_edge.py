@@ -37,7 +37,7 @@ class Admit(Struct, frozen=True, tag="admit"):
 
     work: Work
     dp_rank: int = -1  # -1: the coordinator chooses
-    lost: SchedulerLife | None = None  # had the request and is dead, which the coordinator may not have heard yet
+    lost: tuple[SchedulerLife, ...] = ()  # over, with all lives before; the coordinator may not have heard yet
     again: bool = False  # an earlier life of the coordinator chose dp_rank for this attempt; did Assign get there?
 
 

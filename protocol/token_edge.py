@@ -52,4 +52,10 @@ class AttachTokens(Struct, frozen=True, tag="attach"):
     from_index: int
 
 
-DetokenizerToScheduler = AttachTokens
+class Disown(Struct, frozen=True, tag="disown"):
+    """Tokens keep coming for these handles, which are nobody's: an abort was lost with its coordinator. End them."""
+
+    handles: bytes  # int32
+
+
+DetokenizerToScheduler = AttachTokens | Disown

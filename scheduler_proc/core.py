@@ -10,7 +10,7 @@ from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady
-from meshlm.protocol.token_edge import AttachTokens, Ended
+from meshlm.protocol.token_edge import AttachTokens, Disown, Ended
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.output import Output
@@ -83,6 +83,11 @@ class Scheduler:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:
                 self._attach(attach, output)
+            case Disown() as disown:
+                nobodys = set(unpack_i32(disown.handles))
+                for request in [r for r in self.requests.values() if r.detokenizer == event.sender]:
+                    if request.handle in nobodys:
+                        self._drop(request)
         return []
 
     # --- requests ---

@@ -476,9 +476,9 @@ def test_a_new_coordinator_ends_older_attempts_that_it_does_not_know_of() -> Non
 def test_a_scheduler_that_its_detokenizer_saw_die_is_not_chosen() -> None:
     bench = Bench(D0, S0, S1)
     dead = SchedulerLife(S0, LIFE)
-    assert assigned(bench, msgspec.structs.replace(admit("a", attempt=1), lost=dead)) == S1
+    assert assigned(bench, msgspec.structs.replace(admit("a", attempt=1), lost=(dead,))) == S1
     bench.lost(S1)
-    held = msgspec.structs.replace(admit("b", attempt=1), lost=dead)
+    held = msgspec.structs.replace(admit("b", attempt=1), lost=(dead,))
     assert only(bench.says(D0, held), Assign) == [], "the news of its death must come soon"
     assert assigned(bench, admit("c")) == S0, "others do not know"
     bench.join(S0, life=2)

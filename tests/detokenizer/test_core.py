@@ -117,7 +117,7 @@ def test_a_dead_schedulers_requests_are_admitted_again() -> None:
     again = admitted(bench.lost(S0))
     assert (again.work.request_id, again.work.attempt, ints(again.work.emitted)) == ("a", 1, token_ids("xy"))
     assert again.work.handle != first.work.handle
-    assert again.lost == SchedulerLife(S0, Incarnation(1))
+    assert again.lost == (SchedulerLife(S0, Incarnation(1)),)
     assert bench.tokens(first, 2, "z") == [], "the late words of the dead one"
     bench.routed(again, S1)
     bench.tokens(again, 2, "w", S1)
@@ -131,7 +131,7 @@ def test_routed_to_a_scheduler_that_is_dead_already() -> None:
     first = admitted(bench.submit())
     assert bench.lost(S0) == []
     again = admitted(bench.routed(first, S0))
-    assert (again.work.attempt, again.lost) == (1, SchedulerLife(S0, Incarnation(1)))
+    assert (again.work.attempt, again.lost) == (1, (SchedulerLife(S0, Incarnation(1)),))
     assert again.work.handle != first.work.handle
     assert bench.routed(first, S0) == [], "an old handle"
     bench.up(S0, 2)
@@ -143,7 +143,7 @@ def test_routed_to_a_life_before_the_one_that_is_known() -> None:
     bench = Bench()
     first = admitted(bench.submit())
     bench.up(S0, 5)
-    assert admitted(bench.routed(first, S0, 4)).lost == SchedulerLife(S0, Incarnation(4))
+    assert admitted(bench.routed(first, S0, 4)).lost == (SchedulerLife(S0, Incarnation(4)),)
 
 
 def test_a_scheduler_that_died_unseen_has_a_successor() -> None:
@@ -211,7 +211,7 @@ def test_a_scheduler_that_dies_while_the_coordinator_is_away() -> None:
     bench.lost(COORDINATOR)
     assert bench.lost(S0) == []
     again = admitted(bench.up(COORDINATOR, 2))
-    assert (again.work.attempt, again.lost) == (1, SchedulerLife(S0, Incarnation(1)))
+    assert (again.work.attempt, again.lost) == (1, (SchedulerLife(S0, Incarnation(1)),))
 
 
 def test_routed_but_not_heard_of_is_asked_of_the_same_rank() -> None:

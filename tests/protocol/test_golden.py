@@ -141,7 +141,7 @@ FULL: tuple[Struct, ...] = (
     # detokenizer <-> coordinator -> scheduler
     WORK,
     LOST,
-    admit.Admit(WORK, 2, LOST, True),
+    admit.Admit(WORK, 2, (LOST,), True),
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
@@ -162,6 +162,7 @@ FULL: tuple[Struct, ...] = (
         timings_ns=(1,),
     ),
     token.AttachTokens(Handle(3), 21),
+    token.Disown(pack_i32([3])),
     # scheduler <-> worker
     step.Reset(77),
     NEW_ROW,

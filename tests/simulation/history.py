@@ -28,7 +28,6 @@ class History:
         self.scenario = scenario
         self.clients = [Client(ask) for ask in scenario.asks]
         self.faults = list(scenario.faults)
-        self._dead: set[Identity] = set()
         self.fault_at = BEGIN_S + 1.0  # when the last one is over
         self.world = World(
             scenario.seed,
@@ -65,10 +64,6 @@ class History:
         self.fault_at = world.now + fault.seconds
         if fault.kind in KILLS:
             process = world.kill(fault.who, fault.seconds)
-            self._dead.add(fault.who)
-            ranks = [who for who in self._dead if who.role is Role.SCHEDULER]
-            for client in self.clients:
-                client.may_be_given_up = len(ranks) > 1 and Kind.RANKS_TOGETHER in OFF
             if process is not None and isinstance(process.app, Frontend):
                 for client in process.app.clients:
                     client.left = True

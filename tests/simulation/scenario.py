@@ -31,14 +31,10 @@ class Kind(Enum):
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
     EARLY_WORD = "a peer is heard before App.start has run"
-    RANKS_TOGETHER = "requests live on although several schedulers die"
 
 
 # What the product cannot take yet, and why. An entry goes when its bug is mended; MESHLM_SIM_ALL=1 ignores them all.
-OFF: dict[Kind, str] = {
-    Kind.RANKS_TOGETHER: "detokenizer/core.py _admit_again: two ranks die, the coordinator hears of it later than the detokenizer and"
-    " routes to and fro between them; each Routed to a dead one costs one of the MAX_ATTEMPTS. Off: such a request may be given up",
-}
+OFF: dict[Kind, str] = {}
 if os.environ.get("MESHLM_SIM_ALL"):
     OFF.clear()
 
