@@ -23,17 +23,19 @@ from meshlm.protocol.text_edge import (
     TextDeltas,
 )
 
-MAX_ATTEMPTS = 5
+MAX_ATTEMPTS = 5  # without a token
 
 
 class Choice:
     """One sequence that is being generated, and what its client has of it."""
 
     __slots__ = (
+        "begun_with",
         "detokenizer",
         "exchange",
         "finished",
         "first_at",
+        "fruitless",
         "handle",
         "index",
         "last_at",
@@ -48,6 +50,7 @@ class Choice:
         self.detokenizer: Identity | None = None
         self.token_ids: array[int] = array("i")
         self.finished: Finished | None = None
+        self.begun_with = self.fruitless = 0  # tokens at this attempt's begin; attempts since the last token
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 
@@ -110,9 +113,12 @@ class Desk:
         """Another attempt: what its client has is delivered."""
         self.by_handle.pop(choice.handle, None)
         choice.detokenizer = None
-        attempt = choice.submit.attempt + 1
-        if attempt >= MAX_ATTEMPTS:
-            self._fail(choice, ErrorKind.INTERNAL, f"its detokenizer died {MAX_ATTEMPTS} times", "")
+        attempt, have = choice.submit.attempt + 1, len(choice.token_ids)
+        choice.fruitless = 1 if have > choice.begun_with else choice.fruitless + 1
+        choice.begun_with = have
+        if choice.fruitless >= MAX_ATTEMPTS:
+            text = f"its detokenizer died {MAX_ATTEMPTS} times, each time before the next token"
+            self._fail(choice, ErrorKind.INTERNAL, text, "")
             return []
         delivered = choice.token_ids.tobytes()
         choice.submit = msgspec.structs.replace(choice.submit, attempt=attempt, delivered=delivered)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, models
 
-from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
+from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, STRANGER_ROWS, Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
@@ -15,7 +15,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Ended, TokenDeltas
+from meshlm.protocol.token_edge import Disown, Ended, TokenDeltas
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 S0, S1 = Identity(Role.SCHEDULER), Identity(Role.SCHEDULER, 1)
@@ -72,7 +72,13 @@ class Bench:
         return self.says(COORDINATOR, Routed(request.work.handle, scheduler, Incarnation(life)))
 
     def tokens(
-        self, request: Admit, start: int, text: str, scheduler: Identity = S0, end: FinishReason | None = None
+        self,
+        request: Admit,
+        start: int,
+        text: str,
+        scheduler: Identity = S0,
+        end: FinishReason | None = None,
+        life: int = 1,
     ) -> list[Effect]:
         """The scheduler's news; an attempt's first tokens say how much of the prompt was cached."""
         ids, first = pack_i32(token_ids(text)), start == len(request.work.emitted) // 4
@@ -80,7 +86,10 @@ class Bench:
         cached = {0: 0} if first else {}
         handle, counts = pack_i32([request.work.handle]), pack_i32([len(text)])
         deltas = TokenDeltas(handle, pack_i32([start]), counts, ids, ended, num_cached_tokens=cached)
-        return self.says(scheduler, deltas)
+        return self.says(scheduler, deltas, life)
+
+    def abort(self, name: str) -> list[Effect]:
+        return self.says(F0, Abort((RequestId(name),)))
 
     def news(self) -> list[tuple[Identity, int, int, str, FinishReason | None]]:
         """What frontends are told: to, handle, start, text, end."""
@@ -181,6 +190,33 @@ def test_a_request_whose_schedulers_always_die_is_given_up() -> None:
     assert not bench.core.by_id
 
 
+def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
+    bench = Bench()
+    request = admitted(bench.submit(max_tokens=20))
+    for life in range(1, 3 * MAX_ATTEMPTS):
+        bench.routed(request, S0, life)
+        bench.tokens(request, life - 1, "x", life=life)
+        request = admitted(bench.lost(S0, life))
+        assert len(ints(request.work.emitted)) == life
+        bench.up(S0, life + 1)
+
+
+def test_all_deaths_are_told_that_the_coordinator_may_not_know_of() -> None:
+    """Two ranks die; it may hear of it later than we."""
+    bench = Bench()
+    bench.up(S0)
+    bench.up(S1)
+    bench.routed(admitted(bench.submit()), S0)
+    bench.lost(S1)
+    again = admitted(bench.lost(S0))
+    assert set(again.lost) == {SchedulerLife(S0, Incarnation(1)), SchedulerLife(S1, Incarnation(1))}
+    bench.up(S1, 2)
+    assert admitted(bench.submit("bb")).lost == (
+        SchedulerLife(S1, Incarnation(1)),
+        SchedulerLife(S0, Incarnation(1)),
+    )
+
+
 # --- the coordinator dies ---
 
 
@@ -243,6 +279,39 @@ def test_what_runs_does_not_notice_a_new_coordinator() -> None:
 
 
 # --- refusals and aborts ---
+
+
+def test_an_abort_is_said_again_to_the_next_coordinator() -> None:
+    bench = Bench()
+    bench.routed(admitted(bench.submit("a")), S0)
+    bench.routed(admitted(bench.submit("bb")), S0)
+    gone = AbortRequests((RequestId("a"),))
+    assert bench.abort("a") == [Send(COORDINATOR, gone)]
+    bench.lost(COORDINATOR)
+    assert bench.abort("bb") == []
+    both = AbortRequests((RequestId("a"), RequestId("bb")))
+    assert bench.up(COORDINATOR, 2) == [Send(COORDINATOR, both)]
+
+
+def test_an_id_that_is_open_again_is_not_aborted_again() -> None:
+    bench = Bench()
+    bench.routed(admitted(bench.submit("a")), S0)
+    bench.lost(COORDINATOR)
+    bench.abort("a")
+    bench.submit("a")
+    assert admitted(bench.up(COORDINATOR, 2)).work.request_id == "a"
+
+
+def test_tokens_that_keep_coming_for_nobody_are_disowned() -> None:
+    bench = Bench()
+    first = admitted(bench.submit("a"))
+    bench.routed(first, S0)
+    bench.tokens(first, 0, "x")
+    bench.abort("a")
+    told = [bench.tokens(first, number, "x") for number in range(1, 2 * STRANGER_ROWS + 1)]
+    nobody = [Send(S0, Disown(pack_i32([first.work.handle])))]
+    quiet: list[object] = [[]] * (STRANGER_ROWS - 1)
+    assert told == [*quiet, nobody, *quiet, nobody]
 
 
 def test_a_refusal_names_the_field() -> None:

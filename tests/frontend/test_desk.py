@@ -391,6 +391,19 @@ def test_a_request_that_kills_detokenizers_is_given_up() -> None:
     assert f"died {MAX_ATTEMPTS} times" in text
 
 
+def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
+    desk = a_desk(D0)
+    client, _ = opened(desk)
+    choice = client.choices[0]
+    for number in range(3 * MAX_ATTEMPTS):
+        desk.deltas(deltas((choice, number, [truth("r-0", number)])), D0, 0.0)
+        desk.detokenizer_down(D0)
+        (send,) = desk.detokenizer_up(D0)
+        assert isinstance(send.message, Submit)
+        assert (send.message.attempt, len(ints(send.message.delivered))) == (number + 1, number + 1)
+    assert not client.errors
+
+
 def test_waiting_is_no_attempt() -> None:
     desk = Desk()
     opened(desk)

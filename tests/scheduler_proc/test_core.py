@@ -13,7 +13,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
-from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.protocol.token_edge import Disown, TokenDeltas
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
 
@@ -295,6 +295,19 @@ def test_dead_detokenizer_frees_its_requests() -> None:
     bench.event(PeerLost(DETOKENIZER, LIFE))
     bench.finish()
     assert 1 not in bench.ended
+
+
+def test_a_disowned_request_ends_and_frees_its_blocks() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2, 3], 40)
+    bench.assign(2, [4, 5], 40)
+    bench.step()
+    bench.event(Received(DETOKENIZER, LIFE, Disown(pack_i32([1, 99]))))
+    assert list(bench.core.requests) == ["r2"]
+    bench.event(Received(Identity(Role.DETOKENIZER, 5), LIFE, Disown(pack_i32([2]))))
+    assert list(bench.core.requests) == ["r2"], "another detokenizer's handle"
+    bench.finish()
+    assert list(bench.ended) == [2]
 
 
 def test_numpy_reads_the_columns() -> None:
