@@ -6,6 +6,7 @@ them, how much may be in flight, and what a full queue means.
 """
 
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ CHANNELS: tuple[Channel, ...] = (
 BY_DIRECTION: dict[tuple[Role, Role], Channel] = {(c.sender, c.receiver): c for c in CHANNELS}
 
 
+@cache
 def peers_of(role: Role) -> frozenset[Role]:
     """The roles that a process of `role` keeps links with."""
     return frozenset(c.receiver for c in CHANNELS if c.sender is role)
