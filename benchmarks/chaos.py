@@ -32,6 +32,12 @@ from serving import Mesh, Place
 from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, draw_asks, verdict
 
 ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
+# How often each role is hit. On a CPU all streams are computed again after the death of a worker or its scheduler, which takes
+# many seconds: equal shares would leave no time for tokens.
+WEIGHTS = {
+    "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3},
+    "fake": {"worker": 1, "scheduler": 1, "detokenizer": 1, "coordinator": 1, "frontend": 1},
+}
 HEALED_SHARE = 0.5  # of the streams, that have had a token since the fault
 HEAL_LIMIT_S = 15.0  # then the next one comes anyway
 TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
@@ -118,8 +124,11 @@ class Chaos:
     async def torment(self, until: float) -> None:
         """One fault after the other."""
         told = time.monotonic()
-        while time.monotonic() < until:
-            await self._one_fault()
+        script = [entry.split(":") for entry in self.arguments.script]
+        while script or (not self.arguments.script and time.monotonic() < until):
+            kind, role = script[0] if script else (self._kind(), "")
+            if await self._one_fault(kind, role):
+                script = script[1:]
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 print(f"{until - told:5.0f} s left, {len(self.faults)} faults, {dict(self.verdicts)}", file=sys.stderr)
@@ -129,14 +138,15 @@ class Chaos:
             if self.mesh.process.poll() is not None:
                 raise SystemExit("the mesh ended:\n" + "\n".join(self.mesh.lines[-20:]))
 
-    async def _one_fault(self) -> None:
+    async def _one_fault(self, kind: str, role: str) -> bool:
+        """To a process of this role, "" for any; False when none is there."""
         places = [place for place in await self.mesh.places() if place.pid and place.role in self.arguments.roles]
-        if not places:
+        present = sorted({place.role for place in places if role in ("", place.role)})
+        if not present:
             await asyncio.sleep(0.05)
-            return
-        role = self.dice.choice(sorted({place.role for place in places}))
+            return False
+        role = self.dice.choices(present, [WEIGHTS[self.arguments.device][name] for name in present])[0]
         place = self.dice.choice([place for place in places if place.role == role])
-        kind = self._kind()
         fault = Fault(kind, place.name, time.monotonic())
         self.faults.append(fault)
         with contextlib.suppress(ProcessLookupError):
@@ -146,8 +156,10 @@ class Chaos:
                 await self._stop(place, fault)
         await self._heal(place, fault)
         await asyncio.sleep(self.dice.random() * self.arguments.spread_s)
+        return True
 
     def _kind(self) -> str:
+        """By --stuck-share and --stop-share."""
         draw = self.dice.random()
         if draw < self.arguments.stuck_share:
             return "stuck"
@@ -172,7 +184,8 @@ class Chaos:
     async def _heal(self, place: Place, fault: Fault) -> None:
         """Wait until most streams have had a token since (or do not, where it should hit the mesh while it heals)."""
         hasty = self.dice.random() < TOO_EARLY_SHARE
-        limit = fault.at + (self.dice.random() if hasty else HEAL_LIMIT_S) + (time.monotonic() - fault.at)
+        hasty = hasty and not self.arguments.script
+        limit = time.monotonic() + (self.dice.random() if hasty else HEAL_LIMIT_S)
         while time.monotonic() < limit:
             flowing = sum(stream.last_at > fault.at + NOTICE_S for stream in self.running)
             if not fault.healed_s and flowing >= HEALED_SHARE * len(self.running):
@@ -259,13 +272,16 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--device", choices=["cpu", "fake"], default="cpu")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="whose processes may die")
-    parser.add_argument("--tokens", type=int, nargs=2, default=[24, 96], help="shortest and longest answer")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES[:-1]), help="whose processes may die")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[16, 64], help="shortest and longest answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spread-s", type=float, default=0.5, help="random rest between healed and the next fault")
     parser.add_argument("--stop-share", type=float, default=0.06, help="of faults: SIGSTOP, then SIGCONT")
     parser.add_argument("--stuck-share", type=float, default=0.02, help="of faults: SIGSTOP until it is replaced")
     parser.add_argument("--stall-timeout", type=float, default=5.0, help="given to the mesh")
+    parser.add_argument(
+        "--script", nargs="+", default=[], metavar="KIND:ROLE", help="these faults (kill, stop, stuck), then the end"
+    )
     parser.add_argument("--keep-logs", type=Path, help="file for what the mesh said")
     return parser.parse_known_args(argv)
 

@@ -35,7 +35,7 @@ def draw_asks(count: int, seed: int, tokens: tuple[int, int], as_ids: bool) -> l
 
 
 def _body(dice: random.Random, number: int, tokens: tuple[int, int], as_ids: bool) -> dict[str, Any]:
-    length = dice.randint(4, 60)
+    length = dice.randint(4, 60 if as_ids else 20)
     prompt: Any = " ".join(["Once", "upon", "a", "time"] * (number % 3 == 0) + dice.choices(WORDS, k=length))
     if as_ids:
         prompt = [300] * 20 * (number % 3 == 0) + [dice.randrange(300, 40_000) for _ in range(length)]

@@ -24,6 +24,7 @@ from meshlm.protocol.text_edge import (
 )
 
 MAX_ATTEMPTS = 5  # without a token
+DEADLINE_GRACE_S = 1.0  # schedulers look once a second
 
 
 class Choice:
@@ -194,6 +195,19 @@ class Desk:
         orphans, self.orphans = self.orphans, []
         for choice in orphans:
             self._fail(choice, ErrorKind.OVERLOADED, message, "")
+
+    def expire(self, wall_s: float) -> list[Send]:
+        """End what is past its deadline (wall clock), whoever should have said so and is stuck or dead. A little later than its
+        scheduler would."""
+        late = [
+            choice
+            for choice in (*self.by_handle.values(), *self.orphans)
+            if 0 < choice.submit.deadline_s <= wall_s - DEADLINE_GRACE_S and choice.finished is None
+        ]
+        sends = self.close(late)
+        for choice in late:
+            self._fail(choice, ErrorKind.TIMEOUT, "the request's timeout passed", "")
+        return sends
 
     def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:
         """A batch of new text, in rows, that came at `now`."""

@@ -80,6 +80,10 @@ class FrontendApp:
         assert self._mesh is not None
         self._ticks += 1
         self._metrics.flush(self._desk.intervals)
+        with contextlib.suppress(
+            HttpError
+        ):  # a full queue: its detokenizer has the deadline too, and the frontend looks again
+            self._send(self._desk.expire(time.time()))
         if self._desk.orphans:
             now = time.monotonic()
             self._orphaned_at = self._orphaned_at or now

@@ -378,6 +378,27 @@ def test_a_client_that_leaves_takes_its_orphans_along() -> None:
     assert len(desk.detokenizer_up(D0)) == 1
 
 
+def test_a_deadline_holds_whoever_is_stuck() -> None:
+    desk = a_desk(D0)
+    client, orphan, other = (opened(desk, name)[0] for name in ("a", "b", "c"))
+    for late in (client, orphan):
+        late.choices[0].submit = msgspec.structs.replace(late.choices[0].submit, deadline_s=100.0)
+    assert desk.expire(100.5) == [], "its scheduler's to say"
+    desk.detokenizer_down(D0)
+    desk.detokenizer_up(D1)
+    (abort,) = desk.expire(102.0)
+    assert abort == Send(D1, Abort((RequestId("a-0"), RequestId("b-0"))))
+    assert [late.errors[0][0] for late in (client, orphan)] == [ErrorKind.TIMEOUT] * 2
+    assert not other.errors
+    desk.check()
+    desk.detokenizer_down(D1)
+    waiting, _ = opened(desk, "d")
+    waiting.choices[0].submit = msgspec.structs.replace(waiting.choices[0].submit, deadline_s=100.0)
+    assert desk.expire(102.0) == []
+    assert waiting.errors[0][0] is ErrorKind.TIMEOUT
+    assert waiting.choices[0] not in desk.orphans
+
+
 def test_a_request_that_kills_detokenizers_is_given_up() -> None:
     desk = a_desk(D0)
     client, _ = opened(desk)

@@ -1,0 +1,86 @@
+"""A short run of benchmarks/chaos.py, with kills of every role and one stop, and what must hold when the supervisor dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from serving import Serving, serving
+
+pytestmark = pytest.mark.mesh
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+
+
+@pytest.mark.timeout(200)
+def test_no_kill_loses_or_repeats_a_token(tmp_path: Path) -> None:
+    """Two kills of each role and one SIGSTOP until the process is replaced, under 16 streams."""
+    found = tmp_path / "chaos.json"
+    flags = ["--device", "fake", "--streams", "16", "--tokens", "24", "120", "--stall-timeout", "3"]
+    flags += ["--script", *("kill:" + role for role in ("worker", "scheduler", "detokenizer", "coordinator") * 2)]
+    flags += ["stuck:scheduler", "--json", str(found)]
+    done = subprocess.run([sys.executable, "-P", str(CHAOS), *flags], capture_output=True, text=True, timeout=180)
+    assert found.exists(), done.stderr
+    report: dict[str, Any] = json.loads(found.read_text())
+    told = json.dumps(report["failures"][:2], indent=1) + done.stderr
+    assert done.returncode == 0, told
+    assert (report["lost"], report["duplicated"], report["wrong"], report["errors"]) == (0, 0, 0, 0), told
+    assert report["num_kills"] == 8
+    assert report["num_stuck"] == 1
+    assert report["right"] == report["streams"] > 16
+    assert all(process["state"] == "ready" for process in report["processes"])
+
+
+def children(server: Serving) -> list[psutil.Process]:
+    return [psutil.Process(p["pid"]) for p in server.status()["processes"] if p["role"] != "supervisor"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_the_supervisors_death_ends_everything(number: signal.Signals) -> None:
+    """Within two seconds, while requests run, with an exit code that is not 0."""
+    with serving("--device", "fake", "--fake-step-ms", "20", "--max-model-len", "4096") as server:
+        mine = children(server)
+        body = {"prompt": [300], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(server.process.pid, number)
+            begun = time.monotonic()
+            _, alive = psutil.wait_procs(mine, timeout=2)
+            assert not alive
+            assert time.monotonic() - begun < 2
+        assert server.process.wait(timeout=5) == -number
+
+
+def timed(server: Serving, body: dict[str, Any]) -> tuple[httpx.Response, float]:
+    begun = time.monotonic()
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [300], "ignore_eos": True, **body}, timeout=60)
+    return answer, time.monotonic() - begun
+
+
+def test_a_timeout_ends_requests_that_run_that_wait_and_whose_process_died() -> None:
+    flags = ("--device", "fake", "--fake-step-ms", "50", "--max-model-len", "4096", "--max-num-seqs", "1")
+    with serving(*flags, "--stall-timeout", "60") as server:
+        running, took = timed(server, {"max_tokens": 2000, "timeout": 1.0})
+        assert running.status_code == 504, running.text
+        assert took < 4
+        body = {"prompt": [301], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            waiting, took = timed(server, {"max_tokens": 4, "timeout": 1.0})
+            assert waiting.status_code == 504, waiting.text
+            assert took < 4
+        for role in ("worker", "scheduler", "detokenizer", "coordinator"):
+            pid = server.pid(role)
+            os.kill(pid, signal.SIGSTOP)
+            dead, took = timed(server, {"max_tokens": 2000, "timeout": 1.0})
+            os.kill(pid, signal.SIGCONT)
+            assert dead.status_code == 504, (role, dead.text)
+            assert took < 5, role
