@@ -5,6 +5,7 @@ answers with effects; `batches()` gives the text that piled up. Called by io.py.
 """
 
 from meshlm.detokenizer import replies
+from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.admission import checked_prompt, checked_sampling
 from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
@@ -14,24 +15,12 @@ from meshlm.detokenizer.stream import Stream, StreamState
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.text_edge import (
-    Abort,
-    Attach,
-    Detokenize,
-    Finished,
-    Rejected,
-    Submit,
-    Tokenize,
-)
+from meshlm.protocol.text_edge import Abort, Attach, Detokenize, Finished, Rejected, Submit, Tokenize
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
 
 COORDINATOR = Identity(Role.COORDINATOR, 0)
 MAX_ATTEMPTS = 5  # without a token
-STRANGER_ROWS = (
-    4  # an abort takes a moment: rows of a handle that is nobody's until its scheduler is told, and told again
-)
-MAX_REMEMBERED = 4096  # aborts, and handles that are nobody's
 
 
 class Detokenizer:
@@ -46,8 +35,7 @@ class Detokenizer:
         self._next_handle = 0
         self._lives = Lives()
         self._batches: dict[Identity, FrontendBatch] = {}
-        self._aborted: dict[RequestId, None] = {}  # the last ones: a coordinator may die with an abort unread
-        self._strangers: dict[int, int] = {}  # handles that are nobody's -> rows that came
+        self._aborts = Aborts()
         self.num_tokens = 0
 
     def handle(self, event: Event) -> list[Effect]:
@@ -202,11 +190,7 @@ class Detokenizer:
         return effects
 
     def _stranger(self, sender: Identity, handle: int) -> list[Effect]:
-        """A row for nobody. Late ones come after each abort; many of one handle mean that the abort was lost."""
-        rows = self._strangers[handle] = self._strangers.get(handle, 0) + 1
-        if len(self._strangers) > MAX_REMEMBERED:
-            self._strangers.clear()
-        return [Send(sender, Disown(pack_i32([handle])))] if rows % STRANGER_ROWS == 0 else []
+        return [Send(sender, Disown(pack_i32([handle])))] if self._aborts.stranger(handle) else []
 
     def _heard(self, handle: int, scheduler: SchedulerLife) -> None:
         """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
@@ -324,10 +308,7 @@ class Detokenizer:
         return self._say_abort(admitted) if admitted else []
 
     def _say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
-        """Now, and again to the next life of the coordinator."""
-        self._aborted.update(dict.fromkeys(request_ids))
-        while len(self._aborted) > MAX_REMEMBERED:
-            del self._aborted[next(iter(self._aborted))]
+        self._aborts.said(request_ids)
         return [Send(COORDINATOR, AbortRequests(request_ids))] if self._lives.coordinator else []
 
     def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
@@ -347,8 +328,7 @@ class Detokenizer:
     def _up(self, event: PeerUp) -> list[Effect]:
         self._lives.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
-            # An id that is open again (asked for anew after it was given up) is not aborted.
-            aborted = tuple(request_id for request_id in self._aborted if request_id not in self.by_id)
+            aborted = self._aborts.again(self.by_id)
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
             return effects + [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
         return self._leave(event.identity)

@@ -18,6 +18,7 @@ from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
 
 COORDINATOR = Identity(Role.COORDINATOR, 0)
+MAX_CRASHES = 4  # of workers under a request that got no token between them; fewer than --max-restarts
 
 
 class Scheduler:
@@ -62,7 +63,7 @@ class Scheduler:
             case PeerUp():
                 effects = self._peer_up(event, output, now)
             case PeerLost():
-                self._peer_lost(event)
+                self._peer_lost(event, output)
             case Tick():
                 self._expire(event.wall_s, output)
                 self._last_load = None  # tell the coordinator even without change
@@ -179,9 +180,14 @@ class Scheduler:
                 self._assign(assign, output)
         return []
 
-    def _peer_lost(self, event: PeerLost) -> None:
+    def _peer_lost(self, event: PeerLost, output: Output) -> None:
         if event.identity.role is Role.WORKER:
+            crashed = dict.fromkeys(request for record in self.inflight for request in record.batch)
             self._lose_workers()
+            for request in crashed:
+                if request.state is not RequestState.FINISHED and request.crashed() >= MAX_CRASHES:
+                    text = f"given up: its worker died {MAX_CRASHES} times, each time before the next token"
+                    self._finish(request, output, FinishReason.ERROR, text)
         elif event.identity.role is Role.DETOKENIZER:
             if self._lives.get(event.identity) == event.incarnation:
                 del self._lives[event.identity]

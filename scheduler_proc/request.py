@@ -40,6 +40,7 @@ class Request:
     __slots__ = (
         "blocks",
         "capacity",
+        "crashed_at",
         "detokenizer",
         "handle",
         "hashes",
@@ -47,6 +48,7 @@ class Request:
         "max_len",
         "num_cached",
         "num_computed",
+        "num_crashes",
         "num_inflight",
         "num_prompt",
         "num_remembered",
@@ -75,6 +77,9 @@ class Request:
         self.num_remembered = 0  # blocks that the pool knows by hash or that came from it
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_inflight = 0
+        self.num_crashes = self.crashed_at = (
+            0  # deaths of its worker without a token between them; tokens at the last one
+        )
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
         self.prompt_logprobs: list[LogprobColumns] = []
 
@@ -82,6 +87,12 @@ class Request:
     def order(self) -> tuple[int, float, str]:
         """Among requests by priority: lower first, then earlier."""
         return (self.work.priority, self.work.arrival_s, self.work.request_id)
+
+    def crashed(self) -> int:
+        """Its worker died with it in a step. How often that was since its last token."""
+        self.num_crashes = 1 if len(self.tokens) > self.crashed_at else self.num_crashes + 1
+        self.crashed_at = len(self.tokens)
+        return self.num_crashes
 
     def move(self, state: RequestState) -> None:
         """Change state. InvalidTransition when the table has no such entry."""

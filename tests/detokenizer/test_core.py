@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, models
 
-from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, STRANGER_ROWS, Detokenizer
+from meshlm.detokenizer.aborts import STRANGER_ROWS
+from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer

@@ -14,7 +14,7 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import Disown, TokenDeltas
-from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.core import MAX_CRASHES, Scheduler
 from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
 
 DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)
@@ -287,6 +287,28 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
         else:
             assert got == expected
             assert bench.ended[handle] is FinishReason.LENGTH
+
+
+def test_a_request_whose_worker_dies_each_time_is_given_up_and_the_others_go_on() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2, 3], 9)
+    for deaths in range(1, MAX_CRASHES + 1):
+        if deaths == 3:  # it gets a token: what was before counts no more
+            bench.step()
+        bench.plans.clear()
+        bench.event(PeerLost(WORKER, Incarnation(deaths)))
+        bench.event(PeerUp(WORKER, Incarnation(deaths + 1)))
+    assert not bench.ended
+    for deaths in range(2):
+        bench.plans.clear()
+        bench.event(PeerLost(WORKER, Incarnation(9 + deaths)))
+        if deaths == 0:
+            bench.event(PeerUp(WORKER, Incarnation(10)))
+    assert bench.ended == {1: FinishReason.ERROR}
+    bench.assign(2, [5, 6], 3)
+    bench.event(PeerUp(WORKER, Incarnation(12)))
+    bench.finish()
+    assert bench.tokens[2] == reference([5, 6], 3)
 
 
 def test_dead_detokenizer_frees_its_requests() -> None:
