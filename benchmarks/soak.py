@@ -46,9 +46,11 @@ class Soak:
         while time.monotonic() < self.until:
             turn += 1
             (ask,) = draw_asks(1, number * 1_000_003 + turn, (4, 160), self.arguments.device == "fake")
-            stream = Stream(self.mesh.port, ask)
-            if dice.random() < ABORTED_SHARE:
-                stream.aborts_after = dice.randint(0, 40)
+            leaves = dice.random() < ABORTED_SHARE
+            # With a key a request whose client hangs up would run on, for the client to come back.
+            stream = Stream(
+                self.mesh.port, ask, dice.randint(0, 40) if leaves else -1, keyed=not leaves and turn % 2 == 0
+            )
             answer = await stream.run()
             kind = "aborted" if stream.left else "failed" if answer.error else "done"
             self.counts[kind] += 1
@@ -119,8 +121,11 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    flags = ["--device", arguments.device, "--disable-log-requests", *rest]
-    mesh = Mesh([*flags, "--fake-step-ms", "5", "--max-model-len", "4096"] if arguments.device == "fake" else flags)
+    flags = ["--device", arguments.device, "--disable-log-requests"]
+    if arguments.device == "fake":
+        # A small cache is full soon: what the scheduler remembers of blocks would look like a leak until then.
+        flags += ["--fake-step-ms", "5", "--max-model-len", "4096", "--kv-cache-memory", "400M"]
+    mesh = Mesh([*flags, *rest])
     try:
         mesh.wait_ready()
         soak = Soak(mesh, arguments)

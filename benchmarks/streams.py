@@ -70,6 +70,7 @@ class Stream:
     port: int
     ask: Ask
     aborts_after: int = -1
+    keyed: bool = True
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -78,7 +79,7 @@ class Stream:
     refusals: int = 0
     longest_s: float = 0.0
     gaps: list[Gap] = field(default_factory=list)  # those longer than `keep_gap_s`
-    keep_gap_s: float = 0.1
+    keep_gap_s: float = 0.04
     last_at: float = 0.0
     left: bool = False
     _key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -127,7 +128,9 @@ class Stream:
     def _request(self) -> bytes:
         body = json.dumps(self.ask.body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
-        head += f"Content-Type: application/json\r\nIdempotency-Key: {self._key}\r\n"
+        head += "Content-Type: application/json\r\n"
+        if self.keyed:
+            head += f"Idempotency-Key: {self._key}\r\n"
         if self._last_id:
             head += f"Last-Event-ID: {self._last_id}\r\n"
         return head.encode() + b"\r\n" + body
