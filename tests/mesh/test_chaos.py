@@ -84,3 +84,16 @@ def test_a_timeout_ends_requests_that_run_that_wait_and_whose_process_died() -> 
             os.kill(pid, signal.SIGCONT)
             assert dead.status_code == 504, (role, dead.text)
             assert took < 5, role
+
+
+def test_a_step_that_never_ends_costs_its_request_and_not_the_mesh() -> None:
+    flags = ("--device", "fake", "--fake-step-ms", "600000", "--step-timeout", "1", "--max-model-len", "4096")
+    with serving(*flags) as server:
+        answer, _ = timed(server, {"max_tokens": 4})
+        assert answer.status_code == 500
+        assert "its worker died 4 times" in answer.json()["error"]["message"]
+        line = server.wait_for("worker/0 is replaced")
+        assert "does not end for 1 s (--step-timeout)" in line
+        assert "in step" in (Path(server.run_dir) / "worker-0.stacks.txt").read_text()
+        server.wait_for("worker/0 is ready")
+        assert httpx.get(f"{server.url}/health").status_code == 200
