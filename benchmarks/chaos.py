@@ -38,7 +38,6 @@ WEIGHTS = {
     "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3},
     "fake": {"worker": 1, "scheduler": 1, "detokenizer": 1, "coordinator": 1, "frontend": 1},
 }
-HEALED_SHARE = 0.5  # of the streams, that have had a token since the fault
 HEAL_LIMIT_S = 15.0  # then the next one comes anyway
 TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
 SHORT_STOP_S = (0.5, 3.0)
@@ -188,7 +187,7 @@ class Chaos:
         limit = time.monotonic() + (self.dice.random() if hasty else HEAL_LIMIT_S)
         while time.monotonic() < limit:
             flowing = sum(stream.last_at > fault.at + NOTICE_S for stream in self.running)
-            if not fault.healed_s and flowing >= HEALED_SHARE * len(self.running):
+            if not fault.healed_s and flowing >= self.arguments.healed_share * len(self.running):
                 fault.healed_s = time.monotonic() - fault.at
             if not fault.replaced_s and await self._replaced(place, fault):
                 fault.replaced_s = time.monotonic() - fault.at
@@ -275,6 +274,12 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES[:-1]), help="whose processes may die")
     parser.add_argument("--tokens", type=int, nargs=2, default=[16, 64], help="shortest and longest answer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--healed-share",
+        type=float,
+        default=0.5,
+        help="of the streams, that must have had a token before the next fault",
+    )
     parser.add_argument("--spread-s", type=float, default=0.5, help="random rest between healed and the next fault")
     parser.add_argument("--stop-share", type=float, default=0.06, help="of faults: SIGSTOP, then SIGCONT")
     parser.add_argument("--stuck-share", type=float, default=0.02, help="of faults: SIGSTOP until it is replaced")
