@@ -13,6 +13,7 @@ from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refus
 from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
+RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
 
 
 class Received(Struct, frozen=True):
@@ -51,6 +52,10 @@ class _Held(Struct, frozen=True):
     incarnation: Incarnation
     admit: Admit
     until: float
+
+
+def _patience_s(admit: Admit) -> float:
+    return RESUME_HOLD_S if admit.work.attempt or admit.work.emitted else HOLD_S
 
 
 class Coordinator:
@@ -132,7 +137,7 @@ class Coordinator:
             return [Send(sender, refused)]
         rank = choose(self.ranks.values(), admit.dp_rank, admit.lost)
         if rank is None:
-            self.held[admit.work.request_id] = _Held(sender, incarnation, admit, now + HOLD_S)
+            self.held[admit.work.request_id] = _Held(sender, incarnation, admit, now + _patience_s(admit))
             return []
         return self._dispatch(rank, sender, incarnation, admit)
 
@@ -219,7 +224,9 @@ class Coordinator:
                 refused = Refused(handle, ErrorKind.TIMEOUT, "the request's timeout passed")
             elif held.until <= now:
                 missing = "no scheduler" if held.admit.dp_rank == -1 else f"no scheduler of rank {held.admit.dp_rank}"
-                refused = Refused(handle, ErrorKind.OVERLOADED, f"{missing} was ready within {HOLD_S:.0f} s")
+                refused = Refused(
+                    handle, ErrorKind.OVERLOADED, f"{missing} was ready within {_patience_s(held.admit):.0f} s"
+                )
             else:
                 continue
             del self.held[request_id]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from meshlm.coordinator.core import HOLD_S, Coordinator, PeerLost, Received, Send, Tick
+from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S, Coordinator, PeerLost, Received, Send, Tick
 from meshlm.coordinator.routing import Rank, choose
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed, SchedulerLife, Work
@@ -302,6 +302,15 @@ def test_a_rank_that_never_comes_is_a_refusal_in_words() -> None:
     assert isinstance(send.message, Refused)
     assert send.message.handle == 2
     assert only(bench.tick(HOLD_S), Refused) == []
+
+
+def test_a_stream_that_ran_already_waits_longer_for_a_rank() -> None:
+    bench = Bench(D0)
+    bench.says(D0, admit("a", attempt=1))
+    assert only(bench.tick(RESUME_HOLD_S - 1.0), Refused) == []
+    (send,) = only(bench.tick(1.0), Refused)
+    assert isinstance(send.message, Refused)
+    assert "600 s" in send.message.message
 
 
 def test_a_request_for_a_rank_of_its_own_waits_while_others_serve() -> None:
@@ -691,7 +700,7 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
     for identity in (S0, S1, S2):
         mesh.start(identity)
         mesh.report(identity)
-    mesh.tick(HOLD_S)  # the end of what waits for a rank of its own
+    mesh.tick(RESUME_HOLD_S)  # the end of what waits for a rank of its own
     assert not mesh.core.held
     for identity, fake in mesh.schedulers.items():
         assert set(mesh.core.ranks[identity].requests) == set(fake.requests)
