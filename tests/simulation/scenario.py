@@ -16,6 +16,7 @@ from meshlm.runtime.mesh import SUPERVISOR
 
 BLOCK_SIZE = 2
 MAX_MODEL_LEN = 40
+MAX_WORKER_DEATHS = 3  # one less than those (MAX_CRASHES) after which a scheduler gives up what it computed then
 MAX_DEATHS = 4  # one less than the attempts (MAX_ATTEMPTS) after which a request is given up
 
 
@@ -165,6 +166,8 @@ def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, 
         at += dice.randrange(20) if found and dice.random() < 0.6 else dice.randrange(300)
         may_kill = sum(fault.kind in KILLS for fault in found) < MAX_DEATHS
         allowed = [kind for kind in kinds if may_kill or kind not in KILLS]
+        if sum(fault.kind is Kind.KILL_WORKER for fault in found) == MAX_WORKER_DEATHS:
+            allowed = [kind for kind in allowed if kind is not Kind.KILL_WORKER]
         deadly = [kind for kind in allowed if kind in KILLS]
         if not allowed:
             break
