@@ -6,7 +6,6 @@ Everything here belongs to one request; state across requests is desk.py's and i
 import asyncio
 import contextlib
 import hmac
-import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,13 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import parse
+from meshlm.frontend import parse, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.desk import Choice
 from meshlm.frontend.errors import HttpError
@@ -29,7 +29,7 @@ from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeReq
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import Profiled
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.ids import ErrorKind, Handle
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
 OPEN_ROUTES = {"/health", "/ready", "/ping"}
@@ -85,7 +85,11 @@ class Routes:
             CORSMiddleware, allow_origins=server.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
         keys = tuple(key.encode() for key in server.api_key)
-        return Starlette(routes=routes, middleware=[cors, Middleware(_KeyCheck, keys=keys)])
+        return Starlette(
+            routes=routes,
+            middleware=[cors, Middleware(_KeyCheck, keys=keys)],
+            exception_handlers={HTTPException: _plain_error},
+        )
 
     # --- small routes ---
 
@@ -156,16 +160,24 @@ class Routes:
     # --- generation ---
 
     async def completions(self, request: Request) -> Response | None:
-        body, unknown = parse.decode(await self._body(request), CompletionRequest)
+        raw = await self._body(request)
+        body, unknown = parse.decode(raw, CompletionRequest)
         model = self._check_model(body.model)
         ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
-        return await self._generate(request, ask, model, "cmpl-")
+        return await self._generate(request, ask, model, "cmpl-", self._again(request, raw))
 
     async def chat(self, request: Request) -> Response | None:
-        body, unknown = parse.decode(await self._body(request), ChatRequest)
+        raw = await self._body(request)
+        body, unknown = parse.decode(raw, ChatRequest)
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
-        return await self._generate(request, ask, model, "chatcmpl-")
+        return await self._generate(request, ask, model, "chatcmpl-", self._again(request, raw))
+
+    def _again(self, request: Request, body: bytes) -> retry.Again | None:
+        headers = request.headers
+        api_key = headers.get("authorization", "") if self._backend.config.server.api_key else ""
+        keys, last_id = headers.getlist(retry.KEY), headers.get(retry.LAST_ID, "")
+        return retry.read(keys, last_id, request.url.path, api_key, body)
 
     def _check_model(self, model: str | None) -> str:
         names = self._backend.resolved.served_names
@@ -189,25 +201,37 @@ class Routes:
             parts.append(part)
         return b"".join(parts)
 
-    async def _generate(self, request: Request, ask: parse.Ask, model: str, prefix: str) -> Response | None:
+    async def _generate(
+        self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
+    ) -> Response | None:
         backend = self._backend
         if backend.num_open >= backend.config.server.max_concurrent_requests:
             raise HttpError(503, "too many open requests (--max-concurrent-requests)", kind="overloaded_error")
         if reason := await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        request_id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)[:128]
+        name = again.key if again else request.headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = prefix + name[:128]
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"])
         answer: WholeAnswer | StreamAnswer
+        has = submits.position(ask, again)
         if ask.stream:
-            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write)
+            progress = retry.Progress(has) if has else None
+            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = WholeAnswer(ask, request_id, created, model, end.set)
-        submits = build_submits(answer, ask, backend.new_handle, _dp_rank(request))
+        asked = submits.build(
+            answer,
+            ask,
+            backend.new_handle,
+            submits.dp_rank(request.headers),
+            again,
+            has.cuts if has is not None else (),
+        )
         status = 200
         try:
-            for choices, submit in submits:
+            for choices, submit in asked:
                 backend.open(choices, submit)
             if ask.stream:
                 return await self._stream(request, answer, writer, end)  # type: ignore[arg-type]
@@ -239,7 +263,8 @@ class Routes:
                 await pump
             if not writer.started:
                 await writer.start([(b"x-request-id", answer.request_id.encode())])
-            writer.write(answer.last_events())
+            if events := answer.last_events():
+                writer.write(events)
             await writer.finish()
             return _AlreadySent()
         finally:
@@ -270,56 +295,21 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def build_submits(
-    answer: Answer, ask: parse.Ask, new_handle: Callable[[], Handle], dp_rank: int
-) -> list[tuple[list[Choice], Submit]]:
-    """One Submit per prompt, with a Choice for each sequence; fills answer.choices."""
-    seed = int.from_bytes(os.urandom(8), "little") >> 1 if ask.seed is None else ask.seed
-    now = time.time()
-    want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
-    found = []
-    for prompt_index, prompt in enumerate(ask.prompts):
-        handles = tuple(new_handle() for _ in range(ask.num_choices))
-        names = tuple(
-            RequestId(f"{answer.request_id}-{uuid.uuid4().hex[:8]}-{prompt_index * ask.num_choices + i}")
-            for i in range(ask.num_choices)
-        )
-        submit = Submit(
-            handles=handles,
-            request_ids=names,
-            prompt=prompt,
-            sampling=msgspec.structs.replace(ask.sampling, seed=seed),
-            text=ask.text,
-            max_tokens=ask.max_tokens,
-            want_prompt=want_prompt,
-            priority=ask.priority,
-            cache_salt=ask.cache_salt,
-            arrival_s=now,
-            deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
-            dp_rank=dp_rank,
-        )
-        choices = []
-        for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
-            # Its own Submit, for the case that it must be continued alone.
-            sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
-            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling)
-            choices.append(Choice(answer, prompt_index * ask.num_choices + i, prompt_index, own, handle))  # type: ignore[arg-type]
-        answer.choices += choices
-        found.append((choices, submit))
-    return found
-
-
-def _dp_rank(request: Request) -> int:
-    value = request.headers.get("x-data-parallel-rank")
-    if value is None:
-        return -1
-    if not value.isdecimal() or len(value) > 6:
-        raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
-    return int(value)
-
-
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _plain_error(request: Request, error: Exception) -> Response:
+    """What the router refuses (404, 405), in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: " + (
+        "this path takes " + error.headers["Allow"]
+        if error.headers and "Allow" in error.headers
+        else "there is no such path"
+    )
+    kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
+    body = HttpError(error.status_code, text, kind=kind).body()
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 class _AlreadySent(Response):

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers import room
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
 
@@ -31,28 +32,12 @@ def cpu_budget() -> int:
     return min(int(free * CPU_SHARE), CPU_MOST)
 
 
-def _size(count: int) -> str:
-    """Bytes for people."""
-    for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << size:
-            return f"{count / 2**size:.2f} {unit}"
-    return f"{count} bytes"
-
-
 def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype) -> int:
     """Blocks within `budget` bytes. ProcessFatal when the longest request would not fit, with the one that would."""
     resolved = config.resolved
     assert resolved is not None
     block_size = config.cache.block_size
-    each = block_bytes(resolved.spec, block_size, dtype)
-    count = budget // each
-    needed = -(-resolved.max_model_len // block_size)
-    if count < needed:
-        fits = f"--max-model-len {count * block_size} would fit" if count > 0 else "not even one block fits"
-        raise ProcessFatal(
-            f"one request of --max-model-len {resolved.max_model_len} tokens needs {_size(needed * each)} of KV cache "
-            f"and {_size(max(budget, 0))} are there; with this memory {fits}"
-        )
+    count = room.num_blocks(config, budget, block_bytes(resolved.spec, block_size, dtype))
     return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))
 
 
@@ -70,7 +55,8 @@ def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Cal
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         raise ProcessFatal(
-            f"a step of --max-num-batched-tokens does not fit: {_size(before)} of this GPU's {_size(_gpu()[1])} are taken "
+            f"a step of --max-num-batched-tokens does not fit: {room.size_text(before)} of this GPU's {room.size_text(_gpu()[1])} "
+            "are taken "
             "by the weights and by what --max-num-seqs requests need; lower either"
         ) from None
     activations = torch.cuda.max_memory_allocated() - before
@@ -96,7 +82,7 @@ def check_weights(needed: int, device: torch.device) -> None:
     while needed / times > ROOM_FOR_WEIGHTS * total:
         times *= 2
     raise ProcessFatal(
-        f"the weights take {_size(needed)} and this GPU has {_size(free)} free of {_size(total)}: "
+        f"the weights take {room.size_text(needed)} and this GPU has {room.size_text(free)} free of {room.size_text(total)}: "
         + (
             "end what else runs on it"
             if needed <= ROOM_FOR_WEIGHTS * total

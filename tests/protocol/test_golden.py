@@ -88,9 +88,11 @@ NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8)
-FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT)
-ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED)
+FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n")
+ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
+
+RETRY = text.Retry("ab12", b"digest", (3, 0))
 
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
@@ -114,12 +116,15 @@ FULL: tuple[Struct, ...] = (
         arrival_s=1.5,
         deadline_s=2.5,
         dp_rank=1,
+        retry=RETRY,
     ),
+    RETRY,
+    text.Detach((RequestId("cmpl-a-0"),), (Handle(5),)),
     text.Abort((RequestId("cmpl-a-0"),)),
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True),
     text.Detokenize(Handle(7), pack_i32([1])),
-    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", ("a", "b", "c")),
+    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", ("a", "b", "c"), 1.5),
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
     TOKEN_LOGPROB,
     POSITION,
@@ -190,7 +195,9 @@ FULL: tuple[Struct, ...] = (
     control.Failed("no such model"),
     control.Beat(4, "stepping", 1 << 33),
     control.Died(SCHEDULER, LIFE),
-    control.Shutdown(30.0),
+    control.Shutdown(30.0, True),
+    control.Refuse(True),
+    control.OpenRequests(3),
     control.Profile(3, True),
     control.Profiled(3, ("/traces/worker-0.json",), "no room"),
     MEMBER,
