@@ -271,7 +271,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--device", choices=["cpu", "fake"], default="cpu")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES[:-1]), help="whose processes may die")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="whose processes may die")
     parser.add_argument("--tokens", type=int, nargs=2, default=[16, 64], help="shortest and longest answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -44,7 +44,6 @@ class Stream:
         "heard",
         "hidden",
         "logprobs",
-        "lost",
         "num_cached",
         "place",
         "prompt",
