@@ -1,6 +1,9 @@
 """Collects one frontend's new text of a batch of token frames into one message."""
 
 from array import array
+from itertools import pairwise
+
+from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stream import Stream
@@ -59,18 +62,41 @@ class FrontendBatch:
         self.texts.append(text)
 
     def details(
-        self, stream: Stream, place: int, taken: list[int], row: int, deltas: TokenDeltas, table: TokenTable
+        self, stream: Stream, place: int, taken: list[int], skip: int, row: int, deltas: TokenDeltas, table: TokenTable
     ) -> None:
-        """What few rows have: logprobs, cached prompt tokens."""
+        """What few rows have: logprobs, cached prompt tokens. `skip`: tokens of the scheduler's row that are not taken."""
         if deltas.timings_ns:
             self.timings = deltas.timings_ns
         if row in deltas.num_cached_tokens:
             self.cached[place] = deltas.num_cached_tokens[row]
         if row in deltas.logprobs:
-            self.logprobs[place] = positions(deltas.logprobs[row], taken, table)
+            self.logprobs[place] = positions(deltas.logprobs[row], taken, table, skip)
         if row in deltas.prompt_logprobs:
             of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt[1:], table)
             self.prompt_logprobs[place] = [None, *of_prompt]
+        if stream.submit.retry is not None:
+            stream.logprobs += self.logprobs.get(place, ())
+            stream.prompt_logprobs = self.prompt_logprobs.get(place, stream.prompt_logprobs)
+            stream.num_cached = self.cached.get(place, stream.num_cached)
+
+    def again(self, stream: Stream, start: int, table: TokenTable) -> None:
+        """All of a stream from token `start` on: a row to its cut, one from there, and its end."""
+        num_tokens, finished = len(stream.emitted), stream.finished
+        borders = [start, stream.cut, num_tokens] if start < stream.cut < num_tokens else [start, num_tokens]
+        if start == num_tokens and finished is None and stream.submit.retry is not None:
+            return  # nothing yet: a row would only begin the client's stream
+        place = len(self.texts)
+        if stream.num_cached is not None:
+            self.cached[place] = stream.num_cached
+        if stream.prompt_logprobs is not None:
+            self.prompt_logprobs[place] = stream.prompt_logprobs
+        for begin, end in pairwise(borders):
+            place = self.row(stream.frontend_handle, begin, stream.emitted[begin:end], stream.shown(table, begin, end))
+            if stream.logprobs:
+                self.logprobs[place] = stream.logprobs[begin:end]
+        if finished is not None:
+            self.texts[place] += stream.tail
+            self.finished.append(replace(finished, row=place))
 
     def _spread(self) -> None:
         """Bring the tokens of `more` into their places."""
@@ -100,8 +126,10 @@ class FrontendBatch:
         )
 
 
-def positions(columns: LogprobColumns, tokens: "array[int] | list[int]", table: TokenTable) -> list[PositionLogprobs]:
-    """One entry for each position, with the tokens' texts."""
+def positions(
+    columns: LogprobColumns, tokens: "array[int] | list[int]", table: TokenTable, first: int = 0
+) -> list[PositionLogprobs]:
+    """One entry for each position, with the tokens' texts. `first`: of the tokens, in the columns."""
     logprobs, ranks = unpack_f32(columns.logprobs), unpack_i32(columns.ranks)
     width = columns.width
     top_ids, top_logprobs = unpack_i32(columns.top_ids), unpack_f32(columns.top_logprobs)
@@ -111,7 +139,7 @@ def positions(columns: LogprobColumns, tokens: "array[int] | list[int]", table: 
         return TokenLogprob(token, logprob, rank, text, data)
 
     found = []
-    for place, token in enumerate(tokens):
+    for place, token in enumerate(tokens, first):
         top = [
             entry(top_ids[place * width + k], top_logprobs[place * width + k], k + 1)
             for k in range(width)

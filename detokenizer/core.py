@@ -4,18 +4,21 @@ The journal is what survives a scheduler: prompt, sampling parameters and emitte
 answers with effects; `batches()` gives the text that piled up. Called by io.py.
 """
 
+from collections.abc import Iterable
+
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.admission import checked_prompt, checked_sampling
 from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.detokenizer.journal import Journal, is_of
 from meshlm.detokenizer.lives import Lives
-from meshlm.detokenizer.stream import Stream, StreamState
+from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32, unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.text_edge import Abort, Attach, Detokenize, Finished, Rejected, Submit, Tokenize
+from meshlm.protocol.ids import FinishReason, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.text_edge import Abort, Attach, Detach, Detokenize, Rejected, Submit, Tokenize
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
 
@@ -23,18 +26,18 @@ COORDINATOR = Identity(Role.COORDINATOR, 0)
 MAX_ATTEMPTS = 5  # without a token
 
 
-class Detokenizer:
+class Detokenizer(Journal):
     """See the module docstring."""
 
-    def __init__(self, table: TokenTable, vocab_size: int, max_model_len: int) -> None:
-        self.table, self.vocab_size, self.max_model_len = table, vocab_size, max_model_len
-        self.by_handle: dict[int, Stream] = {}
-        self.by_id: dict[RequestId, Stream] = {}
+    def __init__(
+        self, table: TokenTable, vocab_size: int, max_model_len: int, retry_window_s: float = 60.0, life: int = 0
+    ) -> None:
+        super().__init__(table, retry_window_s)
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._life = life
         self.jobs: dict[int, list[Stream] | tuple[Identity, Tokenize]] = {}
         self._next_job = 0
-        self._next_handle = 0
         self._lives = Lives()
-        self._batches: dict[Identity, FrontendBatch] = {}
         self._aborts = Aborts()
         self.num_tokens = 0
 
@@ -50,12 +53,9 @@ class Detokenizer:
                 return self._lost(event)
             case PeerUp():
                 return self._up(event)
-
-    def batches(self) -> list[Send]:
-        """One message for each frontend that has news."""
-        sends = [Send(frontend, batch.message()) for frontend, batch in self._batches.items()]
-        self._batches = {}
-        return sends
+            case Tick(now=now):
+                self.now = now
+                return self._abort(self.keyed.over(now))
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:
@@ -63,6 +63,8 @@ class Detokenizer:
                 return self._submit(submit, event.sender, event.incarnation)
             case Abort() as abort:
                 return self._abort(abort.request_ids)
+            case Detach() as detach:
+                return self._detach(detach, event.sender, event.incarnation)
             case Attach() as attach:
                 return self._attach(attach, event.sender, event.incarnation)
             case Tokenize() as tokenize:
@@ -80,25 +82,30 @@ class Detokenizer:
     # --- prompts ---
 
     def _submit(self, submit: Submit, sender: Identity, incarnation: Incarnation) -> list[Effect]:
+        if (refused := self.keyed.refusal(submit)) is not None:
+            return [Send(sender, refused)]
         streams = []
+        effects: list[Effect] = []
         for choice, request_id in enumerate(submit.request_ids):
             known = self.by_id.get(request_id)
             if known is not None:
+                if submit.retry is not None:
+                    effects += self._take_over(known, submit, choice, sender, incarnation)
+                    continue
                 if known.submit.attempt >= submit.attempt:
                     continue  # a repetition
                 self._forget(known)
             stream = Stream(submit, choice, sender, incarnation, self._new_handle())
+            if submit.retry is not None:  # other detokenizers, and this one earlier, may have asked for it too
+                stream.work_id = RequestId(f"{request_id}-{self._life:x}-{stream.handle}")
             self.by_id[request_id] = stream
+            self.keyed.add(stream)
             streams.append(stream)
         if not streams:
-            return []
+            return effects
         self._next_job += 1
         self.jobs[self._next_job] = streams
-        return [Encode(self._next_job, submit.prompt)]
-
-    def _new_handle(self) -> Handle:
-        self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
-        return Handle(self._next_handle)
+        return [*effects, Encode(self._next_job, submit.prompt)]
 
     def _encoded(self, event: Encoded) -> list[Effect]:
         job = self.jobs.pop(event.job)
@@ -120,9 +127,14 @@ class Detokenizer:
         except RequestError as error:
             for stream in streams:
                 self._forget(stream)
-            handles = tuple(stream.frontend_handle for stream in streams)
-            return [Send(streams[0].frontend, Rejected(handles, error.kind, error.message, error.param))]
-        effects: list[Effect] = [Send(streams[0].frontend, replies.accepted(streams, prompt, self.table))]
+            return [
+                Send(frontend, Rejected(tuple(s.frontend_handle for s in mine), error.kind, error.message, error.param))
+                for frontend, mine in _by_frontend(streams).items()
+            ]
+        effects: list[Effect] = [
+            Send(frontend, replies.accepted(mine, prompt, self.table))
+            for frontend, mine in _by_frontend(streams).items()
+        ]
         for stream, params in zip(streams, sampling, strict=True):
             stream.begin(self.table, prompt, params)
             effects += self._admit(stream)
@@ -183,7 +195,7 @@ class Detokenizer:
                     effects.append(Send(sender, AttachTokens(stream.handle, have)))
                 elif start + count > have or (row in ended and start + count == have):
                     new = tokens[at + have - start : at + count]
-                    effects += self._new_tokens(stream, new, ended.get(row), row, deltas)
+                    effects += self._new_tokens(stream, new, ended.get(row), row, deltas, have - start)
             elif row not in ended:
                 effects += self._stranger(sender, handle)
             at += count
@@ -212,11 +224,11 @@ class Detokenizer:
                 effects += self._stranger(sender, handle)
                 continue
             have, start = len(stream.emitted), starts[row]
-            if start != have or stream.stop is not None:
+            if start != have or stream.slow:
                 if start > have:
                     effects.append(Send(sender, AttachTokens(stream.handle, have)))
                 elif start == have:
-                    effects += self._new_tokens(stream, tokens[row : row + 1], None, row, deltas)
+                    effects += self._new_tokens(stream, tokens[row : row + 1], None, row, deltas, 0)
                 continue
             if stream.frontend is not frontend:
                 frontend = stream.frontend
@@ -234,9 +246,15 @@ class Detokenizer:
         return effects
 
     def _new_tokens(
-        self, stream: Stream, new: memoryview, ended: Ended | None, row: int, deltas: TokenDeltas
+        self, stream: Stream, new: memoryview, ended: Ended | None, row: int, deltas: TokenDeltas, skip: int
     ) -> list[Effect]:
-        """Decode, look for stop strings, add a row to the frontend's batch."""
+        """Decode, look for stop strings, add a row to the frontend's batch. `skip`: tokens of the row that were here before."""
+        before = stream.cut - len(stream.emitted)
+        if 0 < before < len(new):  # two rows
+            effects = self._new_tokens(stream, new[:before], None, row, deltas, skip)
+            if self.by_handle.get(stream.handle) is not stream:
+                return effects
+            return effects + self._new_tokens(stream, new[before:], ended, row, deltas, skip + before)
         self.num_tokens += len(new)
         kept = 0
         text = ""
@@ -244,6 +262,7 @@ class Detokenizer:
         for token in new:
             kept += 1
             if ended is not None and kept == len(new) and stream.hides(ended):
+                stream.hidden = True
                 text += stream.push_silent(token)
             else:
                 text += stream.push(token)
@@ -252,37 +271,19 @@ class Detokenizer:
         taken = new[:kept].tolist()
         stopped = stop is not None and stop.matched is not None
         if ended is not None and not stopped:
-            text += stream.finish()
+            stream.tail = stream.finish()
+            text += stream.tail
             stopped = stop is not None and stop.matched is not None
+        stream.look_ahead()
         place = self._row(stream, taken, text)
-        self._batches[stream.frontend].details(stream, place, taken, row, deltas, self.table)
+        self._batches[stream.frontend].details(stream, place, taken, skip, row, deltas, self.table)
         if stopped:
             assert stop is not None
             self._finish_row(stream, place, FinishReason.STOP, stop.matched)
-            return [] if ended is not None else self._say_abort((stream.request_id,))
+            return [] if ended is not None else self._say_abort((stream.work_id,))
         if ended is not None:
             self._finish_row(stream, place, ended.reason, stream.stop_reason(ended), ended.message, ended.kind)
         return []
-
-    def _row(self, stream: Stream, taken: list[int], text: str) -> int:
-        batch = self._batches.get(stream.frontend)
-        if batch is None:
-            batch = self._batches[stream.frontend] = FrontendBatch()
-        stream.batch = None
-        return batch.row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
-
-    def _finish_row(
-        self,
-        stream: Stream,
-        place: int,
-        reason: FinishReason,
-        stop_reason: str | int | None = None,
-        message: str = "",
-        kind: ErrorKind = ErrorKind.INTERNAL,
-    ) -> None:
-        finished = Finished(place, reason, stop_reason, len(stream.emitted), message, kind)
-        self._batches[stream.frontend].finished.append(finished)
-        self._forget(stream)
 
     def _refused(self, refused: Refused) -> list[Effect]:
         stream = self.by_handle.get(refused.handle)
@@ -295,33 +296,16 @@ class Detokenizer:
 
     # --- ends ---
 
-    def _forget(self, stream: Stream) -> None:
-        self.by_handle.pop(stream.handle, None)
-        if self.by_id.get(stream.request_id) is stream:
-            del self.by_id[stream.request_id]
-
-    def _abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
+    def _abort(self, request_ids: Iterable[RequestId]) -> list[Effect]:
         gone = [stream for request_id in request_ids if (stream := self.by_id.get(request_id)) is not None]
         for stream in gone:
             self._forget(stream)
-        admitted = tuple(stream.request_id for stream in gone if stream.state is StreamState.ADMITTED)
+        admitted = tuple(stream.work_id for stream in gone if stream.state is StreamState.ADMITTED)
         return self._say_abort(admitted) if admitted else []
 
     def _say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
         self._aborts.said(request_ids)
         return [Send(COORDINATOR, AbortRequests(request_ids))] if self._lives.coordinator else []
-
-    def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
-        """Another frontend, or the same one after a gap, wants a stream from `from_index` on."""
-        stream = self.by_id.get(attach.request_id)
-        if stream is None or stream.state is not StreamState.ADMITTED:
-            gone = Rejected((attach.handle,), ErrorKind.NOT_FOUND, f"request {attach.request_id} is not known here")
-            return [Send(sender, gone)]
-        stream.frontend, stream.frontend_incarnation = sender, incarnation
-        stream.frontend_handle = attach.handle
-        again = stream.emitted[attach.from_index :].tolist()
-        self._row(stream, again, stream.shown_from(self.table, attach.from_index))
-        return []
 
     # --- lives and deaths ---
 
@@ -348,13 +332,12 @@ class Detokenizer:
     def _lost(self, event: PeerLost) -> list[Effect]:
         self._lives.lost(event.identity, event.incarnation)
         if event.identity.role is Role.FRONTEND:
-            ids = tuple(
-                s.request_id
-                for s in self.by_id.values()
-                if s.frontend == event.identity and s.frontend_incarnation == event.incarnation
-            )
+            lost = [s for s in self.by_id.values() if is_of(s, event.identity, event.incarnation)]
+            for stream in lost:
+                if stream.submit.retry is not None:
+                    self._let_wait(stream)
             self._batches.pop(event.identity, None)
-            return self._abort(ids)
+            return self._abort([s.request_id for s in lost if s.submit.retry is None])
         return self._leave(event.identity)
 
     def _leave(self, scheduler: Identity) -> list[Effect]:
@@ -384,6 +367,7 @@ class Detokenizer:
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
+        super().check()
         for handle, stream in self.by_handle.items():
             assert stream.handle == handle
             assert self.by_id.get(stream.request_id) is stream, "an admitted stream that is not in the journal"
@@ -391,5 +375,12 @@ class Detokenizer:
             life, asked = stream.scheduler, stream.asked
             assert life is None or not self._lives.over(life.scheduler, life.incarnation), "left with a dead scheduler"
             assert stream.heard or asked == self._lives.coordinator or not self._lives.coordinator, "nobody was asked"
-        for stream in self.by_id.values():
-            assert (stream.state is StreamState.ADMITTED) == (self.by_handle.get(stream.handle) is stream)
+
+
+def _by_frontend(streams: list[Stream]) -> dict[Identity, list[Stream]]:
+    """Of one prompt's choices: nearly always all of one; a client that is away needs no answer."""
+    found: dict[Identity, list[Stream]] = {}
+    for stream in streams:
+        if stream.frontend != NOBODY:
+            found.setdefault(stream.frontend, []).append(stream)
+    return found

@@ -35,7 +35,13 @@ class PeerLost(Struct, frozen=True):
     incarnation: Incarnation
 
 
-Event = Received | Encoded | PeerUp | PeerLost
+class Tick(Struct, frozen=True):
+    """Once a second."""
+
+    now: float
+
+
+Event = Received | Encoded | PeerUp | PeerLost | Tick
 
 
 class Encode(Struct, frozen=True):

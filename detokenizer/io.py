@@ -1,5 +1,6 @@
 """The detokenizer's links and threads."""
 
+import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Tick
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import Prompt
@@ -18,6 +19,7 @@ from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal, RequestError
 from meshlm.runtime.mesh import Mesh
 
 ENCODE_THREADS = 2
+TICK_S = 1.0
 
 
 class DetokenizerApp:
@@ -42,11 +44,18 @@ class DetokenizerApp:
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
         vocab_size = resolved.spec.vocab_size
-        self._core = Detokenizer(TokenTable(loaded), vocab_size, resolved.max_model_len)
+        window_s = mesh.config.server.retry_window
+        self._core = Detokenizer(TokenTable(loaded), vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
         for event in self._early:
             self._do(event)
+        self._tick()
         self.flush()
         return {"vocabulary": f"{vocab_size} tokens"}
+
+    def _tick(self) -> None:
+        assert self._mesh is not None
+        self._do(Tick(asyncio.get_running_loop().time()))
+        self._mesh.call_later(TICK_S, self._tick)
 
     def _do(self, event: Event) -> None:
         if self._core is None:

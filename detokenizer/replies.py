@@ -12,11 +12,13 @@ from meshlm.protocol.text_edge import Accepted, Detokenize, DetokenizeReply, Tok
 def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> Accepted:
     """For all choices of one prompt."""
     handles = tuple(stream.frontend_handle for stream in streams)
-    if not streams[0].submit.want_prompt:
-        return Accepted(handles, len(prompt))
+    submit = streams[0].submit
+    arrival_s = submit.arrival_s if submit.retry is not None else 0.0
+    if not submit.want_prompt:
+        return Accepted(handles, len(prompt), arrival_s=arrival_s)
     shown = tuple(table.show(token)[0] for token in prompt)
     text = table.tokenizer.decode(list(prompt), skip_special_tokens=False)
-    return Accepted(handles, len(prompt), prompt.tobytes(), text, shown)
+    return Accepted(handles, len(prompt), prompt.tobytes(), text, shown, arrival_s)
 
 
 def tokenized(ask: Tokenize, event: Encoded, table: TokenTable, max_model_len: int) -> TokenizeReply:

@@ -6,48 +6,63 @@ from enum import Enum
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import SchedulerLife, Work
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Submit
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit
 from meshlm.protocol.token_edge import Ended
 
 
 class StreamState(Enum):
-    """ENCODING -> ADMITTED (again after a scheduler's or the coordinator's death) -> gone from the journal."""
+    """ENCODING -> ADMITTED (again after a scheduler's or the coordinator's death) -> FINISHED, with an Idempotency-Key -> gone."""
 
     ENCODING = "encoding"
     ADMITTED = "admitted"
+    FINISHED = "finished"
+
+
+NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client is away
 
 
 class Stream:
     """Changed by core.py and by itself in `push`."""
 
     __slots__ = (
+        "arrival_s",
         "asked",
         "attempt",
         "batch",
         "begun_with",
+        "cut",
         "decoder",
         "emitted",
+        "finished",
         "frontend",
         "frontend_handle",
         "frontend_incarnation",
         "fruitless",
         "handle",
         "heard",
+        "hidden",
+        "logprobs",
+        "num_cached",
         "place",
         "prompt",
+        "prompt_logprobs",
         "request_id",
         "sampling",
         "scheduler",
+        "slow",
         "state",
         "stop",
         "submit",
+        "tail",
+        "work_id",
     )
 
     def __init__(self, submit: Submit, choice: int, sender: Identity, incarnation: Incarnation, handle: Handle) -> None:
         self.submit = submit
         self.request_id: RequestId = submit.request_ids[choice]
+        self.work_id = self.request_id  # its name at the coordinator and the schedulers
         self.frontend, self.frontend_incarnation = sender, incarnation
         self.frontend_handle = submit.handles[choice]
         self.handle = handle
@@ -65,6 +80,17 @@ class Stream:
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
         self.place = 0
+        self.slow = False  # its tokens need more than a look-up and a row of their own
+        # Only with a Retry: what is needed to send everything again.
+        self.arrival_s = submit.arrival_s  # of the connection that has it
+        cuts = submit.retry.cuts if submit.retry is not None else ()
+        self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
+        self.logprobs: list[PositionLogprobs] = []
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.num_cached: int | None = None
+        self.finished: Finished | None = None
+        self.hidden = False  # the last token is not shown
+        self.tail = ""  # text behind the last token's
 
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""
@@ -73,6 +99,11 @@ class Stream:
         for token in array("i", self.submit.delivered):
             self.push(token)
         self.begun_with = len(self.emitted)
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Whether the next tokens need more than a look-up."""
+        self.slow = self.stop is not None or len(self.emitted) < self.cut
 
     def _reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
         """The state of decoding, before the first token."""
@@ -90,11 +121,12 @@ class Stream:
         text = decoder.push(token)
         return stop.push(text) if stop is not None and num_tokens > self.sampling.min_tokens else text
 
-    def shown_from(self, table: TokenTable, index: int) -> str:
-        """The text that the tokens from `index` on have shown: read all again, what is held back now stays so."""
+    def shown(self, table: TokenTable, index: int, end: int | None = None) -> str:
+        """The text that the tokens from `index` to `end` have shown: read all again, what is held back now stays so."""
         decoder, stop = self._reader(table)
-        texts = [self._read(decoder, stop, token, number) for number, token in enumerate(self.emitted, 1)]
-        return "".join(texts[index:])
+        ids = self.emitted[:-1] if self.hidden else self.emitted
+        texts = [self._read(decoder, stop, token, number) for number, token in enumerate(ids, 1)]
+        return "".join(texts[index:end])
 
     def push_silent(self, token: int) -> str:
         """A stop token: counted, not shown."""
@@ -123,7 +155,7 @@ class Stream:
     def work(self) -> Work:
         """The request as a scheduler needs it now."""
         return Work(
-            request_id=self.request_id,
+            request_id=self.work_id,
             handle=self.handle,
             prompt_token_ids=self.prompt.tobytes(),
             sampling=self.sampling,

@@ -12,6 +12,7 @@ import msgspec
 from meshlm.frontend.desk import Choice
 from meshlm.frontend.errors import STATUS, HttpError, error_object
 from meshlm.frontend.parse import Ask
+from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, TokenLogprob
 
@@ -33,6 +34,8 @@ class Answer:
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None:
         self.prompt[choice.prompt_index] = accepted
+        if accepted.arrival_s:  # of the first time that it was asked
+            self.created = int(accepted.arrival_s)
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         if self.error is None:
@@ -227,7 +230,8 @@ class WholeAnswer(Answer):
 
 
 class StreamAnswer(Answer):
-    """Streamed: every row becomes a chunk at once. `write` takes complete events."""
+    """Streamed: every row becomes a chunk at once. `write` takes complete events. With `progress` they have ids, and those that
+    the client has are left out."""
 
     def __init__(
         self,
@@ -237,9 +241,10 @@ class StreamAnswer(Answer):
         model: str,
         on_end: Callable[[], None],
         write: Callable[[bytes], None],
+        progress: Progress | None = None,
     ) -> None:
         super().__init__(ask, request_id, created, model, on_end)
-        self._write = write
+        self._write, self._progress = write, progress
         self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         self._affixes: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
@@ -265,7 +270,7 @@ class StreamAnswer(Answer):
                 self.note(choice, None, num_cached)
             if text:
                 prefix, suffix = self._affixes[index]
-                self._write(prefix + _encode(text) + suffix)
+                self._emit(choice, prefix + _encode(text) + suffix)
             return
         self.note(choice, finished, num_cached)
         if not failed:
@@ -277,8 +282,19 @@ class StreamAnswer(Answer):
         affixes = self._affixes.get(choice.index)
         if affixes is None or not self._plain:
             self.row(choice, token_ids, text, None, None, None, None)
-        elif text:
+        elif text and self._progress is None:
             self._write(affixes[0] + _encode(text) + affixes[1])
+        elif text:
+            self._emit(choice, affixes[0] + _encode(text) + affixes[1])
+
+    def _emit(self, choice: Choice, event: bytes, num_tokens: int = -1, ended: bool = False) -> None:
+        """Write an event that brings a choice so far; -1: to its newest token."""
+        if self._progress is None:
+            self._write(event)
+            return
+        name = self._progress.event(choice.index, len(choice.token_ids) if num_tokens < 0 else num_tokens, ended)
+        if name is not None:
+            self._write(b"id: %b\n%b" % (name, event))
 
     def _begin(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> None:
         """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""
@@ -293,10 +309,10 @@ class StreamAnswer(Answer):
         if self.ask.is_chat:
             delta = {"delta": {"role": "assistant", "content": ""}}
             first = {"index": index, **delta, "logprobs": None, "finish_reason": None, **token_ids}
-            self._write(self._event([first], self.prompt_ids(choice)))
+            self._emit(choice, self._event([first], self.prompt_ids(choice)), 0)
         elif self.ask.echo or self.ask.return_token_ids:
             first = {"index": index, **self._echo(choice, prompt_logprobs), "finish_reason": None, **token_ids}
-            self._write(self._event([{**first, **self.prompt_ids(choice)}]))
+            self._emit(choice, self._event([{**first, **self.prompt_ids(choice)}]), 0)
 
     def _echo(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
@@ -329,7 +345,8 @@ class StreamAnswer(Answer):
             entry["stop_reason"] = finished.stop_reason
         if self.ask.return_token_ids:
             entry["token_ids"] = token_ids.tolist()
-        self._write(self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {}))
+        event = self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {})
+        self._emit(choice, event, ended=finished is not None)
 
     def _event(self, choices: list[Json], extra: Json | None = None) -> bytes:
         frame = {**self.frame(self._kind, choices), **(extra or {})}
@@ -337,10 +354,12 @@ class StreamAnswer(Answer):
 
     def last_events(self) -> bytes:
         """After the end: usage if asked for, or the error, then [DONE]."""
-        events = b""
-        if self.error is not None:
+        done = b"data: [DONE]\n\n"
+        if self.error is not None:  # without ids: asked again, it begins where the text ends
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
-            events += b"data: " + _encode(error) + b"\n\n"
-        elif self.ask.include_usage:
-            events += self._event([], {"usage": self.usage()})
-        return events + b"data: [DONE]\n\n"
+            return b"data: " + _encode(error) + b"\n\n" + done
+        usage = self._event([], {"usage": self.usage()}) if self.ask.include_usage else b""
+        if self._progress is None:
+            return usage + done
+        named = [(self._progress.last(1), usage), (self._progress.last(2), done)]
+        return b"".join(b"id: %b\n%b" % (name, event) for name, event in named if name is not None and event)

@@ -11,11 +11,12 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
     Attach,
+    Detach,
     Finished,
     PositionLogprobs,
     Rejected,
@@ -84,9 +85,14 @@ class Send(Struct, frozen=True):
 
 
 class Desk:
-    """All open choices of this frontend."""
+    """All open choices of this frontend.
 
-    def __init__(self) -> None:
+    `num_detokenizers` of the whole mesh: a request with an Idempotency-Key goes to one of them by its key, so that any frontend
+    finds it, and waits while that one is away.
+    """
+
+    def __init__(self, num_detokenizers: int = 1) -> None:
+        self.num_detokenizers = num_detokenizers
         self.by_handle: dict[int, Choice] = {}
         self.orphans: list[Choice] = []  # without a detokenizer, until one is there
         self.load: dict[Identity, int] = {}  # open choices by detokenizer
@@ -127,7 +133,7 @@ class Desk:
 
     def _place(self, choice: Choice) -> list[Send]:
         """Ask a detokenizer for this choice alone; while there is none it waits."""
-        target = self._least_loaded()
+        target = self._target(choice.submit)
         if target is None:
             self.orphans.append(choice)
             return []
@@ -135,6 +141,13 @@ class Desk:
         choice.submit = msgspec.structs.replace(choice.submit, handles=(choice.handle,))
         self._assign(choice, target)
         return [Send(target, choice.submit)]
+
+    def _target(self, submit: Submit) -> Identity | None:
+        """The detokenizer for it; None while it is not there."""
+        if submit.retry is None:
+            return self._least_loaded()
+        home = Identity(Role.DETOKENIZER, int(submit.retry.key[:8], 16) % self.num_detokenizers)
+        return home if home in self.load else None
 
     def _least_loaded(self) -> Identity | None:
         return min(self.load, key=lambda identity: (self.load[identity], identity.index), default=None)
@@ -148,7 +161,7 @@ class Desk:
 
     def open(self, choices: list[Choice], submit: Submit) -> list[Send]:
         """Ask for all choices of one prompt; `submit` names them all."""
-        target = self._least_loaded()
+        target = self._target(submit)
         if target is None:
             self.orphans += choices
             return []
@@ -157,15 +170,22 @@ class Desk:
         return [Send(target, submit)]
 
     def close(self, choices: list[Choice]) -> list[Send]:
-        """The client left: end what still runs."""
-        running: dict[Identity, list[RequestId]] = {}
+        """The client left: end what still runs, or let it go on for one that may ask again."""
+        running: dict[Identity, list[Choice]] = {}
         for choice in choices:
             if choice.finished is None:
                 if choice.detokenizer is not None:
-                    running.setdefault(choice.detokenizer, []).append(choice.submit.request_ids[0])
+                    running.setdefault(choice.detokenizer, []).append(choice)
                 self._forget(choice)
         self.orphans = [orphan for orphan in self.orphans if orphan not in choices]
-        return [Send(to, Abort(tuple(ids))) for to, ids in running.items()]
+        sends = []
+        for to, left in running.items():
+            ids = tuple(choice.submit.request_ids[0] for choice in left)
+            if left[0].submit.retry is None:
+                sends.append(Send(to, Abort(ids)))
+            else:
+                sends.append(Send(to, Detach(ids, tuple(choice.handle for choice in left))))
+        return sends
 
     def _forget(self, choice: Choice) -> None:
         if self.by_handle.pop(choice.handle, None) is not None and choice.detokenizer in self.load:

@@ -61,6 +61,7 @@ class FrontendApp:
         if mesh.config.resolved is None:
             raise ProcessFatal("mesh.json is not resolved")
         self.resolved = mesh.config.resolved
+        self._desk.num_detokenizers = mesh.config.server.detokenizers
         shared_metrics.prepare(mesh.config.run.run_dir)
         from meshlm.frontend import metrics  # after the directory is set
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import parse
+from meshlm.frontend import parse, retry
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.desk import Choice
 from meshlm.frontend.errors import HttpError
@@ -30,7 +30,7 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import Handle, RequestId
-from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Retry, Submit, Tokenize, TokenizeReply
 
 OPEN_ROUTES = {"/health", "/ready", "/ping"}
 Scope = dict[str, Any]
@@ -156,16 +156,24 @@ class Routes:
     # --- generation ---
 
     async def completions(self, request: Request) -> Response | None:
-        body, unknown = parse.decode(await self._body(request), CompletionRequest)
+        raw = await self._body(request)
+        body, unknown = parse.decode(raw, CompletionRequest)
         model = self._check_model(body.model)
         ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
-        return await self._generate(request, ask, model, "cmpl-")
+        return await self._generate(request, ask, model, "cmpl-", self._again(request, raw))
 
     async def chat(self, request: Request) -> Response | None:
-        body, unknown = parse.decode(await self._body(request), ChatRequest)
+        raw = await self._body(request)
+        body, unknown = parse.decode(raw, ChatRequest)
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
-        return await self._generate(request, ask, model, "chatcmpl-")
+        return await self._generate(request, ask, model, "chatcmpl-", self._again(request, raw))
+
+    def _again(self, request: Request, body: bytes) -> retry.Again | None:
+        headers = request.headers
+        api_key = headers.get("authorization", "") if self._backend.config.server.api_key else ""
+        keys, last_id = headers.getlist(retry.KEY), headers.get(retry.LAST_ID, "")
+        return retry.read(keys, last_id, request.url.path, api_key, body)
 
     def _check_model(self, model: str | None) -> str:
         names = self._backend.resolved.served_names
@@ -189,22 +197,29 @@ class Routes:
             parts.append(part)
         return b"".join(parts)
 
-    async def _generate(self, request: Request, ask: parse.Ask, model: str, prefix: str) -> Response | None:
+    async def _generate(
+        self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
+    ) -> Response | None:
         backend = self._backend
         if backend.num_open >= backend.config.server.max_concurrent_requests:
             raise HttpError(503, "too many open requests (--max-concurrent-requests)", kind="overloaded_error")
         if reason := await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        request_id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)[:128]
+        name = again.key if again else request.headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = prefix + name[:128]
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"])
         answer: WholeAnswer | StreamAnswer
+        has = position(ask, again)
         if ask.stream:
-            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write)
+            progress = retry.Progress(has) if has else None
+            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = WholeAnswer(ask, request_id, created, model, end.set)
-        submits = build_submits(answer, ask, backend.new_handle, _dp_rank(request))
+        submits = build_submits(
+            answer, ask, backend.new_handle, _dp_rank(request), again, has.cuts if has is not None else ()
+        )
         status = 200
         try:
             for choices, submit in submits:
@@ -239,7 +254,8 @@ class Routes:
                 await pump
             if not writer.started:
                 await writer.start([(b"x-request-id", answer.request_id.encode())])
-            writer.write(answer.last_events())
+            if events := answer.last_events():
+                writer.write(events)
             await writer.finish()
             return _AlreadySent()
         finally:
@@ -270,20 +286,35 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None:
+    """Where the client's stream goes on; None for an answer without event ids."""
+    num_choices = len(ask.prompts) * ask.num_choices
+    if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
+        return None
+    return retry.parse(again.last_id, num_choices)
+
+
 def build_submits(
-    answer: Answer, ask: parse.Ask, new_handle: Callable[[], Handle], dp_rank: int
+    answer: Answer,
+    ask: parse.Ask,
+    new_handle: Callable[[], Handle],
+    dp_rank: int,
+    again: retry.Again | None = None,
+    cuts: tuple[int, ...] = (),
 ) -> list[tuple[list[Choice], Submit]]:
-    """One Submit per prompt, with a Choice for each sequence; fills answer.choices."""
-    seed = int.from_bytes(os.urandom(8), "little") >> 1 if ask.seed is None else ask.seed
+    """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has."""
+    seed = ask.seed
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little") >> 1 if again is None else again.seed
     now = time.time()
     want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
     found = []
     for prompt_index, prompt in enumerate(ask.prompts):
         handles = tuple(new_handle() for _ in range(ask.num_choices))
-        names = tuple(
-            RequestId(f"{answer.request_id}-{uuid.uuid4().hex[:8]}-{prompt_index * ask.num_choices + i}")
-            for i in range(ask.num_choices)
-        )
+        first = prompt_index * ask.num_choices
+        unique = "" if again else f"-{uuid.uuid4().hex[:8]}"
+        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.num_choices))
+        mine = cuts[first : first + ask.num_choices]
         submit = Submit(
             handles=handles,
             request_ids=names,
@@ -297,13 +328,15 @@ def build_submits(
             arrival_s=now,
             deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
             dp_rank=dp_rank,
+            retry=Retry(again.key, again.body, mine) if again else None,
         )
         choices = []
         for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
             # Its own Submit, for the case that it must be continued alone.
             sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
-            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling)
-            choices.append(Choice(answer, prompt_index * ask.num_choices + i, prompt_index, own, handle))  # type: ignore[arg-type]
+            mark = Retry(again.key, again.body, mine[i : i + 1]) if again else None
+            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling, retry=mark)
+            choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
         answer.choices += choices
         found.append((choices, submit))
     return found

@@ -116,6 +116,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     ] = 8192
     max_logprobs: Annotated[int, Meta(ge=0, description="largest logprobs / top_logprobs")] = 20
     allowed_origins: Annotated[tuple[str, ...], Meta(description="CORS origins")] = ("*",)
+    retry_window: Annotated[
+        float,
+        Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
+    ] = 60.0
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
 
 

@@ -68,3 +68,4 @@ class ErrorKind(Enum):
     OVERLOADED = "overloaded_error"  # 503 with Retry-After
     TIMEOUT = "timeout_error"  # 504: its deadline passed
     INTERNAL = "internal_error"  # 500
+    CONFLICT = "idempotency_error"  # 422: the Idempotency-Key stands for another request, or another connection has it

@@ -48,6 +48,15 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
     truncate_prompt_tokens: int = 0  # keep the last k prompt tokens; 0: all
 
 
+class Retry(Struct, frozen=True, omit_defaults=True):
+    """Of a request with an Idempotency-Key. Its request ids are made from `key`, so a Submit of ids that are known attaches to them:
+    all rows come again, to the newer connection, and the older one gets a Rejected."""
+
+    key: str  # hexadecimal digest of the client's key; it also says which detokenizer has the request
+    body: bytes  # digest of what was asked; something else under the same key is refused
+    cuts: tuple[int, ...] = ()  # by choice: the output tokens that the client has; a row of deltas must begin there
+
+
 class Submit(Struct, frozen=True, tag="submit"):
     """Ask for one prompt's choices. Sent again with `attempt` + 1 and `delivered` after a detokenizer's death."""
 
@@ -65,12 +74,23 @@ class Submit(Struct, frozen=True, tag="submit"):
     arrival_s: float = 0.0  # wall clock, for FCFS across processes and for queue time
     deadline_s: float = 0.0  # wall clock; 0: none
     dp_rank: int = -1  # -1: the coordinator chooses
+    retry: Retry | None = None
 
 
 class Abort(Struct, frozen=True, tag="abort"):
     """The client left: end these choices. Unknown ids are ignored."""
 
     request_ids: tuple[RequestId, ...]
+
+
+class Detach(Struct, frozen=True, tag="detach"):
+    """The client of these choices (with a Retry) left and may come back: let them run, send nothing.
+
+    Row i is ignored unless the request is still the one of handles[i]: a newer connection may have it.
+    """
+
+    request_ids: tuple[RequestId, ...]
+    handles: tuple[Handle, ...]
 
 
 class Attach(Struct, frozen=True, tag="attach"):
@@ -92,7 +112,7 @@ class Detokenize(Struct, frozen=True, tag="detokenize"):
     token_ids: bytes
 
 
-FrontendToDetokenizer = Submit | Abort | Attach | Tokenize | Detokenize
+FrontendToDetokenizer = Submit | Abort | Detach | Attach | Tokenize | Detokenize
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):
@@ -103,6 +123,7 @@ class Accepted(Struct, frozen=True, tag="accepted"):
     prompt_token_ids: bytes = b""  # with want_prompt
     prompt_text: str = ""  # with want_prompt
     prompt_token_strings: tuple[str, ...] = ()  # with want_prompt
+    arrival_s: float = 0.0  # with a Retry: when the request first came
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):

@@ -201,7 +201,7 @@ class Supervisor:
         child = self._children.get(identity)
         if child is None:
             return
-        if self._mesh is not None and identity in self._mesh.peers(identity.role):
+        if self._mesh is not None and self._mesh.incarnation_of(identity) == child.incarnation:
             self._mesh.send(identity, edge.Shutdown(drain_s))
         else:
             child.send_signal(signal.SIGTERM)

@@ -92,6 +92,8 @@ FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", Er
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED)
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
 
+RETRY = text.Retry("ab12", b"digest", (3, 0))
+
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
     # frontend <-> detokenizer
@@ -114,12 +116,15 @@ FULL: tuple[Struct, ...] = (
         arrival_s=1.5,
         deadline_s=2.5,
         dp_rank=1,
+        retry=RETRY,
     ),
+    RETRY,
+    text.Detach((RequestId("cmpl-a-0"),), (Handle(5),)),
     text.Abort((RequestId("cmpl-a-0"),)),
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True),
     text.Detokenize(Handle(7), pack_i32([1])),
-    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", ("a", "b", "c")),
+    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", ("a", "b", "c"), 1.5),
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
     TOKEN_LOGPROB,
     POSITION,

@@ -24,6 +24,7 @@ from meshlm.protocol.text_edge import (
     Accepted,
     Finished,
     PositionLogprobs,
+    Retry,
     Submit,
     TextParams,
     TokenPrompt,
@@ -59,6 +60,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     include_stop: bool = False
+    retries: bool = False  # with an Idempotency-Key: asks again when its frontend dies, wherever one is
     leave_after: int = -1  # tokens after which the client hangs up; -1: it stays
 
 
@@ -115,6 +117,7 @@ class Client:
         self.frontend: Frontend | None = None
         self.left = False  # hung up, or its frontend died
         self.asked = False
+        self.num_retries = 0
 
     @property
     def done(self) -> bool:
@@ -123,7 +126,11 @@ class Client:
     def open(self, frontend: "Frontend") -> None:
         ask, self.asked, self.frontend = self.ask, True, frontend
         frontend.num_submits += 1
-        names = tuple(RequestId(f"r{ask.number}.{choice}-{frontend.life}") for choice in range(ask.num_choices))
+        life = "again" if ask.retries else frontend.life
+        names = tuple(RequestId(f"r{ask.number}.{choice}-{life}") for choice in range(ask.num_choices))
+        # As with Last-Event-ID: what it had goes on, and what comes before is left out.
+        cuts = tuple(len(got.tokens) for got in self.got)
+        self.choices = []
         submit = Submit(
             tuple(frontend.new_handle() for _ in names),
             names,
@@ -132,13 +139,24 @@ class Client:
             TextParams(stop=ask.stops, include_stop_str_in_output=ask.include_stop),
             max_tokens=ask.max_tokens,
             arrival_s=running().world.now,
+            retry=Retry(f"{ask.number:08x}", b"", cuts) if ask.retries else None,
         )
         for index, (handle, name) in enumerate(zip(submit.handles, names, strict=True)):
-            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,))
+            mark = Retry(f"{ask.number:08x}", b"", (cuts[index],)) if ask.retries else None
+            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), retry=mark)
             self.choices.append(Choice(self, index, 0, own, handle))
         frontend.open(self.choices, submit)
         if ask.leave_after == 0:
             self._leave_soon()
+
+    def again(self) -> bool:
+        """Its frontend died: whether it asks another one, instead of giving up."""
+        if not self.ask.retries or self.done:
+            self.left = True
+        else:
+            self.num_retries += 1
+            self.asked, self.frontend = False, None
+        return not self.left
 
     def _leave_soon(self) -> None:
         process = running()
@@ -165,7 +183,7 @@ class Client:
         num_cached: int | None,
     ) -> None:
         self.text(choice, token_ids, text)
-        if finished is None:
+        if finished is None or self.got[choice.index].end is not None:
             return
         got, wanted, name = self.got[choice.index], self.expected, choice.submit.request_ids[0]
         got.end = finished.reason
@@ -178,8 +196,14 @@ class Client:
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         got, name = self.got[choice.index], choice.submit.request_ids[0]
         assert not self.left, f"{name} has news although its client left"
+        assert choice in self.choices, f"{name} has news on an earlier connection"
+        have, passed = len(got.tokens), len(choice.token_ids)
+        if self.num_retries and (got.end is not None or (passed <= have and len(token_ids))):
+            return  # it has that event
         assert got.end is None, f"{name} has news after its end"
-        have = len(got.tokens)
+        assert passed == have + len(token_ids), (
+            f"{name}: a row of {len(token_ids)} to {passed} does not begin at {have}"
+        )
         new = token_ids.tolist()
         assert new == self.expected.tokens[have : have + len(new)], f"{name} got {new} at {have}, not {self.expected}"
         got.tokens += new
@@ -210,6 +234,7 @@ class Frontend(FrontendApp):
         self.life = mesh.incarnation
         nothing: Any = SimpleNamespace(flush=lambda intervals: intervals.clear(), mesh=lambda stats: None)
         self._metrics = nothing
+        self._desk.num_detokenizers = mesh.config.server.detokenizers
         self._tick()
         return {}
 

@@ -28,6 +28,7 @@ class History:
         self.scenario = scenario
         self.clients = [Client(ask) for ask in scenario.asks]
         self.faults = list(scenario.faults)
+        self.broken: list[int] = []  # tokens that clients had which asked again
         self.fault_at = BEGIN_S + 1.0  # when the last one is over
         self.world = World(
             scenario.seed,
@@ -65,8 +66,12 @@ class History:
         if fault.kind in KILLS:
             process = world.kill(fault.who, fault.seconds)
             if process is not None and isinstance(process.app, Frontend):
-                for client in process.app.clients:
-                    client.left = True
+                for client in dict.fromkeys(process.app.clients):
+                    if client.again():
+                        self.broken.append(sum(len(got.tokens) for got in client.got))
+                        other = client.ask.frontend + world.dice.randrange(self.scenario.num_frontends)
+                        client.ask = replace(client.ask, frontend=other % self.scenario.num_frontends)
+                        world.at(world.now + world.dice.random() ** 3 * 5.0, None, self._arrive, client)
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
         elif fault.peer is not None and fault.kind is Kind.BREAK:

@@ -15,6 +15,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.mesh import SUPERVISOR
 
 BLOCK_SIZE = 2
+RETRY_WINDOW_S = 3.0
 MAX_MODEL_LEN = 40
 MAX_WORKER_DEATHS = 3  # one less than those (MAX_CRASHES) after which a scheduler gives up what it computed then
 MAX_DEATHS = 4  # one less than the attempts (MAX_ATTEMPTS) after which a request is given up
@@ -137,6 +138,8 @@ def make(seed: int, kinds: tuple[Kind, ...] = ()) -> Scenario:
             dice.choice((0, 1, 2, 2, 3, 3, 4, 5, 6)) if len(kinds) > 1 else dice.randint(1, 3),
         )
     )
+    again = random.Random(f"again {seed}")  # dice of its own: seeds keep the rest of their histories
+    asks = tuple(replace(ask, retries=again.random() < 0.4) for ask in asks)
     return replace(plain, asks=asks, faults=faults)
 
 
@@ -223,6 +226,7 @@ def config_of(scenario: Scenario) -> cfg.MeshConfig:
         cache=cfg.CacheConfig(enable_prefix_caching=scenario.prefix_caching),
         scheduler=cfg.SchedulerConfig(async_depth=scenario.async_depth),
         parallel=cfg.ParallelConfig(data_parallel_size=scenario.num_ranks),
+        server=cfg.ServerConfig(detokenizers=scenario.num_detokenizers, retry_window=RETRY_WINDOW_S),
         run=cfg.RunConfig(run_dir="/sim"),
         resolved=resolved,
     )

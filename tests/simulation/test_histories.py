@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from history import shrunk, violation
-from scenario import OFF, make
+from history import History, shrunk, violation
+from scenario import OFF, Kind, make
+from world import simulated
 
 HISTORIES = int(os.environ.get("MESHLM_SIM_HISTORIES", "10000"))
 FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
@@ -54,6 +55,19 @@ def tell(seed: int) -> None:
     reason = violation(scenario, story)
     again = f"MESHLM_SIM_SEED={seed} .venv/bin/pytest {os.path.relpath(__file__)}"
     pytest.fail("\n".join([reason, f"Again: {again}", repr(scenario), *story, reason]), pytrace=False)
+
+
+def test_clients_with_a_key_get_their_answers_although_their_frontend_dies() -> None:
+    """In the middle of a stream too: they go on where it broke."""
+    answered = resumed = 0
+    for seed in range(FIRST, FIRST + 150):
+        with simulated():
+            history = History(make(seed, (Kind.KILL_FRONTEND,)))
+            history.play()
+        answered += sum(client.num_retries > 0 and all(got.end for got in client.got) for client in history.clients)
+        resumed += sum(had > 0 for had in history.broken)
+    assert answered > 10
+    assert resumed > 5
 
 
 def test_a_seed_replays_the_same_story() -> None:

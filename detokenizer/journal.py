@@ -1,0 +1,153 @@
+"""The journal: the requests of this detokenizer, which connection has each, and the rows that pile up for the frontends. Pure.
+
+The base of core.py's Detokenizer, which decides what happens to a request; this part keeps, replays and forgets.
+"""
+
+from meshlm.detokenizer import replies
+from meshlm.detokenizer.batch import FrontendBatch
+from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.events import Effect, Send
+from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
+from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.text_edge import Attach, Detach, Finished, Rejected, Submit
+
+
+class Journal:
+    """See the module docstring. `now` is the time of the last Tick."""
+
+    def __init__(self, table: TokenTable, retry_window_s: float) -> None:
+        self.table = table
+        self.by_handle: dict[int, Stream] = {}  # those that are admitted
+        self.by_id: dict[RequestId, Stream] = {}
+        self.keyed = Keyed(retry_window_s)
+        self.now = 0.0
+        self._next_handle = 0
+        self._batches: dict[Identity, FrontendBatch] = {}
+
+    def batches(self) -> list[Send]:
+        """One message for each frontend that has news."""
+        self._batches.pop(NOBODY, None)
+        sends = [Send(frontend, batch.message()) for frontend, batch in self._batches.items()]
+        self._batches = {}
+        return sends
+
+    def _new_handle(self) -> Handle:
+        self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
+        return Handle(self._next_handle)
+
+    def _forget(self, stream: Stream) -> None:
+        self.by_handle.pop(stream.handle, None)
+        if self.by_id.get(stream.request_id) is stream:
+            del self.by_id[stream.request_id]
+            self.keyed.remove(stream)
+
+    # --- rows ---
+
+    def _row(self, stream: Stream, taken: list[int], text: str) -> int:
+        stream.batch = None
+        return self._batch_of(stream).row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
+
+    def _batch_of(self, stream: Stream) -> FrontendBatch:
+        batch = self._batches.get(stream.frontend)
+        if batch is None:
+            batch = self._batches[stream.frontend] = FrontendBatch()
+        return batch
+
+    def _finish_row(
+        self,
+        stream: Stream,
+        place: int,
+        reason: FinishReason,
+        stop_reason: str | int | None = None,
+        message: str = "",
+        kind: ErrorKind = ErrorKind.INTERNAL,
+    ) -> None:
+        finished = Finished(place, reason, stop_reason, len(stream.emitted), message, kind)
+        self._batches[stream.frontend].finished.append(finished)
+        if stream.submit.retry is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self._forget(stream)
+            return
+        del self.by_handle[stream.handle]
+        stream.state, stream.finished = StreamState.FINISHED, finished
+        self._keep(stream)
+
+    def _keep(self, stream: Stream) -> None:
+        """A finished one stays for a client that comes back."""
+        for request_id in self.keyed.wait(stream, self.now):
+            self._forget(self.by_id[request_id])
+
+    def _again(self, stream: Stream, start: int) -> None:
+        """Its rows from token `start` on, to the frontend that has it now."""
+        stream.batch = None
+        self._batch_of(stream).again(stream, start, self.table)
+
+    # --- connections ---
+
+    def _take_over(
+        self, stream: Stream, submit: Submit, choice: int, sender: Identity, incarnation: Incarnation
+    ) -> list[Effect]:
+        """The same request on another connection: that one gets everything, the one before nothing more."""
+        handle = submit.handles[choice]
+        gone, to = stream.frontend_handle, stream.frontend
+        if to != NOBODY and submit.attempt and submit.arrival_s < stream.arrival_s:
+            # After this detokenizer's death the older of two connections came second.
+            return [Send(sender, Rejected((handle,), ErrorKind.CONFLICT, TAKEN_OVER, PARAM))]
+        effects: list[Effect] = []
+        if to != NOBODY and stream.state is not StreamState.FINISHED:
+            effects.append(Send(to, Rejected((gone,), ErrorKind.CONFLICT, TAKEN_OVER, PARAM)))
+        num_delivered = len(submit.delivered) // 4
+        assert submit.retry is not None
+        cuts = submit.retry.cuts
+        stream.cut = max(num_delivered, cuts[choice] if choice < len(cuts) else 0)
+        stream.frontend, stream.frontend_incarnation = sender, incarnation
+        stream.frontend_handle, stream.arrival_s = handle, submit.arrival_s
+        self.keyed.back(stream)
+        if stream.state is StreamState.ENCODING:
+            return effects
+        if stream.state is StreamState.FINISHED:
+            self._keep(stream)
+        stream.look_ahead()
+        self._again(stream, min(num_delivered, len(stream.emitted)))
+        return [*effects, Send(sender, replies.accepted([stream], stream.prompt, self.table))]
+
+    def _detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
+        """Unless a newer connection has them."""
+        for request_id, handle in zip(detach.request_ids, detach.handles, strict=False):
+            stream = self.by_id.get(request_id)
+            if stream is not None and stream.frontend_handle == handle and is_of(stream, sender, incarnation):
+                self._let_wait(stream)
+        return []
+
+    def _let_wait(self, stream: Stream) -> None:
+        stream.frontend, stream.batch = NOBODY, None
+        if stream.state is not StreamState.FINISHED:
+            self.keyed.wait(stream, self.now)
+
+    def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
+        """Another frontend, or the same one after a gap, wants a stream from `from_index` on."""
+        stream = self.by_id.get(attach.request_id)
+        if stream is None or stream.state is StreamState.ENCODING:
+            gone = Rejected((attach.handle,), ErrorKind.NOT_FOUND, f"request {attach.request_id} is not known here")
+            return [Send(sender, gone)]
+        if stream.submit.retry is not None:
+            if stream.frontend_handle != attach.handle or not is_of(stream, sender, incarnation):
+                return []  # a newer connection has it
+        else:
+            stream.frontend, stream.frontend_incarnation = sender, incarnation
+            stream.frontend_handle = attach.handle
+        self._again(stream, attach.from_index)
+        return []
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        self.keyed.check()
+        for stream in self.by_id.values():
+            away = stream.frontend == NOBODY or stream.state is StreamState.FINISHED
+            assert away == (stream.request_id in self.keyed.until), "who waits for a client is not who has none"
+            assert (stream.state is StreamState.ADMITTED) == (self.by_handle.get(stream.handle) is stream)
+
+
+def is_of(stream: Stream, frontend: Identity, incarnation: Incarnation) -> bool:
+    """Whether this life of a frontend has the stream."""
+    return stream.frontend == frontend and stream.frontend_incarnation == incarnation

@@ -1,0 +1,282 @@
+"""Idempotency-Key and Last-Event-ID: what is allowed, and that a stream goes on exactly after the event that the client has."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.frontend import retry
+from meshlm.frontend.answers import StreamAnswer
+from meshlm.frontend.desk import Choice, Desk, Send
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import Ask
+from meshlm.frontend.server import build_submits, position
+from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextParams, TextPrompt
+
+D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
+PATH = "/v1/completions"
+
+
+def asking(**changes: object) -> Ask:
+    plain = Ask(
+        prompts=[TextPrompt("Hi")],
+        sampling=SamplingParams(),
+        seed=None,
+        text=TextParams(),
+        max_tokens=16,
+        num_choices=1,
+        num_returned=1,
+        stream=True,
+        include_usage=False,
+        continuous_usage=False,
+        echo=False,
+        logprobs=-1,
+        prompt_logprobs=-1,
+        return_token_ids=False,
+        priority=0,
+        cache_salt="",
+        timeout_s=0.0,
+        is_chat=False,
+        unknown_fields=(),
+    )
+    return plain._replace(**changes)  # type: ignore[arg-type]
+
+
+def read(key: str = "k", last_id: str = "", path: str = PATH, api_key: str = "", body: bytes = b"{}") -> retry.Again:
+    found = retry.read([key], last_id, path, api_key, body)
+    assert found is not None
+    return found
+
+
+# --- the key ---
+
+
+def test_no_key() -> None:
+    assert retry.read([], "12", PATH, "", b"{}") is None
+
+
+@pytest.mark.parametrize("keys", [[""], ["x" * 256], ["a\tb"], ["na\u00efve"], ["a", "a"]])
+def test_a_key_that_is_not_allowed_is_named(keys: list[str]) -> None:
+    with pytest.raises(HttpError) as caught:
+        retry.read(keys, "", PATH, "", b"{}")
+    assert (caught.value.status, caught.value.param) == (400, "Idempotency-Key")
+
+
+def test_what_makes_a_request_the_same() -> None:
+    same = read("x" * 255, body=b'{"a": 1, "b": [2]}')
+    assert same == read("x" * 255, body=b'{"b":[2],"a":1}')
+    assert same.body != read("x" * 255, body=b'{"a": 2, "b": [2]}').body
+    names = {
+        read("k").key,
+        read("l").key,
+        read("k", path="/v1/chat/completions").key,
+        read("k", api_key="Bearer s").key,
+    }
+    assert len(names) == 4
+    assert all(len(name) == 32 for name in names)
+
+
+def test_without_a_seed_it_comes_from_the_key() -> None:
+    def seeds(again: retry.Again | None, **ask: object) -> list[int]:
+        answer: Any = StreamAnswer(asking(num_choices=2, **ask), "id", 0, "m", lambda: None, lambda event: None)
+        handles = iter(range(1, 100))
+        build_submits(answer, answer.ask, lambda: Handle(next(handles)), -1, again)
+        return [choice.submit.sampling.seed for choice in answer.choices]
+
+    assert seeds(read()) == seeds(read()) != seeds(read("other"))
+    assert seeds(read(), seed=7) == [7, 8]
+    assert seeds(None) != seeds(None)
+
+
+def test_names_of_requests_are_the_same_each_time() -> None:
+    def submits(again: retry.Again) -> list[Submit]:
+        ask = asking(prompts=[TextPrompt("a"), TextPrompt("b")], num_choices=2)
+        answer: Any = StreamAnswer(ask, f"cmpl-{again.key}", 0, "m", lambda: None, lambda event: None)
+        handles = iter(range(1, 100))
+        has = position(ask, again)
+        assert has is not None
+        return [s for _, s in build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts)]
+
+    first, second = submits(read()), submits(read(last_id="1--2e-7"))
+    assert [submit.request_ids for submit in first] == [submit.request_ids for submit in second]
+    assert len({name for submit in first for name in submit.request_ids}) == 4
+    assert [submit.retry.cuts for submit in second if submit.retry] == [(1, 0), (2, 7)]
+
+
+# --- ids of events ---
+
+
+@pytest.mark.parametrize("bad", ["x", "1-2", "1.x", "e", "-1", "1e5", "9" * 10, "\u0663", "1.u.d"])
+def test_ids_that_no_event_of_this_stream_has(bad: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        retry.parse(bad, 1)
+    assert (caught.value.status, caught.value.param) == (400, "Last-Event-ID")
+
+
+def test_a_stream_of_very_many_choices_has_no_ids() -> None:
+    assert position(asking(num_choices=65), read()) is None
+    assert position(asking(num_choices=64), read()) is not None
+    assert position(asking(stream=False), read()) is None
+    assert position(asking(), None) is None
+
+
+Row = tuple[int, list[int], str, bool]  # choice, tokens, text, end
+
+
+def stream(ask: Ask, rows: list[Row], last_id: str = "") -> list[tuple[str, str]]:
+    """What a client reads: id and data of each event."""
+    events: list[bytes] = []
+    again = read(last_id=last_id)
+    has = position(ask, again)
+    assert has is not None
+    answer = StreamAnswer(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
+    handles = iter(range(1, 100))
+    build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts)
+    for choice in answer.choices:
+        answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32([5, 6]), "Hi you", ("Hi", " you"), 99.0))
+    for index, tokens, text, end in rows:
+        choice = answer.choices[index]
+        ids = unpack_i32(pack_i32(tokens))
+        choice.token_ids.extend(ids)
+        if end:
+            choice.finished = Finished(0, FinishReason.STOP, None, len(choice.token_ids))
+            answer.row(choice, ids, text, choice.finished, None, None, None)
+        elif len(choice.token_ids) == len(tokens):
+            answer.row(choice, ids, text, None, None, None, 0)
+        else:
+            answer.text(choice, ids, text)
+    events.append(answer.last_events())
+    found = []
+    for event in b"".join(events).decode().split("\n\n"):
+        if event:
+            name, data = event.split("\n")
+            found.append((name.removeprefix("id: "), data.removeprefix("data: ")))
+    return found
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Ask, list[list[Row]]]:
+    """For each choice its rows."""
+    ask = asking(
+        num_choices=draw(st.integers(1, 3)),
+        is_chat=draw(st.booleans()),
+        include_usage=draw(st.booleans()),
+        continuous_usage=draw(st.booleans()),
+        return_token_ids=draw(st.booleans()),
+    )
+    if not ask.is_chat:
+        ask = ask._replace(echo=draw(st.booleans()))
+    rows: list[list[Row]] = []
+    for index in range(ask.num_choices):
+        counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+        mine: list[Row] = [
+            (index, list(range(count)), draw(st.sampled_from(["", "a", "bc", "é\n"])), False) for count in counts
+        ]
+        mine[-1] = (*mine[-1][:3], True)
+        rows.append(mine)
+    return ask, rows
+
+
+def interleaved(draw: st.DrawFn, rows: list[list[Row]]) -> list[Row]:
+    left = [list(mine) for mine in rows]
+    found = []
+    while any(left):
+        found.append(draw(st.sampled_from([mine for mine in left if mine])).pop(0))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_resumed_stream_is_what_follows(data: st.DataObject) -> None:
+    """Replayed in any interleaving and in other pieces; rows begin at the cuts, as detokenizers see to."""
+    ask, rows = data.draw(histories())
+    whole = stream(ask, interleaved(data.draw, rows))
+    place = data.draw(st.integers(0, len(whole) - 1))
+    last_id = whole[place][0]
+    again = []
+    for mine, cut in zip(rows, retry.parse(last_id, ask.num_choices).cuts, strict=True):
+        before, after, count = [], [], 0
+        for row in mine:
+            count += len(row[1])
+            (before if count <= cut else after).append(row)
+        again.append(([merged(before)] if before else []) + after)
+    resumed = stream(ask, interleaved(data.draw, again), last_id)
+    if ask.num_choices == 1:
+        assert resumed == whole[place + 1 :]
+    else:
+        assert contents(whole[: place + 1] + resumed) == contents(whole)
+        names = [name for name, _ in whole[: place + 1] + resumed]
+        assert len(set(names)) == len(names)
+        assert names[-1] == whole[-1][0]
+
+
+def merged(rows: list[Row]) -> Row:
+    tokens = [token for row in rows for token in row[1]]
+    return rows[0][0], tokens, "".join(row[2] for row in rows), rows[-1][3]
+
+
+def contents(events: list[tuple[str, str]]) -> dict[int, list[str]]:
+    """For each choice its events, less what tells of other choices; -1: the rest."""
+    found: dict[int, list[str]] = {}
+    for _, data in events:
+        frame = json.loads(data) if data != "[DONE]" else {"choices": []}
+        if frame["choices"]:
+            (choice,) = frame["choices"]
+            found.setdefault(choice["index"], []).append(json.dumps(choice))
+        else:
+            found.setdefault(-1, []).append(data)
+    return found
+
+
+def test_the_first_time_counts_for_created() -> None:
+    ((_, first), *_) = stream(asking(is_chat=True), [(0, [1], "a", True)])
+    assert json.loads(first)["created"] == 99
+
+
+def test_the_ids_of_a_chat() -> None:
+    ask = asking(is_chat=True, include_usage=True)
+    events = stream(ask, [(0, [1], "a", False), (0, [2, 3], "", False), (0, [4], "b", False), (0, [5], "", True)])
+    assert [name for name, _ in events] == ["0", "1", "4", "5e", "5e.u", "5e.d"]
+
+
+# --- the desk ---
+
+
+def opened(desk: Desk, key: str) -> tuple[list[Choice], list[Send]]:
+    again = retry.Again(key.ljust(32, "0"), b"", "")
+    answer: Any = StreamAnswer(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None, lambda event: None)
+    ((choices, submit),) = build_submits(answer, answer.ask, desk.new_handle, -1, again)
+    sends = desk.open(choices, submit)
+    desk.check()
+    return choices, sends
+
+
+def test_the_key_says_which_detokenizer() -> None:
+    homes = []
+    for up in ([D0, D1], [D1, D0]):
+        desk = Desk(2)
+        for one in up:
+            desk.detokenizer_up(one)
+        homes.append([opened(desk, f"{number:08x}")[1][0].to for number in range(6)])
+    assert homes[0] == homes[1] == [D0, D1] * 3
+
+
+def test_a_key_waits_for_its_detokenizer() -> None:
+    desk = Desk(2)
+    desk.detokenizer_up(D0)
+    choices, sends = opened(desk, "00000001")
+    assert sends == []
+    assert desk.detokenizer_up(Identity(Role.DETOKENIZER, 2)) == []
+    assert [send.to for send in desk.detokenizer_up(D1)] == [D1, D1]
+    assert desk.detokenizer_down(D1) == []
+    desk.check()
+    again = desk.detokenizer_up(D1)
+    assert [(send.to, send.message.attempt) for send in again if isinstance(send.message, Submit)] == [(D1, 1)] * 2
+    (left,) = desk.close(choices)
+    handles = tuple(choice.handle for choice in choices)
+    assert left == Send(D1, Detach(tuple(choice.submit.request_ids[0] for choice in choices), handles))
