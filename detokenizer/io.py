@@ -1,8 +1,10 @@
 """The detokenizer's links and threads."""
 
 import asyncio
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,7 +14,9 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Tick
+from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Refused
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import Prompt
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal, RequestError
@@ -20,6 +24,19 @@ from meshlm.runtime.mesh import Mesh
 
 ENCODE_THREADS = 2
 TICK_S = 1.0
+
+
+@cache
+def _load(path: str) -> tuple[LoadedTokenizer, TokenTable]:
+    loaded = tokenizer_files.load(Path(path))
+    return loaded, TokenTable(loaded)
+
+
+def load_ahead(config: MeshConfig) -> None:
+    """The vocabulary, which takes longest. What is wrong with it start() says."""
+    if config.resolved is not None:
+        with contextlib.suppress(ProcessFatal):
+            _load(config.resolved.tokenizer_path)
 
 
 class DetokenizerApp:
@@ -38,14 +55,14 @@ class DetokenizerApp:
             raise ProcessFatal("mesh.json is not resolved")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._mesh = mesh
-        loaded = tokenizer_files.load(Path(resolved.tokenizer_path))
+        loaded, table = _load(resolved.tokenizer_path)
         try:
             self._encoder = Encoder(loaded, resolved.chat_template)
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
-        self._core = Detokenizer(TokenTable(loaded), vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
+        self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
         for event in self._early:
             self._do(event)
         self._tick()

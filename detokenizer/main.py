@@ -2,10 +2,10 @@
 
 from typing import NoReturn
 
-from meshlm.detokenizer.io import DetokenizerApp
+from meshlm.detokenizer.io import DetokenizerApp, load_ahead
 from meshlm.protocol.ids import Role
 from meshlm.runtime import process
 
 
 def main() -> NoReturn:
-    process.main(Role.DETOKENIZER, DetokenizerApp)
+    process.main(Role.DETOKENIZER, DetokenizerApp, load_ahead=load_ahead)

@@ -5,6 +5,7 @@ Where the extension is absent (another server, a test client) the writer falls b
 """
 
 import asyncio
+import contextlib
 import re
 import socket
 from collections import deque
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
+FRESH_S = 1.0  # a connection that brought no request yet is not idle for so long
 HIGH_WATER = 1 << 20  # bytes that a slow client may leave in our buffers before its chunks wait here
 
 _OFFER = b"upgrade:"
@@ -167,9 +169,44 @@ class Server(uvicorn.Server):
         """Signals are runtime/process.py's."""
 
     def capture_signals(self) -> Any:
-        import contextlib
-
         return contextlib.nullcontext()
+
+
+async def hand_over(server: Server, listener: socket.socket | None, limit_s: float) -> None:
+    """Leave new connections to the other listeners of the port; serve those that are open until they are idle, `limit_s` at most."""
+    if listener is not None:
+        _stop_listening(server, listener)
+    loop = asyncio.get_running_loop()
+    fresh_until, end = loop.time() + FRESH_S, loop.time() + limit_s
+    state = server.server_state
+    while state.connections and loop.time() < end:
+        for connection in list(state.connections):
+            assert isinstance(connection, MeshProtocol)
+            if (
+                connection.cycle is not None or loop.time() > fresh_until
+            ):  # the first request of a new one is on its way
+                connection.shutdown()  # now if it is idle, else after its answer
+        await asyncio.sleep(0.02)
+
+
+def _stop_listening(server: Server, listener: socket.socket) -> None:
+    """Connections that the kernel has accepted already are served here: closing the socket would reset them."""
+    waiting = listener.dup()
+    for one in server.servers:
+        one.close()
+    loop = asyncio.get_running_loop()
+    waiting.setblocking(False)
+    with waiting, contextlib.suppress(BlockingIOError):
+        while True:
+            connection, _ = waiting.accept()
+            connection.setblocking(False)
+            task = loop.create_task(loop.connect_accepted_socket(lambda: _protocol(server), connection))
+            server.server_state.tasks.add(task)  # type: ignore[arg-type]
+            task.add_done_callback(server.server_state.tasks.discard)
+
+
+def _protocol(server: Server) -> MeshProtocol:
+    return MeshProtocol(server.config, server.server_state, server.lifespan.state)
 
 
 def make_server(app: Any) -> Server:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 
 from msgspec import Struct
@@ -12,7 +13,7 @@ from meshlm.frontend.answers import Answer
 from meshlm.frontend.desk import Choice, Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.server import Routes
-from meshlm.protocol.control_edge import MeshStats, Profile, Profiled
+from meshlm.protocol.control_edge import MeshStats, OpenRequests, Profile, Profiled, Refuse, Shutdown
 from meshlm.protocol.ids import Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -47,9 +48,12 @@ class FrontendApp:
         self._asked: dict[int, asyncio.Future[TokenizeReply | DetokenizeReply]] = {}
         self._profiles: dict[int, asyncio.Future[Profiled]] = {}
         self._server: http.Server | None = None
+        self._listener: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._orphaned_at: float | None = None
         self._draining = False
+        self._refusing = False  # meshlm drain
+        self._handing_over = False
         self._news = asyncio.Event()  # set whenever the answer of not_ready_reason may have changed
         self._closed = asyncio.Event()  # set whenever a request ends
         self.num_open = 0
@@ -72,6 +76,7 @@ class FrontendApp:
             sock = http.listen(server.host, server.port)
         except OSError as error:
             raise ProcessFatal(f"--host {server.host} --port {server.port}: {error.strerror}") from None
+        self._listener = sock
         self._server = http.make_server(Routes(self).app())
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
         self._tick()
@@ -110,19 +115,21 @@ class FrontendApp:
     def not_ready_reason(self) -> str:
         if self._draining:
             return "this server is stopping"
+        if self._refusing:
+            return "this server is draining and takes no new requests (meshlm drain)"
         if self._stats.serving and not self._desk.load:
             return "no detokenizer can be reached"
         return "" if self._stats.serving else self._stats.reason
 
     async def wait_serving(self) -> str:
         """Wait until requests can be served, HOLD_S at most; what is missing then, "" when nothing is."""
-        if not self.not_ready_reason() or self._draining:
+        if not self.not_ready_reason() or self._draining or self._refusing:
             return self.not_ready_reason()
         self.num_open += 1  # it counts towards --max-concurrent-requests
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HOLD_S):
-                    while self.not_ready_reason() and not self._draining:
+                    while self.not_ready_reason() and not (self._draining or self._refusing):
                         self._news.clear()
                         await self._news.wait()
         finally:
@@ -139,7 +146,12 @@ class FrontendApp:
     def close(self, choices: list[Choice]) -> None:
         self._closed.set()
         self.num_open = max(0, self.num_open - len({choice.prompt_index for choice in choices}))
+        self._tell_open()
         self._send(self._desk.close(choices))
+
+    def _tell_open(self) -> None:
+        if self._refusing and self._mesh is not None:
+            self._mesh.tell_supervisor(OpenRequests(self.num_open))
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         assert self._mesh is not None
@@ -228,6 +240,12 @@ class FrontendApp:
                 waiting = self._profiles.get(message.handle)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
+            case Refuse():
+                self._refusing = message.on
+                self._news.set()
+                self._tell_open()
+            case Shutdown(handover=True):
+                self._handing_over = True
             case MeshStats():
                 self._stats = message
                 self._news.set()
@@ -252,7 +270,10 @@ class FrontendApp:
         return self._ticks, f"{self.num_open} requests"
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests; wait for the open ones."""
+        """Refuse new requests, or leave them to other frontends; wait for the open ones."""
+        if self._handing_over and self._server is not None:
+            await http.hand_over(self._server, self._listener, limit_s)
+            return
         self._draining = True
         self._news.set()
         with contextlib.suppress(TimeoutError):

@@ -55,9 +55,6 @@ class Profiled(Struct, frozen=True, tag="profiled"):
     error: str = ""
 
 
-ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled
-
-
 class Died(Struct, frozen=True, tag="died"):
     """A process of this host is gone (seen by its pidfd). Drop its link at once."""
 
@@ -69,9 +66,23 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Refuse new work, finish what is running for up to drain_s, then end."""
 
     drain_s: float
+    handover: bool = False  # to a frontend: others take the new connections; serve what comes on those that are open
 
 
-SupervisorToChild = Died | Shutdown | Profile | Profiled
+class Refuse(Struct, frozen=True, tag="refuse"):
+    """To a frontend: from now on new requests get 503 (`meshlm drain`), or are taken again."""
+
+    on: bool
+
+
+class OpenRequests(Struct, frozen=True, tag="open_requests"):
+    """A frontend's answer to Refuse, and again with each request that ends."""
+
+    num_open: int
+
+
+ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled | OpenRequests
+SupervisorToChild = Died | Shutdown | Profile | Profiled | Refuse
 
 
 class Member(Struct, frozen=True):

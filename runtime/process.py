@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,20 +61,43 @@ class App(Protocol):
         ...
 
 
-def main(role: Role, make_app: Callable[[], App], argv: list[str] | None = None) -> NoReturn:
-    """Run a process of the mesh to its end. Exit code 0 after an orderly stop, 1 after a failure."""
+def main(
+    role: Role,
+    make_app: Callable[[], App],
+    argv: list[str] | None = None,
+    load_ahead: Callable[[MeshConfig], None] = lambda config: None,
+) -> NoReturn:
+    """Run a process of the mesh to its end. Exit code 0 after an orderly stop, 1 after a failure.
+
+    A standby does `load_ahead` (what start() will find done) and waits for its turn before it takes its place in the mesh.
+    """
     parser = argparse.ArgumentParser(prog=f"meshlm {role.value}")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--identity", type=Identity.parse, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--standby", type=int, help="descriptor on which to wait for the turn")
     arguments = parser.parse_args(argv)
     _die_with_parent()
     setproctitle.setproctitle(f"meshlm: {arguments.identity}")
     config = msgspec.json.decode(arguments.config.read_bytes(), type=MeshConfig)
     logs.configure(config.run)
     _dump_stacks_on_request(Path(config.run.run_dir), arguments.identity)
-    process = _Process(config, arguments.identity, Incarnation(arguments.incarnation), make_app())
+    incarnation = arguments.incarnation
+    if arguments.standby is not None:
+        load_ahead(config)
+        incarnation = _wait_for_turn(arguments.standby)
+    process = _Process(config, arguments.identity, Incarnation(incarnation), make_app())
     sys.exit(uvloop.run(process.run()))
+
+
+def _wait_for_turn(descriptor: int) -> int:
+    """Say that all is loaded; the incarnation to begin with. Ends the process when it is not needed any more."""
+    try:
+        with socket.socket(fileno=descriptor) as turn:
+            turn.send(b"loaded\n")
+            return int(turn.recv(64))
+    except (OSError, ValueError):
+        sys.exit(0)
 
 
 def _die_with_parent() -> None:
@@ -181,6 +205,8 @@ class _Process:
         if type(message) is control.Shutdown:
             assert self._shutdown is not None
             self._drain_s = message.drain_s
+            if message.handover:
+                self._app.on_message(peer, message)
             self._shutdown.set()
         else:
             self._app.on_message(peer, message)

@@ -7,6 +7,7 @@ supervisor alone), and ask the kernel to kill them when the supervisor dies.
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,27 +24,39 @@ FOLDER = {
 }
 
 
-def command(config_file: Path, identity: Identity, incarnation: Incarnation) -> list[str]:
-    """The command line of a process of the mesh."""
+def command(config_file: Path, identity: Identity, incarnation: Incarnation, standby: int = -1) -> list[str]:
+    """The command line of a process of the mesh. `standby`: the descriptor on which it waits for its turn; -1: it begins at once."""
+    wait = () if standby < 0 else ("--standby", str(standby))
     return [
         *(sys.executable, "-P", "-m", f"meshlm.{FOLDER[identity.role]}"),
         *("--config", str(config_file), "--identity", str(identity), "--incarnation", str(incarnation)),
+        *wait,
     ]
 
 
 class Child:
-    """One life of one process."""
+    """One life of one process. A `standby` loads, says so, and begins when it is given its turn."""
 
-    def __init__(self, identity: Identity, incarnation: Incarnation, config_file: Path) -> None:
+    def __init__(
+        self, identity: Identity, incarnation: Incarnation, config_file: Path, *, standby: bool = False
+    ) -> None:
         self.identity = identity
         self.incarnation = incarnation
+        self._turn: socket.socket | None = None
+        theirs: socket.socket | None = None
+        if standby:
+            self._turn, theirs = socket.socketpair()
+        descriptors = (theirs.fileno(),) if theirs is not None else ()
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(
-            command(config_file, identity, incarnation),
+            command(config_file, identity, incarnation, *descriptors),
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env=environment,
         )
+        if theirs is not None:
+            theirs.close()
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
 
@@ -56,6 +69,31 @@ class Child:
             on_exit(self, self._process.wait())
 
         loop.add_reader(self._pidfd, gone)
+
+    def when_loaded(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[["Child"], None]) -> None:
+        """Of a standby: call on_loaded(self) once. When it ends before, on_exit comes instead."""
+        turn = self._turn
+        assert turn is not None
+
+        def readable() -> None:
+            loop.remove_reader(turn)
+            if turn.recv(16):
+                on_loaded(self)
+
+        loop.add_reader(turn, readable)
+
+    def take_turn(self, loop: asyncio.AbstractEventLoop, incarnation: Incarnation) -> bool:
+        """Have a standby begin as this life, now or as soon as it is loaded. False when it is gone."""
+        turn, self._turn = self._turn, None
+        assert turn is not None
+        loop.remove_reader(turn)
+        self.incarnation = incarnation
+        with turn:
+            try:
+                turn.send(f"{incarnation}\n".encode())
+            except OSError:
+                return False
+        return True
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signal the process; nothing happens when it is gone already."""

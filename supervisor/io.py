@@ -19,10 +19,11 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import control, group, rundir
+from meshlm.supervisor import control, group, rolling, rundir
 from meshlm.supervisor.children import Child
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.traces import Traces
 
 TICK_S = 0.1
@@ -55,8 +56,11 @@ class Supervisor:
         self._children: dict[Identity, Child] = {}
         self._beats: dict[Identity, edge.Beat] = {}
         self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
+        self._standbys: dict[Identity, Child] = {}
         run = config.run
-        self._group = group.Group(members, run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout)
+        limits = (run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout)
+        self._group = rolling.Rolling(members, *limits)
+        self._operations = Operations(self._group, self._do, self._refuse, self.stop)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
@@ -86,7 +90,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """End all at once."""
-        for child in self._children.values():
+        for child in (*self._children.values(), *self._standbys.values()):
             child.kill()
         self._finish(None)
 
@@ -94,7 +98,7 @@ class Supervisor:
         """Release sockets and files, after `ended`."""
         if self._timer:
             self._timer.cancel()
-        for child in list(self._children.values()):
+        for child in (*self._children.values(), *self._standbys.values()):
             child.kill()
         if self._status:
             self._status.close()
@@ -120,6 +124,8 @@ class Supervisor:
             case edge.Beat():
                 self._beats[peer] = message
                 self._do(group.Beaten(peer, life, message.step, message.phase))
+            case edge.OpenRequests():
+                self._operations.num_open[peer] = message.num_open
             case edge.Profile():
                 self._tasks.add(task := self._loop.create_task(self._profile_for(peer, message)))
                 task.add_done_callback(self._tasks.discard)
@@ -130,6 +136,8 @@ class Supervisor:
         """A child's link is open. It may have met processes that died before it could be told."""
         for died in self._dead.values():
             self._mesh_send(peer, died)
+        if peer.role is Role.FRONTEND and self._operations.refusing:
+            self._mesh_send(peer, edge.Refuse(True))
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         """Deaths are the pidfds' to see."""
@@ -150,22 +158,34 @@ class Supervisor:
 
     # --- the group's decisions ---
 
-    def _do(self, event: group.Event) -> None:
-        for effect in self._group.handle(event, time.time()):
+    def _do(self, event: rolling.Event) -> None:
+        for effect in self._group.roll(event, time.time()):
             self._perform(effect)
 
-    def _perform(self, effect: group.Effect) -> None:
+    def _perform(self, effect: rolling.Effect) -> None:
         match effect:
             case group.Spawn():
                 self._spawn(effect.identity, effect.incarnation)
             case group.TellDied():
-                self._display.line(f"{effect.identity} died and is started again")
+                if not self._group.restarting:
+                    self._display.line(f"{effect.identity} died and is started again")
                 self._dead[effect.identity] = died = edge.Died(effect.identity, effect.incarnation)
                 self._tell_all(died)
             case group.AskToStop():
                 self._ask_to_stop(effect.identity)
             case group.Replace():
                 self._replace(effect)
+            case rolling.Prepare():
+                self._prepare(effect.identity)
+            case rolling.AskToLeave():
+                self._ask_to_leave(effect.identity)
+            case rolling.Say():
+                self._say(effect.text)
+            case rolling.Outcome():
+                self._say(effect.failure or "all were replaced")
+                self._operations.over(effect.failure)
+                for standby in self._standbys.values():
+                    standby.kill()
             case group.AllReady():
                 self.ready.set()
             case group.AllStopped():
@@ -174,9 +194,13 @@ class Supervisor:
                 self._finish(effect.message)
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
-        child = Child(identity, incarnation, self._run_dir / rundir.CONFIG_FILE)
-        self._children[identity] = child
         self._beats.pop(identity, None)
+        self._operations.num_open.pop(identity, None)
+        standby = self._standbys.pop(identity, None)
+        if standby is not None and standby.take_turn(self._loop, incarnation):
+            self._children[identity] = standby
+            return
+        self._children[identity] = child = Child(identity, incarnation, self._run_dir / rundir.CONFIG_FILE)
         child.watch(self._loop, self._exited)
 
     def _replace(self, effect: group.Replace) -> None:
@@ -189,20 +213,48 @@ class Supervisor:
         child.send_signal(signal.SIGCONT)
         self._loop.call_later(STACKS_S, child.kill)
 
+    def _prepare(self, identity: Identity) -> None:
+        self._standbys[identity] = child = Child(
+            identity, Incarnation(0), self._run_dir / rundir.CONFIG_FILE, standby=True
+        )
+        child.watch(self._loop, self._exited)
+        child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
+
     def _exited(self, child: Child, code: int) -> None:
+        if self._standbys.get(child.identity) is child:
+            del self._standbys[child.identity]
+            self._do(rolling.Prepared(child.identity, group.exit_text(code)))
+            return
         if self._children.get(child.identity) is child:
             del self._children[child.identity]
             self._traces.lost(child.identity)
         # Its last words may still be in our inbox: let the loop read them first.
         self._loop.call_soon(self._do, group.Exited(child.identity, child.incarnation, code))
 
-    def _ask_to_stop(self, identity: Identity) -> None:
+    def _ask_to_leave(self, identity: Identity) -> None:
+        """Another process is there for it; it is killed when it takes too long."""
+        self._ask_to_stop(identity, handover=identity.role is Role.FRONTEND)
+        child = self._children.get(identity)
+        if child is not None:
+            drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
+            self._loop.call_later(drain_s + KILL_AFTER_S, child.kill)
+
+    def _say(self, text: str) -> None:
+        self._display.line(text)
+        self._operations.say(text)
+
+    def _refuse(self, on: bool) -> None:
+        assert self._mesh is not None
+        for peer in self._mesh.peers(Role.FRONTEND):
+            self._mesh_send(peer, edge.Refuse(on))
+
+    def _ask_to_stop(self, identity: Identity, handover: bool = False) -> None:
         drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
         child = self._children.get(identity)
         if child is None:
             return
         if self._mesh is not None and self._mesh.incarnation_of(identity) == child.incarnation:
-            self._mesh.send(identity, edge.Shutdown(drain_s))
+            self._mesh.send(identity, edge.Shutdown(drain_s, handover))
         else:
             child.send_signal(signal.SIGTERM)
 
@@ -236,9 +288,12 @@ class Supervisor:
     # --- status ---
 
     def _answer(self, request: dict[str, object]) -> object:
-        if request.get("command") != "status":
-            return {"error": f"unknown command {request.get('command')!r}; known: status"}
-        return msgspec.to_builtins(self.status())
+        if request.get("command") == "status":
+            return msgspec.to_builtins(self.status())
+        if request.get("command") in Operations.COMMANDS:
+            return self._operations.answer(request)
+        known = ", ".join(("status", *Operations.COMMANDS))
+        return {"error": f"unknown command {request.get('command')!r}; known: {known}"}
 
     def status(self) -> control.MeshStatus:
         """The state of all processes, the supervisor first."""

@@ -25,6 +25,15 @@ IDLE_AFTER_S = 0.004  # without a plan, background work is done
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
 
+def load_ahead(config: MeshConfig) -> None:
+    """Import what the engine needs; its weights have no place beside its predecessor's."""
+    assert config.resolved is not None
+    if config.resolved.device == "fake":
+        import meshlm.workers.fake
+    else:
+        import meshlm.workers.runner  # noqa: F401
+
+
 def make_engine(config: MeshConfig, report: ProgressReport) -> Engine:
     """The engine of the configured device; torch is imported only where it is needed."""
     assert config.resolved is not None

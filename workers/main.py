@@ -4,8 +4,8 @@ from typing import NoReturn
 
 from meshlm.protocol.ids import Role
 from meshlm.runtime import process
-from meshlm.workers.io import WorkerApp
+from meshlm.workers.io import WorkerApp, load_ahead
 
 
 def main() -> NoReturn:
-    process.main(Role.WORKER, WorkerApp)
+    process.main(Role.WORKER, WorkerApp, load_ahead=load_ahead)
