@@ -282,7 +282,8 @@ class Detokenizer(Journal):
             self._finish_row(stream, place, FinishReason.STOP, stop.matched)
             return [] if ended is not None else self._say_abort((stream.work_id,))
         if ended is not None:
-            self._finish_row(stream, place, ended.reason, stream.stop_reason(ended), ended.message, ended.kind)
+            stop_reason = stream.stop_reason(ended)
+            self._finish_row(stream, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
         return []
 
     def _refused(self, refused: Refused) -> list[Effect]:

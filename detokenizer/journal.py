@@ -62,8 +62,9 @@ class Journal:
         stop_reason: str | int | None = None,
         message: str = "",
         kind: ErrorKind = ErrorKind.INTERNAL,
+        param: str = "",
     ) -> None:
-        finished = Finished(place, reason, stop_reason, len(stream.emitted), message, kind)
+        finished = Finished(place, reason, stop_reason, len(stream.emitted), message, kind, param)
         self._batches[stream.frontend].finished.append(finished)
         if stream.submit.retry is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
             self._forget(stream)

@@ -52,7 +52,8 @@ class Answer:
         if num_cached is not None:
             self.num_cached[choice.prompt_index] = num_cached
         if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
-            self.error = HttpError(STATUS[finished.kind], finished.message, "", finished.kind.value)
+            param = self.ask.client_names.get(finished.param, finished.param)
+            self.error = HttpError(STATUS[finished.kind], finished.message, param, finished.kind.value)
 
     def num_prompt_tokens(self) -> int:
         return sum(accepted.num_prompt_tokens for accepted in self.prompt.values())

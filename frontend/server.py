@@ -6,7 +6,6 @@ Everything here belongs to one request; state across requests is desk.py's and i
 import asyncio
 import contextlib
 import hmac
-import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,13 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import parse, retry
+from meshlm.frontend import parse, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.desk import Choice
 from meshlm.frontend.errors import HttpError
@@ -29,8 +29,8 @@ from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeReq
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import Profiled
-from meshlm.protocol.ids import Handle, RequestId
-from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Retry, Submit, Tokenize, TokenizeReply
+from meshlm.protocol.ids import ErrorKind, Handle
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
 OPEN_ROUTES = {"/health", "/ready", "/ping"}
 Scope = dict[str, Any]
@@ -85,7 +85,11 @@ class Routes:
             CORSMiddleware, allow_origins=server.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
         keys = tuple(key.encode() for key in server.api_key)
-        return Starlette(routes=routes, middleware=[cors, Middleware(_KeyCheck, keys=keys)])
+        return Starlette(
+            routes=routes,
+            middleware=[cors, Middleware(_KeyCheck, keys=keys)],
+            exception_handlers={HTTPException: _plain_error},
+        )
 
     # --- small routes ---
 
@@ -211,18 +215,23 @@ class Routes:
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"])
         answer: WholeAnswer | StreamAnswer
-        has = position(ask, again)
+        has = submits.position(ask, again)
         if ask.stream:
             progress = retry.Progress(has) if has else None
             answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = WholeAnswer(ask, request_id, created, model, end.set)
-        submits = build_submits(
-            answer, ask, backend.new_handle, _dp_rank(request), again, has.cuts if has is not None else ()
+        asked = submits.build(
+            answer,
+            ask,
+            backend.new_handle,
+            submits.dp_rank(request.headers),
+            again,
+            has.cuts if has is not None else (),
         )
         status = 200
         try:
-            for choices, submit in submits:
+            for choices, submit in asked:
                 backend.open(choices, submit)
             if ask.stream:
                 return await self._stream(request, answer, writer, end)  # type: ignore[arg-type]
@@ -286,73 +295,21 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None:
-    """Where the client's stream goes on; None for an answer without event ids."""
-    num_choices = len(ask.prompts) * ask.num_choices
-    if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
-        return None
-    return retry.parse(again.last_id, num_choices)
-
-
-def build_submits(
-    answer: Answer,
-    ask: parse.Ask,
-    new_handle: Callable[[], Handle],
-    dp_rank: int,
-    again: retry.Again | None = None,
-    cuts: tuple[int, ...] = (),
-) -> list[tuple[list[Choice], Submit]]:
-    """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has."""
-    seed = ask.seed
-    if seed is None:
-        seed = int.from_bytes(os.urandom(8), "little") >> 1 if again is None else again.seed
-    now = time.time()
-    want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
-    found = []
-    for prompt_index, prompt in enumerate(ask.prompts):
-        handles = tuple(new_handle() for _ in range(ask.num_choices))
-        first = prompt_index * ask.num_choices
-        unique = "" if again else f"-{uuid.uuid4().hex[:8]}"
-        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.num_choices))
-        mine = cuts[first : first + ask.num_choices]
-        submit = Submit(
-            handles=handles,
-            request_ids=names,
-            prompt=prompt,
-            sampling=msgspec.structs.replace(ask.sampling, seed=seed),
-            text=ask.text,
-            max_tokens=ask.max_tokens,
-            want_prompt=want_prompt,
-            priority=ask.priority,
-            cache_salt=ask.cache_salt,
-            arrival_s=now,
-            deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
-            dp_rank=dp_rank,
-            retry=Retry(again.key, again.body, mine) if again else None,
-        )
-        choices = []
-        for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
-            # Its own Submit, for the case that it must be continued alone.
-            sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
-            mark = Retry(again.key, again.body, mine[i : i + 1]) if again else None
-            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling, retry=mark)
-            choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
-        answer.choices += choices
-        found.append((choices, submit))
-    return found
-
-
-def _dp_rank(request: Request) -> int:
-    value = request.headers.get("x-data-parallel-rank")
-    if value is None:
-        return -1
-    if not value.isdecimal() or len(value) > 6:
-        raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
-    return int(value)
-
-
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _plain_error(request: Request, error: Exception) -> Response:
+    """What the router refuses (404, 405), in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: " + (
+        "this path takes " + error.headers["Allow"]
+        if error.headers and "Allow" in error.headers
+        else "there is no such path"
+    )
+    kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
+    body = HttpError(error.status_code, text, kind=kind).body()
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 class _AlreadySent(Response):

@@ -161,6 +161,7 @@ class Finished(Struct, frozen=True, omit_defaults=True):
     num_output_tokens: int = 0
     message: str = ""  # with ERROR: what happened
     kind: ErrorKind = ErrorKind.INTERNAL
+    param: str = ""  # with INVALID: the field at fault
 
 
 class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):

@@ -13,6 +13,7 @@ class Ended(Struct, frozen=True, omit_defaults=True):
     stop_token_id: int = -1  # the token id that stopped it; -1: none. It is the last of the row's tokens.
     message: str = ""
     kind: ErrorKind = ErrorKind.INTERNAL
+    param: str = ""  # with INVALID: the field at fault
 
 
 class LogprobColumns(Struct, frozen=True):

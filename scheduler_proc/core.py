@@ -125,7 +125,7 @@ class Scheduler:
             f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
             f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
         )
-        self._finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID)
+        self._finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID, "max_tokens")
 
     def _finish(
         self,
@@ -134,9 +134,10 @@ class Scheduler:
         reason: FinishReason,
         message: str = "",
         kind: ErrorKind = ErrorKind.INTERNAL,
+        param: str = "",
     ) -> None:
         """End it with a terminal row of its own."""
-        output.end(request, reason, message, kind)
+        output.end(request, reason, message, kind, param)
         self._drop(request)
 
     def _drop(self, request: Request | None) -> None:

@@ -72,12 +72,17 @@ class Output:
         return box
 
     def end(
-        self, request: Request, reason: FinishReason, message: str = "", kind: ErrorKind = ErrorKind.INTERNAL
+        self,
+        request: Request,
+        reason: FinishReason,
+        message: str = "",
+        kind: ErrorKind = ErrorKind.INTERNAL,
+        param: str = "",
     ) -> None:
         """A terminal row without new tokens."""
         box = self.of(request.detokenizer)
         row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, array("i"))
-        box.ended.append(Ended(row, reason, message=message, kind=kind))
+        box.ended.append(Ended(row, reason, message=message, kind=kind, param=param))
 
 
 def concatenate(parts: list[LogprobColumns]) -> LogprobColumns:

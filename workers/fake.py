@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.workers import room
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
 from meshlm.workers.rows import RowTable, StepArrays
 
@@ -47,7 +48,8 @@ class FakeEngine:
         block_size = config.cache.block_size
         per_token = resolved.spec.kv_bytes_per_token_f32
         memory = config.cache.kv_cache_memory
-        num_blocks = (memory // per_token if memory else DEFAULT_CACHE_TOKENS) // block_size
+        budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
+        num_blocks = room.num_blocks(config, budget, block_size * per_token)
         self.facts = EngineFacts(num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, {"fake": "yes"})
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size)
         self._state = np.zeros(num_blocks * block_size, np.uint64)

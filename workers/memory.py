@@ -11,6 +11,7 @@ from torch import Tensor
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers import room
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
 
@@ -31,28 +32,12 @@ def cpu_budget() -> int:
     return min(int(free * CPU_SHARE), CPU_MOST)
 
 
-def _size(count: int) -> str:
-    """Bytes for people."""
-    for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << size:
-            return f"{count / 2**size:.2f} {unit}"
-    return f"{count} bytes"
-
-
 def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype) -> int:
     """Blocks within `budget` bytes. ProcessFatal when the longest request would not fit, with the one that would."""
     resolved = config.resolved
     assert resolved is not None
     block_size = config.cache.block_size
-    each = block_bytes(resolved.spec, block_size, dtype)
-    count = budget // each
-    needed = -(-resolved.max_model_len // block_size)
-    if count < needed:
-        fits = f"--max-model-len {count * block_size} would fit" if count > 0 else "not even one block fits"
-        raise ProcessFatal(
-            f"one request of --max-model-len {resolved.max_model_len} tokens needs {_size(needed * each)} of KV cache "
-            f"and {_size(max(budget, 0))} are there; with this memory {fits}"
-        )
+    count = room.num_blocks(config, budget, block_bytes(resolved.spec, block_size, dtype))
     return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))
 
 

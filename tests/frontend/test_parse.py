@@ -16,7 +16,7 @@ from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from meshlm.frontend.server import build_submits
+from meshlm.frontend.submits import build as build_submits
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.ids import Handle

@@ -12,7 +12,8 @@ from meshlm.frontend.answers import StreamAnswer
 from meshlm.frontend.desk import Choice, Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
-from meshlm.frontend.server import build_submits, position
+from meshlm.frontend.submits import build as build_submits
+from meshlm.frontend.submits import position
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
 from meshlm.protocol.sampling import SamplingParams

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -85,6 +86,7 @@ class Serving:
             self._reader.join(timeout=5)
             assert self.process.stderr is not None
             self.process.stderr.close()
+            shutil.rmtree(self.run_dir, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from http_clients import error_of
 from serving import Serving, serving
 
 from meshlm.workers.fake import expected_token
@@ -150,8 +151,9 @@ def test_port_in_use_is_one_line() -> None:
         assert "Address already in use" in server.lines[0]
 
 
-def test_too_little_memory_says_what_would_fit() -> None:
-    server = Serving("--device", "cpu", "--kv-cache-memory", "10M")
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_too_little_memory_says_what_would_fit(device: str) -> None:
+    server = Serving("--device", device, "--kv-cache-memory", "10M")
     assert server.process.wait(timeout=90) == 1
     server.stop()
     assert "--max-model-len" in server.lines[-1]
@@ -219,6 +221,16 @@ def test_a_huge_body_is_refused(fake: Serving) -> None:
     assert answer.status_code == 413
 
 
+def test_paths_and_methods_that_are_not_there(fake: Serving) -> None:
+    missing = httpx.get(f"{fake.url}/v1/nothing")
+    assert missing.status_code == 404
+    assert error_of(missing)["type"] == "not_found_error"
+    wrong = httpx.get(f"{fake.url}/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    assert "POST" in error_of(wrong)["message"]
+
+
 def test_tokenize_and_detokenize(fake: Serving) -> None:
     got = httpx.post(f"{fake.url}/tokenize", json={"prompt": "Hello world"}).json()
     assert got["count"] == len(got["tokens"]) > 0
@@ -238,4 +250,4 @@ def test_the_supervisor_takes_all_with_it() -> None:
         server.process.wait(timeout=5)
         _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
         assert not alive
-    assert Path(server.run_dir).exists()
+        assert Path(server.run_dir).exists()

@@ -1,0 +1,84 @@
+"""What one HTTP request sends to the mesh: its Submits, their names and seeds. Called by server.py.
+
+Without an Idempotency-Key names and seeds are drawn here; with one they are made from it, and so the same each time.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from meshlm.frontend import parse, retry
+from meshlm.frontend.answers import Answer
+from meshlm.frontend.desk import Choice
+from meshlm.frontend.errors import HttpError
+from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.text_edge import Retry, Submit
+
+
+def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None:
+    """Where the client's stream goes on; None for an answer without event ids."""
+    num_choices = len(ask.prompts) * ask.num_choices
+    if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
+        return None
+    return retry.parse(again.last_id, num_choices)
+
+
+def build(
+    answer: Answer,
+    ask: parse.Ask,
+    new_handle: Callable[[], Handle],
+    rank: int,
+    again: retry.Again | None = None,
+    cuts: tuple[int, ...] = (),
+) -> list[tuple[list[Choice], Submit]]:
+    """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has."""
+    seed = ask.seed
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little") >> 1 if again is None else again.seed
+    now = time.time()
+    want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
+    found = []
+    for prompt_index, prompt in enumerate(ask.prompts):
+        handles = tuple(new_handle() for _ in range(ask.num_choices))
+        first = prompt_index * ask.num_choices
+        unique = "" if again else f"-{uuid.uuid4().hex[:8]}"
+        names = tuple(RequestId(f"{answer.request_id}{unique}-{first + i}") for i in range(ask.num_choices))
+        mine = cuts[first : first + ask.num_choices]
+        submit = Submit(
+            handles=handles,
+            request_ids=names,
+            prompt=prompt,
+            sampling=msgspec.structs.replace(ask.sampling, seed=seed),
+            text=ask.text,
+            max_tokens=ask.max_tokens,
+            want_prompt=want_prompt,
+            priority=ask.priority,
+            cache_salt=ask.cache_salt,
+            arrival_s=now,
+            deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
+            dp_rank=rank,
+            retry=Retry(again.key, again.body, mine) if again else None,
+        )
+        choices = []
+        for i, (handle, name) in enumerate(zip(handles, names, strict=True)):
+            # Its own Submit, for the case that it must be continued alone.
+            sampling = msgspec.structs.replace(ask.sampling, seed=(seed + i) & 0x7FFF_FFFF_FFFF_FFFF)
+            mark = Retry(again.key, again.body, mine[i : i + 1]) if again else None
+            own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling, retry=mark)
+            choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
+        answer.choices += choices
+        found.append((choices, submit))
+    return found
+
+
+def dp_rank(headers: Mapping[str, str]) -> int:
+    """The rank that the client chose; -1: none."""
+    value = headers.get("x-data-parallel-rank")
+    if value is None:
+        return -1
+    if not value.isdecimal() or len(value) > 6:
+        raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
+    return int(value)
