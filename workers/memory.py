@@ -55,7 +55,7 @@ def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Cal
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         raise ProcessFatal(
-            f"a step of --max-num-batched-tokens does not fit: {_size(before)} of this GPU's {_size(_gpu()[1])} are taken "
+            f"a step of --max-num-batched-tokens does not fit: {room.size_text(before)} of this GPU's {room.size_text(_gpu()[1])} are taken "
             "by the weights and by what --max-num-seqs requests need; lower either"
         ) from None
     activations = torch.cuda.max_memory_allocated() - before
@@ -81,7 +81,7 @@ def check_weights(needed: int, device: torch.device) -> None:
     while needed / times > ROOM_FOR_WEIGHTS * total:
         times *= 2
     raise ProcessFatal(
-        f"the weights take {_size(needed)} and this GPU has {_size(free)} free of {_size(total)}: "
+        f"the weights take {room.size_text(needed)} and this GPU has {room.size_text(free)} free of {room.size_text(total)}: "
         + (
             "end what else runs on it"
             if needed <= ROOM_FOR_WEIGHTS * total

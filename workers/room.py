@@ -14,13 +14,13 @@ def num_blocks(config: MeshConfig, budget: int, block_bytes: int) -> int:
     if count < needed:
         fits = f"--max-model-len {count * block_size} would fit" if count > 0 else "not even one block fits"
         raise ProcessFatal(
-            f"one request of --max-model-len {resolved.max_model_len} tokens needs {_size(needed * block_bytes)} of KV cache "
-            f"and {_size(max(budget, 0))} are there; with this memory {fits}"
+            f"one request of --max-model-len {resolved.max_model_len} tokens needs {size_text(needed * block_bytes)} of KV cache "
+            f"and {size_text(max(budget, 0))} are there; with this memory {fits}"
         )
     return count
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """Bytes for people."""
     for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << size:
