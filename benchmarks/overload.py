@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    port = free_port()
+    port, load_before = free_port(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mlm") as run_dir:
         flags = ["--device", "fake", "--fake-step-ms", str(arguments.step_ms), "--max-model-len", "4096"]
         flags += ["--max-num-seqs", str(arguments.max_num_seqs), "--max-waiting", str(arguments.max_waiting)]
@@ -194,7 +194,12 @@ def main() -> None:
         finally:
             mesh.send_signal(signal.SIGTERM)
             mesh.wait(timeout=60)
-    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    machine = {
+        "cpus": os.cpu_count(),
+        "load_average_before": round(load_before, 1),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
     record = {"benchmark": "overload", "machine": machine, "arguments": vars(arguments), **result}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -55,7 +55,8 @@ def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Cal
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         raise ProcessFatal(
-            f"a step of --max-num-batched-tokens does not fit: {room.size_text(before)} of this GPU's {room.size_text(_gpu()[1])} are taken "
+            f"a step of --max-num-batched-tokens does not fit: {room.size_text(before)} of this GPU's {room.size_text(_gpu()[1])} "
+            "are taken "
             "by the weights and by what --max-num-seqs requests need; lower either"
         ) from None
     activations = torch.cuda.max_memory_allocated() - before
