@@ -11,7 +11,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import Stream, StreamState
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
@@ -81,6 +81,8 @@ class Detokenizer:
                 return self._routed(routed)
             case Refused() as refused:
                 return self._refused(refused)
+            case Readmit() as readmit:
+                return self._readmit(readmit)
         return []
 
     # --- prompts ---
@@ -359,17 +361,31 @@ class Detokenizer:
                 effects += self._admit_again(stream)
         return effects
 
+    def _readmit(self, readmit: Readmit) -> list[Effect]:
+        """Its rank gave it back. Nobody died, so it does not count."""
+        effects: list[Effect] = []
+        for handle in readmit.handles:
+            stream = self.by_handle.get(handle)
+            if stream is not None:
+                effects += self._next_attempt(stream)
+        return effects
+
     def _admit_again(self, stream: Stream) -> list[Effect]:
-        """Go on from the journal, under a new handle so that late tokens find nobody."""
-        del self.by_handle[stream.handle]
-        if stream.attempt - stream.submit.attempt + 1 >= MAX_ATTEMPTS:
-            self.by_handle[stream.handle] = stream
+        """Go on from the journal after a death."""
+        stream.num_lost += 1
+        if stream.num_lost >= MAX_ATTEMPTS:
             text = f"given up after {MAX_ATTEMPTS} attempts: each time its scheduler or the coordinator died"
             self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
+        stream.lost = stream.scheduler or stream.lost
+        return self._next_attempt(stream)
+
+    def _next_attempt(self, stream: Stream) -> list[Effect]:
+        """Under a new handle, so that late tokens find nobody."""
+        del self.by_handle[stream.handle]
         stream.attempt += 1
         stream.handle = self._new_handle()
-        stream.lost, stream.scheduler, stream.heard = stream.scheduler or stream.lost, None, False
+        stream.scheduler, stream.heard = None, False
         return self._admit(stream)
 
     def check(self) -> None:

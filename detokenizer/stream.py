@@ -34,6 +34,7 @@ class Stream:
         "handle",
         "heard",
         "lost",
+        "num_lost",
         "place",
         "prompt",
         "request_id",
@@ -59,6 +60,7 @@ class Stream:
         self.scheduler: SchedulerLife | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
         self.lost: SchedulerLife | None = None  # the last one that died with the request
+        self.num_lost = 0  # attempts that ended by a death
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens

@@ -100,6 +100,9 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="workers per scheduler", extra={"short": "-tp"})
     ] = 1
+    dp_routing: Annotated[
+        Literal["cache-aware", "least-loaded", "round-robin"], Meta(description="which rank takes a request")
+    ] = "cache-aware"
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):

@@ -52,7 +52,13 @@ class Profiled(Struct, frozen=True, tag="profiled"):
     error: str = ""
 
 
-ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled
+class RankDrained(Struct, frozen=True, tag="rank_drained"):
+    """The coordinator's word: nothing is left at this rank, which was to be removed. Said every second until it is gone."""
+
+    dp_rank: int
+
+
+ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled | RankDrained
 
 
 class Died(Struct, frozen=True, tag="died"):
@@ -68,7 +74,13 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     drain_s: float
 
 
-SupervisorToChild = Died | Shutdown | Profile | Profiled
+class SetRanks(Struct, frozen=True, tag="set_ranks"):
+    """To the coordinator: the mesh has this many ranks from now on. Those from there on get no more requests and are drained."""
+
+    num_ranks: int
+
+
+SupervisorToChild = Died | Shutdown | Profile | Profiled | SetRanks
 
 
 class Member(Struct, frozen=True):
