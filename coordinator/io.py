@@ -29,6 +29,7 @@ class CoordinatorApp:
             config.parallel.data_parallel_size,
             config.parallel.dp_routing,
             config.cache.enable_prefix_caching,
+            config.parallel.data_parallel_rank or 0,
         )
         self._tick()
         return {}

@@ -103,6 +103,19 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     dp_routing: Annotated[
         Literal["cache-aware", "least-loaded", "round-robin"], Meta(description="which rank takes a request")
     ] = "cache-aware"
+    data_parallel_hybrid_lb: Annotated[
+        bool, Meta(description="this node balances over its own ranks only; others are behind an outer balancer")
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool, Meta(description="this mesh is one rank of several behind an outer balancer; needs --data-parallel-rank")
+    ] = False
+    data_parallel_rank: (
+        Annotated[
+            int,
+            Meta(ge=0, le=1023, description="which rank this mesh is; implies external-lb", extra={"short": "-dpn"}),
+        ]
+        | None
+    ) = None
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):

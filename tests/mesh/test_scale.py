@@ -68,3 +68,17 @@ def test_ranks_that_cannot_start_are_taken_back() -> None:
         assert complete(server, [3], 5)["choices"][0]["token_ids"] == reference([3], 5)
         Path(server.run_dir, "scheduler-1.stacks.txt").rmdir()
         assert scale(server, 2).stdout == "2 ranks\n"
+
+
+def test_one_rank_behind_an_outer_balancer_goes_by_its_own_number() -> None:
+    with serving("--device", "fake", "--max-model-len", "512", "-dp", "4", "--data-parallel-rank", "3") as server:
+        assert ranks(server) == [0]
+        body = {"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+        for rank, code in (("3", 200), ("0", 400)):
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-data-parallel-rank": rank})
+            assert answer.status_code == code, answer.text
+        assert "this mesh has rank 3 only" in answer.json()["error"]["message"]
+        assert 'engine="3"' in httpx.get(f"{server.url}/metrics").text
+        refused = scale(server, 2)
+        assert refused.returncode == 1
+        assert "outer balancer" in refused.stderr
