@@ -143,7 +143,8 @@ class Coordinator:
 
     def _announce(self) -> list[Send]:
         self.epoch += 1
-        return [Send(identity, self._list()) for identity in self.members]
+        whole = self._list()
+        return [Send(identity, whole) for identity in self.members]
 
     def _list(self) -> control.Members:
         return control.Members(Epoch(self.epoch), tuple(self.members.values()))

@@ -18,6 +18,7 @@ from meshlm.protocol.ids import Identity, Incarnation, RequestId
 Policy = Literal["cache-aware", "least-loaded", "round-robin"]
 
 PREFILL_WEIGHT = 0.5  # a prompt token to compute, in outstanding decode tokens
+MISS_WEIGHT = 1.0  # the same of the request itself: it waits for them, and they take time from all others
 FEW = 16  # ranks with a prefix that are looked at one by one
 MOST_LOOKED_AT = 64  # ranks in the order of their score that are looked at for one request
 DEFAULT_OUTPUT = 256.0  # tokens that a request is taken to give before any has ended
@@ -117,15 +118,15 @@ class Router:
                 while mask:
                     rank = self._by_number[mask.bit_length() - 1]
                     mask ^= 1 << rank.number
-                    cost = rank.score - PREFILL_WEIGHT * cached
+                    cost = rank.score - MISS_WEIGHT * cached
                     if rank.open and (cost, rank.number) < (least, best.number if best else 0) and rank.life != lost:
                         best, least = rank, cost
-        most = PREFILL_WEIGHT * found[0][0] if found else 0.0
+        most = MISS_WEIGHT * found[0][0] if found else 0.0
         looked_at = 0
         for score, number in self._order:
             if score - most >= least or looked_at >= MOST_LOOKED_AT:
                 break
-            cost = score - PREFILL_WEIGHT * _cached(found, number)
+            cost = score - MISS_WEIGHT * _cached(found, number)
             if cost < least and self._by_number[number].life != lost:
                 best, least = self._by_number[number], cost
                 looked_at += 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import PrefixIndex, chain_of, tokens_at
-from meshlm.coordinator.routing import PREFILL_WEIGHT, Policy, Router
+from meshlm.coordinator.routing import MISS_WEIGHT, PREFILL_WEIGHT, Policy, Router
 from meshlm.protocol.admit_edge import Load, SchedulerLife, Started, Work
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
@@ -140,7 +140,7 @@ def test_a_swamped_rank_sheds_its_prefix() -> None:
     system = [1] * 2048
     homes = [send(where, work([*system, number], max_tokens=200)) for number in range(40)]
     assert homes[:4] == [0, 0, 0, 0]
-    assert abs(homes.count(0) - homes.count(1)) <= 6
+    assert abs(homes.count(0) - homes.count(1)) <= 12
 
 
 def test_salts_do_not_share() -> None:
@@ -206,7 +206,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
         assert choice is not None
         costs = {
             rank.number: rank.score
-            - PREFILL_WEIGHT * next((tokens for tokens, mask in choice.found if mask >> rank.number & 1), 0)
+            - MISS_WEIGHT * next((tokens for tokens, mask in choice.found if mask >> rank.number & 1), 0)
             for rank in where.ranks.values()
         }
         assert costs[choice.rank.number] == pytest.approx(min(costs.values()))
