@@ -113,23 +113,23 @@ class Router:
         """Least score plus prefill. First those that know much, if few; then by score, until none further can be better."""
         best: Rank | None = None
         least = float("inf")
+        most = 0  # that a rank may know which is not looked at one by one
         for cached, mask in found:
-            if mask.bit_count() <= FEW:
-                while mask:
-                    rank = self._by_number[mask.bit_length() - 1]
-                    mask ^= 1 << rank.number
-                    cost = rank.score - MISS_WEIGHT * cached
-                    if rank.open and (cost, rank.number) < (least, best.number if best else 0) and rank.life != lost:
-                        best, least = rank, cost
-        most = MISS_WEIGHT * found[0][0] if found else 0.0
-        looked_at = 0
-        for score, number in self._order:
-            if score - most >= least or looked_at >= MOST_LOOKED_AT:
+            if mask.bit_count() > FEW:
+                most = max(most, cached)
+                continue
+            while mask:
+                rank = self._by_number[mask.bit_length() - 1]
+                mask ^= 1 << rank.number
+                cost = rank.score - MISS_WEIGHT * cached
+                if rank.open and (cost, rank.number) < (least, best.number if best else 0) and rank.life != lost:
+                    best, least = rank, cost
+        for looked_at, (score, number) in enumerate(self._order):
+            if score - MISS_WEIGHT * most >= least or looked_at >= MOST_LOOKED_AT:
                 break
-            cost = score - MISS_WEIGHT * _cached(found, number)
+            cost = score - MISS_WEIGHT * (_cached(found, number) if most else 0)
             if cost < least and self._by_number[number].life != lost:
                 best, least = self._by_number[number], cost
-                looked_at += 1
         return best
 
     # --- the ledger ---
