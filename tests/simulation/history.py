@@ -72,6 +72,11 @@ class History:
             if process is not None and isinstance(process.app, Frontend):
                 for client in process.app.clients:
                     client.left = True
+        elif fault.kind is Kind.SCALE:
+            supervisor = world.processes[SUPERVISOR]
+            assert isinstance(supervisor.app, Supervisor)
+            world.at(world.now, supervisor, supervisor.app.set_ranks, 1)
+            world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
         elif fault.peer is not None and fault.kind is Kind.BREAK:
