@@ -18,6 +18,8 @@ def own_part(parallel: ParallelConfig) -> ParallelConfig:
         raise UsageError(
             "--data-parallel-hybrid-lb: not together with --data-parallel-external-lb or --data-parallel-rank"
         )
+    if parallel.data_parallel_hybrid_lb:
+        return _node(parallel)
     if not external:
         return parallel
     if rank is None:
@@ -25,3 +27,26 @@ def own_part(parallel: ParallelConfig) -> ParallelConfig:
     if rank >= size:
         raise UsageError(f"--data-parallel-rank {rank}: with --data-parallel-size {size} the ranks are 0 to {size - 1}")
     return msgspec.structs.replace(parallel, data_parallel_size=1, data_parallel_external_lb=True)
+
+
+def _node(parallel: ParallelConfig) -> ParallelConfig:
+    """One node of several, each a mesh of its own."""
+    size, local, first = (
+        parallel.data_parallel_size,
+        parallel.data_parallel_size_local,
+        parallel.data_parallel_start_rank,
+    )
+    if not local:
+        raise UsageError("--data-parallel-hybrid-lb: needs --data-parallel-size-local, the number of this node's ranks")
+    if first + local > size:
+        raise UsageError(
+            f"--data-parallel-start-rank {first}: with --data-parallel-size-local {local} there would be ranks up to "
+            f"{first + local - 1}, and --data-parallel-size {size} has 0 to {size - 1}"
+        )
+    return msgspec.structs.replace(
+        parallel,
+        data_parallel_size=local,
+        data_parallel_rank=first,
+        data_parallel_size_local=None,
+        data_parallel_start_rank=0,
+    )

@@ -40,8 +40,10 @@ class Scaling:
             raise UsageError(f"--dp {num_ranks}: a number of ranks from 1 to {MAX_RANKS}")
         if not isinstance(drain_s, int | float) or not 0 <= drain_s <= 86400:
             raise UsageError(f"--drain-timeout {drain_s}: seconds from 0 to 86400")
-        if config.parallel.data_parallel_external_lb:
-            raise UsageError("--dp: this mesh is one rank behind an outer balancer; start or end another mesh instead")
+        if config.parallel.data_parallel_external_lb or config.parallel.data_parallel_hybrid_lb:
+            raise UsageError(
+                "--dp: this mesh has its numbers behind an outer balancer; start or end another mesh instead"
+            )
         before = config.parallel.data_parallel_size
         self.failed = ""
         if num_ranks == before:

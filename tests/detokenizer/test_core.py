@@ -10,7 +10,7 @@ from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -179,6 +179,36 @@ def test_a_request_whose_schedulers_always_die_is_given_up() -> None:
     assert effects == []
     assert [row[4] for row in bench.news()] == [FinishReason.ERROR]
     assert not bench.core.by_id
+
+
+# --- its rank gives a request back ---
+
+
+def test_what_was_given_back_is_admitted_again_as_often_as_need_be() -> None:
+    bench = Bench()
+    request = admitted(bench.submit())
+    for attempt in range(1, 3 * MAX_ATTEMPTS):
+        bench.routed(request, S0)
+        before = request.work.handle
+        request = admitted(bench.says(COORDINATOR, Readmit((before, Handle(999)))))
+        assert (request.work.attempt, request.lost) == (attempt, None), "nobody died"
+        assert request.work.handle != before
+        assert bench.says(COORDINATOR, Readmit((before,))) == [], "said twice"
+    bench.routed(request, S1)
+    bench.tokens(request, 0, "x", S1)
+    assert [row[3] for row in bench.news()] == ["x"]
+
+
+def test_a_request_that_is_moved_goes_on_after_its_tokens() -> None:
+    bench = Bench()
+    first = admitted(bench.submit())
+    bench.routed(first, S0)
+    bench.tokens(first, 0, "x")
+    again = admitted(bench.says(COORDINATOR, Readmit((first.work.handle,))))
+    assert ints(again.work.emitted) == token_ids("x")
+    bench.tokens(first, 1, "z")
+    bench.tokens(again, 1, "y", S1)
+    assert [row[3] for row in bench.news()] == ["x", "y"], "the old rank's late token finds nobody"
 
 
 # --- the coordinator dies ---

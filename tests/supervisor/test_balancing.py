@@ -20,9 +20,25 @@ def test_an_outer_balancer_has_one_mesh_for_each_rank() -> None:
     assert part(data_parallel_size=4, data_parallel_rank=0, data_parallel_external_lb=True) == (1, 0, True)
 
 
+def test_a_node_behind_an_outer_balancer_has_its_own_ranks() -> None:
+    node = {"data_parallel_size": 8, "data_parallel_hybrid_lb": True, "data_parallel_size_local": 4}
+    assert part(**node) == (4, 0, False)
+    assert part(**node, data_parallel_start_rank=4) == (4, 4, False)
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
+        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb: needs --data-parallel-size-local"),
+        (
+            {
+                "data_parallel_hybrid_lb": True,
+                "data_parallel_size": 4,
+                "data_parallel_size_local": 2,
+                "data_parallel_start_rank": 3,
+            },
+            "--data-parallel-start-rank 3: .* ranks up to 4, and --data-parallel-size 4 has 0 to 3",
+        ),
         ({"data_parallel_external_lb": True}, "--data-parallel-external-lb: needs --data-parallel-rank"),
         ({"data_parallel_size": 2, "data_parallel_rank": 2}, "--data-parallel-rank 2: with --data-parallel-size 2"),
         ({"data_parallel_rank": 0, "data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb: not together"),
