@@ -43,7 +43,7 @@ class Client:
         self.systems = [self._tokens(random.Random(f"{options.seed} {kind} {user}"), 2048) for user in range(users)]
         self.begun, self.ends = 0.0, 0.0
         self.ttft: list[float] = []
-        self.num_tokens = self.num_failed = 0
+        self.num_tokens = self.num_failed = self.num_requests = 0
 
     @staticmethod
     def _tokens(dice: random.Random, count: int) -> list[int]:
@@ -85,7 +85,8 @@ class Client:
                     continue
                 now = time.perf_counter()
                 new = json.loads(line[6:])["choices"][0]["token_ids"]
-                if not answer and begun > self.begun:
+                self.num_requests += not answer and bool(new)
+                if new and not answer and begun > self.begun:
                     self.ttft.append(now - begun)
                 answer += new
                 if self.begun < now < self.ends:
@@ -99,10 +100,10 @@ class Client:
         return answer
 
 
-def _client(arguments: tuple[argparse.Namespace, int, str, int, int]) -> tuple[list[float], int, int]:
+def _client(arguments: tuple[argparse.Namespace, int, str, int, int]) -> tuple[list[float], int, int, int]:
     client = Client(*arguments)
     asyncio.run(client.run())
-    return client.ttft, client.num_tokens, client.num_failed
+    return client.ttft, client.num_tokens, client.num_failed, client.num_requests
 
 
 class Server:
@@ -178,6 +179,7 @@ def load(options: argparse.Namespace, server: Server, kind: str, num_ranks: int)
         parts = pool.map(_client, tasks, chunksize=1)
     elapsed, after = time.perf_counter() - begun, server.cpu()
     new_queries, new_hits = server.cache()
+    num_requests = sum(part[3] for part in parts)
     ttft = sorted(value for part in parts for value in part[0])
     cores: dict[str, float] = {}  # of each role, the busiest process
     for name, seconds in after.items():
@@ -190,6 +192,9 @@ def load(options: argparse.Namespace, server: Server, kind: str, num_ranks: int)
         "ttft_ms": {f"p{p}": round(1e3 * ttft[int(len(ttft) * p / 100)], 1) for p in (50, 90, 99)} if ttft else {},
         "hit_rate": round((new_hits - hits) / max(1.0, new_queries - queries), 4),
         "busiest_process_cores": cores,
+        "coordinator_us_per_request": round(
+            1e6 * (after["coordinator/0"] - before["coordinator/0"]) / max(1, num_requests)
+        ),
     }
 
 

@@ -47,7 +47,9 @@ class Router:
         self._order: list[tuple[float, int]] = []  # (score, number) of those that take requests
         self._by_number: dict[int, Rank] = {}
         self._clock = 0  # counts dispatches
-        self._last = -1  # round-robin
+        self._last = -1  # round-robin: whose turn it was
+        self._turns: list[int] = []  # numbers of those that take requests ...
+        self._turns_at = -1  # ... after so many changes
 
     # --- ranks come and go ---
 
@@ -102,8 +104,10 @@ class Router:
         return Choice(rank, chain, found, _cached(found, rank.number))
 
     def _next(self, lost: SchedulerLife | None) -> Rank | None:
-        open_ones = sorted(number for _, number in self._order)
-        for number in open_ones[bisect_left(open_ones, self._last + 1) :] + open_ones:
+        if self._turns_at != self.changes:
+            self._turns, self._turns_at = sorted(number for _, number in self._order), self.changes
+        at, count = bisect_left(self._turns, self._last + 1), len(self._turns)
+        for number in (self._turns[(at + step) % count] for step in range(count)):
             if self._by_number[number].life != lost:
                 self._last = number
                 return self._by_number[number]
