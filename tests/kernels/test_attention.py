@@ -192,7 +192,9 @@ def test_a_decode_writes_its_own_key_to_an_fp8_cache(splits: int) -> None:
     positions = at.starts.long()
     slots = at.blocks[at.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
     wanted = keys.clone(), values.clone()
-    query = rope_cache(qkv.view(3, -1).clone(), positions, slots, table, None, 0.0, *wanted, heads, FP8.k_scale, FP8.v_scale)
+    query = rope_cache(
+        qkv.view(3, -1).clone(), positions, slots, table, None, 0.0, *wanted, heads, FP8.k_scale, FP8.v_scale
+    )
     out = torch.empty(3, heads, dim, device=DEVICE, dtype=WIDE)
     rope = Rope(table, None, 0.0, heads)
     decode(qkv.view(3, -1), keys, values, at, 0.125, out, workspace(3, heads, splits, dim), splits, FP8, rope)
