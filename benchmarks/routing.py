@@ -259,6 +259,8 @@ def main() -> None:
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args(argv[:cut])
     options.serve_flags = argv[cut + 1 :]
+    if Path(options.model).exists() and options.model:
+        options.model = str(Path(options.model).resolve())  # the mesh runs in another folder
     rows = scaling(options) if options.scaling else policies(options)
     if options.json:
         shown = {name: value for name, value in vars(options).items() if name != "json"}

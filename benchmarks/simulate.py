@@ -325,7 +325,7 @@ class World:
     def tick(self) -> None:
         self.coordinate(coordinator.Tick(self.now))
         outstanding = [len(rank.core.requests) for rank in self.ranks]
-        if any(outstanding):
+        if any(outstanding) and self.left > 0:  # at the end the mean goes to nothing
             self.outstanding.append(max(outstanding) / statistics.mean(outstanding))
         for rank in self.ranks:
             rank.handle(events.Tick(self.now))
