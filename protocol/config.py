@@ -100,6 +100,26 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="workers per scheduler", extra={"short": "-tp"})
     ] = 1
+    data_parallel_size_local: (
+        Annotated[int, Meta(ge=0, le=1024, description="schedulers of this node; default: the rest")] | None
+    ) = None
+    data_parallel_start_rank: Annotated[int, Meta(ge=0, le=1023, description="first rank of this node")] = 0
+    dp_routing: Annotated[
+        Literal["cache-aware", "least-loaded", "round-robin"], Meta(description="which rank takes a request")
+    ] = "cache-aware"
+    data_parallel_hybrid_lb: Annotated[
+        bool, Meta(description="this node serves its own ranks; an outer balancer is over the nodes")
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool, Meta(description="this mesh is one rank of several behind an outer balancer; needs --data-parallel-rank")
+    ] = False
+    data_parallel_rank: (
+        Annotated[
+            int,
+            Meta(ge=0, le=1023, description="which rank this mesh is; implies external-lb", extra={"short": "-dpn"}),
+        ]
+        | None
+    ) = None
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):

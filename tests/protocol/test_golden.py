@@ -76,6 +76,8 @@ WORK = admit.Work(
     deadline_s=1750000060.5,
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", ready=True)
+STARTED = admit.Started(RequestId("b"), 48)
+RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE)
 LOST = admit.SchedulerLife(SCHEDULER, LIFE)
 COLUMNS = token.LogprobColumns(
     width=2,
@@ -150,8 +152,12 @@ FULL: tuple[Struct, ...] = (
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
+    admit.Readmit((Handle(9), Handle(10))),
     admit.Assign(WORK, DETOKENIZER, LIFE),
-    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False),
+    admit.GiveBack((RequestId("a"),), True),
+    STARTED,
+    RETURNED,
+    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,)),
     # scheduler <-> detokenizer
     ENDED,
     COLUMNS,
@@ -194,7 +200,9 @@ FULL: tuple[Struct, ...] = (
     control.Ready({"KV cache": "9,000 blocks"}),
     control.Failed("no such model"),
     control.Beat(4, "stepping", 1 << 33),
+    control.RankDrained(3),
     control.Died(SCHEDULER, LIFE),
+    control.SetRanks(4),
     control.Shutdown(30.0, True),
     control.Refuse(True),
     control.OpenRequests(3),
