@@ -23,11 +23,12 @@ from meshlm.protocol.admit_edge import (
     Routed,
     Work,
 )
-from meshlm.protocol.ids import Epoch, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
 RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
 MOVE_S = 3.0  # a request that should have moved and did not may be asked for again after this
+RESCUE_S = 0.1  # between two looks for room for what has no workers
 SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 
 
@@ -96,6 +97,8 @@ class Coordinator:
         self.moving: dict[
             RequestId, float
         ] = {}  # asked back, or known to be nowhere: their detokenizer admits them again
+        self._stranded: set[Identity] = set()  # ranks with requests and without workers
+        self._rescue_at = 0.0
         self._seen_changes = 0
         self._serving = False
 
@@ -112,8 +115,10 @@ class Coordinator:
             case Tick():
                 effects = [*self._expire(now, event.wall_s), *self._rebalance(now), *self._drained(), *self._stats()]
         if self.router.changes != self._seen_changes:
-            self._seen_changes = self.router.changes
+            self._seen_changes, self._rescue_at = self.router.changes, now
             effects += [*self._release(), *self._rebalance(now)]
+        if self._stranded and now >= self._rescue_at:
+            effects += self._rescue(now)
         return effects
 
     def _received(self, event: Received, now: float) -> list[Send]:
@@ -160,6 +165,7 @@ class Coordinator:
             return []
         del self.members[lost.identity]
         if lost.identity.role is Role.SCHEDULER:
+            self._stranded.discard(lost.identity)
             for request_id in self.router.remove(lost.identity).requests:
                 del self.owner[request_id]  # its detokenizer admits it again
                 self.moving[request_id] = now + MOVE_S
@@ -261,7 +267,7 @@ class Coordinator:
         rank = self.ranks.get(sender)
         if rank is None or rank.incarnation != incarnation:
             return []
-        first = rank.load is None
+        first, could = rank.load is None, rank.serving
         effects = self._returned(rank, load.returned, now)
         if self.moving:
             for started in load.started:
@@ -271,13 +277,25 @@ class Coordinator:
             if self.owner.get(request_id) == sender:
                 del self.owner[request_id]
         self.router.load(rank, load)
+        self._look_for_workers(rank, could, now)
         if rank.retiring:
-            effects += [Send(sender, GiveBack((), everything=True))] if first else self._drained()
+            lost = could and not rank.serving  # what ran there can be given back now
+            effects += [Send(sender, GiveBack((), everything=True))] if first or lost else self._drained()
         return effects + (self._serving_change() if rank.serving is not self._serving else [])
+
+    def _look_for_workers(self, rank: Rank, could: bool, now: float) -> None:
+        if rank.serving:
+            self._stranded.discard(rank.identity)
+            if not could:
+                for request_id in rank.requests:
+                    self.moving.pop(request_id, None)  # asked for too late
+        elif rank.requests and rank.identity not in self._stranded:
+            self._stranded.add(rank.identity)
+            self._rescue_at = now
 
     def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
-        handles: dict[Identity, list[Handle]] = {}
+        found: dict[Identity, list[Returned]] = {}
         for one in returned:
             entry = rank.requests.get(one.request_id)
             if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
@@ -286,8 +304,8 @@ class Coordinator:
                 self.moving[one.request_id] = now + MOVE_S
             member = self.members.get(one.detokenizer)
             if member is not None and member.incarnation == one.incarnation:
-                handles.setdefault(one.detokenizer, []).append(one.handle)
-        return [Send(identity, Readmit(tuple(found))) for identity, found in handles.items()]
+                found.setdefault(one.detokenizer, []).append(one)
+        return [Send(identity, _readmit(back)) for identity, back in found.items()]
 
     def _rebalance(self, now: float) -> list[Send]:
         """Ask back what waits at a full rank while another is free."""
@@ -298,6 +316,16 @@ class Coordinator:
             self.moving.update(dict.fromkeys(request_ids, now + MOVE_S))
             effects.append(Send(identity, GiveBack(tuple(request_ids))))
         return effects
+
+    def _rescue(self, now: float) -> list[Send]:
+        """Ask a rank back what it cannot run without its workers, as far as other ranks have room."""
+        self._rescue_at = now + RESCUE_S
+        if not self.router.num_open or self.moving:
+            return []
+        asked = rehome.rescue([self.ranks[identity] for identity in self._stranded], self.ranks.values())
+        for request_ids in asked.values():
+            self.moving.update(dict.fromkeys(request_ids, now + MOVE_S))
+        return [Send(identity, GiveBack(tuple(request_ids))) for identity, request_ids in asked.items()]
 
     def _release(self) -> list[Send]:
         """When other ranks serve than before: send on what may go there, in the order of arrival."""
@@ -373,5 +401,13 @@ class Coordinator:
                 assert self.owner.get(request_id) == rank.identity, "a request with two ranks"
         for request_id, identity in self.owner.items():
             assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
+        for identity in self._stranded:
+            assert not self.ranks[identity].serving, "stranded although it serves"
         for held in self.held.values():
             assert self._choose(held.admit) is None, "held although a rank serves"
+
+
+def _readmit(returned: list[Returned]) -> Readmit:
+    """To their detokenizer."""
+    num_crashes = tuple(one.num_crashes for one in returned)
+    return Readmit(tuple(one.handle for one in returned), num_crashes if any(num_crashes) else ())

@@ -22,6 +22,7 @@ class Entry:
     pinned: bool  # the client named the rank
     attempt: int
     incarnation: Incarnation  # of its detokenizer
+    given: int  # tokens that it came with
     waiting: bool = True  # no token has come yet
 
 

@@ -1,8 +1,10 @@
-"""Which waiting requests should leave their rank: those behind a full one while another is free. Pure; asked by core.py.
+"""Which requests should leave their rank. Pure; asked by core.py.
 
-It only says which; where they go is decided when their detokenizer admits them again.
+`plan`: those that wait behind a full one while another is free. `rescue`: those of a rank that has lost its workers, as far as
+others have room. They only say which; where these go is decided when their detokenizer admits them again.
 """
 
+from bisect import insort
 from collections.abc import Iterable
 from heapq import heapify, heapreplace
 
@@ -26,6 +28,31 @@ def plan(ranks: Iterable[Rank]) -> dict[Identity, list[RequestId]]:
         if num_waiting and (leaving := _leaving(rank, num_waiting, free)):
             found[rank.identity] = leaving
     return found
+
+
+def rescue(stranded: Iterable[Rank], ranks: Iterable[Rank]) -> dict[Identity, list[RequestId]]:
+    """Requests to ask back of ranks without workers, in the order of dispatch. Those with no room elsewhere wait for the workers:
+    behind a full rank they might wait longer, and would make others wait."""
+    rooms = sorted(room for rank in ranks if (room := _room(rank)) > 0)
+    found: dict[Identity, list[RequestId]] = {}
+    for rank in stranded:
+        if not rooms or rank.load is None or not rank.requests:
+            continue
+        generated = rank.load.live_tokens // len(rank.requests)  # nobody says whose they are
+        for request_id, entry in rank.requests.items():
+            tokens = entry.given + generated
+            if entry.pinned or tokens > rooms[-1]:
+                continue
+            found.setdefault(rank.identity, []).append(request_id)
+            insort(rooms, rooms.pop() - tokens)
+    return found
+
+
+def _room(rank: Rank) -> int:
+    """Tokens that can be computed here at once."""
+    if not rank.open or rank.load is None or rank.load.num_waiting:
+        return 0
+    return rank.load.num_free_blocks * rank.load.block_size - rank.prefill_tokens
 
 
 class _Free:

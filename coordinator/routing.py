@@ -150,8 +150,9 @@ class Router:
         if index is not None and choice.chain:
             last_use = index.last_use(rank.number, choice.chain, choice.cached)
             index.add(rank.number, choice.chain, self._clock, rank.kv_tokens, MAX_CHUNKS // len(self.ranks))
-        prefill = (len(work.prompt_token_ids) + len(work.emitted)) // 4 - choice.cached
-        entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation)
+        given = (len(work.prompt_token_ids) + len(work.emitted)) // 4
+        prefill = given - choice.cached
+        entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation, given)
         rank.add(work.request_id, entry)
         self._reorder(rank)
 
@@ -171,6 +172,8 @@ class Router:
     def load(self, rank: Rank, load: Load) -> None:
         """The rank's own word."""
         before, rank.load = rank.load, load
+        if self.index is not None and before is not None and before.serving and not load.serving:
+            self.index.forget(rank.number)  # its cache is gone with its workers
         self.num_waiting += load.num_waiting - (before.num_waiting if before is not None else 0)
         for started in load.started:
             self._started(rank, started)

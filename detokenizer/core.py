@@ -5,6 +5,7 @@ answers with effects; `batches()` gives the text that piled up. Called by io.py.
 """
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.aborts import Aborts
@@ -362,11 +363,12 @@ class Detokenizer(Journal):
         return effects
 
     def _readmit(self, readmit: Readmit) -> list[Effect]:
-        """Its rank gave it back. Nobody died, so it does not count."""
+        """Its rank gave it back: no attempt that failed. What its worker's death counts for goes with it."""
         effects: list[Effect] = []
-        for handle in readmit.handles:
+        for handle, num_crashes in zip_longest(readmit.handles, readmit.num_crashes, fillvalue=0):
             stream = self.by_handle.get(handle)
             if stream is not None:
+                stream.num_crashes, stream.crashed_at = num_crashes, len(stream.emitted)
                 effects += self._next_attempt(stream)
         return effects
 

@@ -32,6 +32,7 @@ class Stream:
         "attempt",
         "batch",
         "begun_with",
+        "crashed_at",
         "cut",
         "decoder",
         "emitted",
@@ -45,6 +46,7 @@ class Stream:
         "hidden",
         "logprobs",
         "num_cached",
+        "num_crashes",
         "place",
         "prompt",
         "prompt_logprobs",
@@ -76,6 +78,8 @@ class Stream:
         self.heard = False  # tokens of this attempt came
         self.fruitless = 0  # attempts since the last token that ended with the death of a scheduler or the coordinator
         self.begun_with = 0  # tokens that there were after the last such death
+        self.num_crashes = 0  # deaths of workers at ranks that gave it back, without a token between them ...
+        self.crashed_at = 0  # ... and its tokens then
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
@@ -165,4 +169,5 @@ class Stream:
             cache_salt=self.submit.cache_salt,
             arrival_s=self.submit.arrival_s,
             deadline_s=self.submit.deadline_s,
+            num_crashes=self.num_crashes if len(self.emitted) == self.crashed_at else 0,
         )

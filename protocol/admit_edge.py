@@ -23,6 +23,7 @@ class Work(Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""
     arrival_s: float = 0.0  # wall clock
     deadline_s: float = 0.0  # wall clock; 0: none
+    num_crashes: int = 0  # workers, at other ranks, that died with it in a step since its last token
 
 
 class SchedulerLife(Struct, frozen=True):
@@ -71,6 +72,7 @@ class Readmit(Struct, frozen=True, tag="readmit"):
     """No rank has these any more, or soon none will: admit them again as a new attempt. Unknown handles are ignored."""
 
     handles: tuple[Handle, ...]
+    num_crashes: tuple[int, ...] = ()  # Returned.num_crashes of each; (): none had any
 
 
 CoordinatorToDetokenizer = Routed | Refused | Readmit
@@ -85,10 +87,13 @@ class Assign(Struct, frozen=True, tag="assign"):
 
 
 class GiveBack(Struct, frozen=True, tag="give_back"):
-    """Drop those of these requests that have not started, and say which in Load.returned. No terminal message is sent for them."""
+    """Drop those of these requests that have not started, and say which in Load.returned. No terminal message is sent for them.
+
+    A rank without its workers runs nothing: it gives back those too that had started.
+    """
 
     request_ids: tuple[RequestId, ...]
-    everything: bool = False  # all that have not started: the rank is going to end
+    everything: bool = False  # all requests: the rank is going to end
 
 
 CoordinatorToScheduler = Assign | AbortRequests | GiveBack
@@ -109,6 +114,7 @@ class Returned(Struct, frozen=True, array_like=True):
     handle: Handle
     detokenizer: Identity
     incarnation: Incarnation  # of the detokenizer
+    num_crashes: int = 0  # for Work
 
 
 class Load(Struct, frozen=True, tag="load"):

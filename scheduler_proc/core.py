@@ -162,17 +162,21 @@ class Scheduler:
         self._ended += [assign.work.request_id for assign in gone]
 
     def _give_back(self, ask: GiveBack) -> None:
-        """Drop what has not started, so that it may go elsewhere."""
+        """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
+        leaving = (RequestState.WAITING,) if self.serving else (RequestState.WAITING, RequestState.PREEMPTED)
         for request_id in list(self.requests) if ask.everything else ask.request_ids:
             request = self.requests.get(request_id)
-            if request is not None and request.state is RequestState.WAITING:
-                self._returned.append(_returned(request.work, request.detokenizer, request.incarnation))
+            if request is not None and request.state in leaving:
+                num_crashes = request.num_crashes if request.crashed_at == len(request.tokens) else 0
+                self._returned.append(_returned(request.work, request.detokenizer, request.incarnation, num_crashes))
                 self._drop(request)
                 self._ended.pop()  # it has not ended: it goes on elsewhere
-        leaving = [one for one in self._early if ask.everything or one.work.request_id in ask.request_ids]
-        if leaving:
-            self._early = [one for one in self._early if one not in leaving]
-            self._returned += [_returned(one.work, one.detokenizer, one.incarnation) for one in leaving]
+        early = [one for one in self._early if ask.everything or one.work.request_id in ask.request_ids]
+        if early:
+            self._early = [one for one in self._early if one not in early]
+            self._returned += [
+                _returned(one.work, one.detokenizer, one.incarnation, one.work.num_crashes) for one in early
+            ]
 
     def _expire(self, wall_s: float, output: Output) -> None:
         for request in list(self.requests.values()):
@@ -402,5 +406,5 @@ class Scheduler:
             assert len(request.tokens) + request.num_inflight <= request.max_len, "more tokens than allowed"
 
 
-def _returned(work: Work, detokenizer: Identity, incarnation: Incarnation) -> Returned:
-    return Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation)
+def _returned(work: Work, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> Returned:
+    return Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, num_crashes)

@@ -79,9 +79,8 @@ class Request:
         self.num_remembered = 0  # blocks that the pool knows by hash or that came from it
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_inflight = 0
-        self.num_crashes = self.crashed_at = (
-            0  # deaths of its worker without a token between them; tokens at the last one
-        )
+        self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...
+        self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
         self.prompt_logprobs: list[LogprobColumns] = []
 

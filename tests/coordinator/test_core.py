@@ -546,8 +546,8 @@ def test_a_dead_detokenizers_held_requests_are_dropped() -> None:
 # --- moving ---
 
 
-def back(name: str, attempt: int = 0, handle: int = 1) -> Returned:
-    return Returned(RequestId(name), attempt, Handle(handle), D0, LIFE)
+def back(name: str, attempt: int = 0, handle: int = 1, num_crashes: int = 0) -> Returned:
+    return Returned(RequestId(name), attempt, Handle(handle), D0, LIFE, num_crashes)
 
 
 def test_a_new_rank_takes_what_waits_behind_a_full_one() -> None:
@@ -573,6 +573,52 @@ def test_what_its_client_sent_to_a_rank_stays_there() -> None:
         bench.says(D0, admit(f"r{number}", dp_rank=0, max_tokens=100))
     bench.says(S0, load(1, 7))
     assert only(bench.tick(), GiveBack) == []
+
+
+def test_what_ran_without_workers_moves_to_a_rank_with_room() -> None:
+    bench = Bench(D0, S0)
+    for number in range(4):
+        bench.says(D0, admit(f"r{number}", prompt_len=100, handle=number, max_tokens=100))
+    bench.says(D0, admit("pinned", dp_rank=0))
+    begun = tuple(Started(RequestId(f"r{number}"), 0) for number in range(3))
+    bench.says(S0, load(3, 2, started=begun, live_tokens=500))
+    assert only(bench.says(S0, load(0, 5, serving=False, live_tokens=500)), GiveBack) == [], "there is no other"
+    bench.join(S1)
+    # Each is about 100 tokens of the prompt and 100 that it got; S1 has room for two of them.
+    (ask,) = only(bench.says(S1, load(free=25)), GiveBack)
+    assert ask == Send(S0, GiveBack((RequestId("r0"), RequestId("r1"))))
+    assert only(bench.tick(), GiveBack) == [], "it was asked"
+    returned = (back("r0", 0, 0, num_crashes=1), back("r1", 0, 1))
+    (told,) = only(bench.says(S0, load(0, 3, serving=False, returned=returned, live_tokens=300)), Readmit)
+    assert told == Send(D0, Readmit((Handle(0), Handle(1)), (1, 0)))
+    sends = bench.says(D0, admit("r0", prompt_len=200, handle=9, attempt=1))
+    assert [(send.to, type(send.message)) for send in sends] == [(S1, Assign), (D0, Routed)], "nobody else has it"
+    assert assigned(bench, admit("r1", prompt_len=200, handle=10, attempt=1)) == S1
+    assert only(bench.tick(), GiveBack) == [], "their prompts fill it now"
+    bench.says(S1, load(2, 0, free=2, started=(Started(RequestId("r0"), 0), Started(RequestId("r1"), 0))))
+    assert only(bench.tick(), GiveBack) == []
+    bench.says(S1, load(0, 0, ended=(RequestId("r0"), RequestId("r1"))))
+    (ask,) = only(bench.tick(), GiveBack)
+    assert ask == Send(S0, GiveBack((RequestId("r2"), RequestId("r3")))), "not what its client wants there"
+    bench.says(S0, load(3, 0))
+    assert not bench.core.moving, "its workers came back before it was asked"
+
+
+def test_behind_a_queue_nothing_is_moved_from_a_rank_without_workers() -> None:
+    bench = Bench(D0, S0, S1)
+    assert assigned(bench, admit("a")) == S0
+    bench.says(S1, load(1, 1))
+    assert only(bench.says(S0, load(0, 1, serving=False)), GiveBack) == []
+    bench.now += 1
+    assert only(bench.says(S1, load(1, 0)), GiveBack) == [Send(S0, GiveBack((RequestId("a"),)))]
+
+
+def test_a_rank_that_leaves_gives_back_all_when_its_workers_are_gone() -> None:
+    bench = Bench(D0, S0, S1, num_ranks=2)
+    assert assigned(bench, admit("a", dp_rank=1)) == S1
+    bench.says(S1, load(1, 0, started=(Started(RequestId("a"), 0),)))
+    bench.says(SUPERVISOR, control.SetRanks(1))
+    assert Send(S1, GiveBack((), everything=True)) in bench.says(S1, load(0, 1, serving=False))
 
 
 def test_a_removed_rank_gets_nothing_new_and_gives_back_what_waits() -> None:
@@ -633,6 +679,7 @@ class Fake:
     requests: dict[str, int] = field(default_factory=dict)  # request -> attempt
     ended: list[RequestId] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
+    serving: bool = True
 
 
 class Mesh(Bench):
@@ -687,10 +734,11 @@ class Mesh(Bench):
                 continue
             returned = []
             for name in list(fake.requests) if ask.everything else ask.request_ids:
-                if name in fake.requests and name not in fake.started:
+                if name in fake.requests and (name not in fake.started or not fake.serving):
+                    fake.started.discard(name)
                     attempt, handle = fake.requests.pop(name), self.open[name].work.handle
                     returned.append(Returned(RequestId(name), attempt, handle, D0, LIFE))
-            self.report(identity, returned=tuple(returned))
+            self.report(identity, fake.serving, returned=tuple(returned))
         self.readmit()
 
     def readmit(self) -> None:
@@ -722,6 +770,7 @@ class Mesh(Bench):
 
     def report(self, identity: Identity, serving: bool = True, **more: object) -> None:
         fake = self.schedulers[identity]
+        fake.serving = serving
         ended, fake.ended = tuple(fake.ended), []
         num_running = len(fake.started & set(fake.requests))
         num_waiting = len(fake.requests) - num_running

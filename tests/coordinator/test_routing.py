@@ -267,7 +267,7 @@ def test_the_ledger_is_the_sum_of_its_requests(history: list[tuple[str, str, int
     rank = Rank(Identity(Role.SCHEDULER), LIFE)
     for name, action, size in history:
         if action == "come":
-            rank.add(RequestId(name), Entry(size, size, 0, 0, False, 0, LIFE))
+            rank.add(RequestId(name), Entry(size, size, 0, 0, False, 0, LIFE, size))
         elif action == "start":
             rank.started(RequestId(name))
         else:

@@ -261,6 +261,20 @@ def test_a_move_is_no_attempt_without_a_token() -> None:
     assert [row[4] for row in bench.news()] == [FinishReason.ERROR]
 
 
+def test_deaths_of_workers_go_with_a_request_until_its_next_token() -> None:
+    bench = Bench()
+    first = admitted(bench.submit())
+    bench.routed(first, S0)
+    moved = admitted(bench.says(COORDINATOR, Readmit((first.work.handle,), (2,))))
+    assert moved.work.num_crashes == 2
+    bench.routed(moved, S1)
+    again = admitted(bench.lost(S1))
+    assert again.work.num_crashes == 2
+    bench.routed(again, S0)
+    bench.tokens(again, 0, "x")
+    assert admitted(bench.lost(S0)).work.num_crashes == 0
+
+
 def test_a_request_that_is_moved_goes_on_after_its_tokens() -> None:
     bench = Bench()
     first = admitted(bench.submit())

@@ -74,10 +74,11 @@ WORK = admit.Work(
     cache_salt="salt",
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
+    num_crashes=3,
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", ready=True)
 STARTED = admit.Started(RequestId("b"), 48)
-RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE)
+RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
 LOST = admit.SchedulerLife(SCHEDULER, LIFE)
 COLUMNS = token.LogprobColumns(
     width=2,
@@ -152,7 +153,7 @@ FULL: tuple[Struct, ...] = (
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
-    admit.Readmit((Handle(9), Handle(10))),
+    admit.Readmit((Handle(9), Handle(10)), (0, 2)),
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.GiveBack((RequestId("a"),), True),
     STARTED,

@@ -16,6 +16,7 @@ from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import Disown, TokenDeltas
 from meshlm.scheduler_proc.core import MAX_CRASHES, Scheduler
 from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.request import RequestState
 
 DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)
 COORDINATOR = Identity(Role.COORDINATOR)
@@ -94,6 +95,7 @@ class Bench:
         self.ended: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
         self.returned: set[int] = set()
+        self.num_crashes: dict[int, int] = {}  # of those
         self.started: dict[str, int] = {}
         self.ended_ids: list[str] = []
         self.now = 0.0
@@ -114,6 +116,7 @@ class Bench:
                     self._deltas(deltas)
                 case Load() as load:
                     self.returned.update(one.handle for one in load.returned)
+                    self.num_crashes.update((one.handle, one.num_crashes) for one in load.returned)
                     self.started.update((one.request_id, one.num_cached) for one in load.started)
                     self.ended_ids += load.ended
 
@@ -269,6 +272,7 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
     )
     asked: dict[int, tuple[list[int], int]] = {}
     aborted: set[int] = set()
+    stranded: set[int] = set()  # asked for while there was no worker
     deaths = 0
     for handle in range(draw(st.integers(5, 40))):
         action = draw(st.sampled_from(["assign", "assign", "step", "step", "step", "abort", "death", "give back"]))
@@ -287,6 +291,9 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
         elif action == "death" and deaths < MAX_CRASHES - 1:
             deaths += 1
             bench.event(PeerLost(WORKER, LIFE))
+            some = draw(st.sets(st.sampled_from(sorted(asked) or [0])))
+            bench.event(Received(COORDINATOR, LIFE, GiveBack(tuple(RequestId(f"r{one}") for one in some))))
+            stranded |= some
             bench.event(PeerUp(WORKER, LIFE))
         elif bench.plans:
             bench.step()
@@ -295,7 +302,8 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
         expected = reference(prompt, count)
         got = bench.tokens.get(handle, [])
         if handle in bench.returned:
-            assert not got, "it had started"
+            assert not got or handle in stranded, "it had started"
+            assert got == expected[: len(got)]
             assert f"r{handle}" not in bench.ended_ids, "it goes on elsewhere"
         elif handle in aborted and handle not in bench.ended:
             assert got == expected[: len(got)]
@@ -415,14 +423,51 @@ def test_only_what_has_not_started_is_given_back() -> None:
     assert bench.ended_ids == ["r1", "r2"]
 
 
-def test_a_preempted_request_is_not_given_back() -> None:
-    """Its tokens are here, and those that were sent are not in what the coordinator knows of it."""
-    bench = Bench(limits(), 64, 4)
+def test_a_preempted_request_is_not_given_back_while_there_are_workers() -> None:
+    bench = Bench(limits(max_num_batched_tokens=2, async_depth=1), 64, 4)
     bench.assign(1, [1, 2], 5)
-    bench.step()
+    bench.assign(2, [3], 5)
+    for _ in range(4):
+        bench.step()
     bench.event(PeerLost(WORKER, LIFE))
+    bench.event(PeerUp(WORKER, LIFE))
+    assert bench.core.requests[RequestId("r2")].state is RequestState.PREEMPTED
     bench.event(Received(COORDINATOR, LIFE, GiveBack((), everything=True)))
     assert not bench.returned
+    bench.finish()
+    assert bench.tokens == {1: reference([1, 2], 5), 2: reference([3], 5)}
+
+
+def test_without_workers_all_are_given_back_and_what_may_have_killed_them_is_told() -> None:
+    bench = Bench(limits(max_num_seqs=2), 64, 4)
+    for handle in range(1, 4):
+        bench.assign(handle, [handle, 2], 5)
+    bench.step()
+    begun = {handle: list(tokens) for handle, tokens in bench.tokens.items()}
+    bench.event(PeerLost(WORKER, LIFE))
+    bench.event(Received(COORDINATOR, LIFE, GiveBack((), everything=True)))
+    assert bench.returned == {1, 2, 3}
+    assert bench.num_crashes == {1: 1, 2: 1, 3: 0}, "the third was in no step"
+    assert not bench.ended_ids
+    bench.event(PeerUp(WORKER, LIFE))
+    bench.finish()
+    assert bench.tokens == begun
+
+
+def test_deaths_of_workers_count_where_a_request_was_before_too() -> None:
+    for crashes_before, given_up in ((MAX_CRASHES - 2, False), (MAX_CRASHES - 1, True)):
+        bench = Bench(limits(), 64, 4)
+        bench.assign(1, [1, 2], 5, num_crashes=crashes_before)
+        bench.event(PeerLost(WORKER, LIFE))
+        assert (bench.ended == {1: FinishReason.ERROR}) is given_up
+        if not given_up:
+            bench.event(Received(COORDINATOR, LIFE, GiveBack((RequestId("r1"),))))
+            assert bench.num_crashes == {1: crashes_before + 1}
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2], 5, num_crashes=MAX_CRASHES - 1)
+    bench.step()
+    bench.event(PeerLost(WORKER, LIFE))
+    assert not bench.ended, "it got a token meanwhile"
 
 
 def test_what_waits_for_its_detokenizer_is_given_back_too() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from history import History, shrunk, violation
+from msgspec.structs import replace
 from scenario import OFF, Kind, make
 from world import simulated
 
@@ -68,6 +69,19 @@ def test_clients_with_a_key_get_their_answers_although_their_frontend_dies() -> 
         resumed += sum(had > 0 for had in history.broken)
     assert answered > 10
     assert resumed > 5
+
+
+def test_what_a_dead_worker_ran_moves_to_another_rank() -> None:
+    """With their tokens; and no client sees more of it than in any other history."""
+    moved = begun = 0
+    for seed in range(FIRST, FIRST + 150):
+        story: list[str] = []
+        scenario = replace(make(seed, (Kind.KILL_WORKER,)), num_ranks=2)
+        assert violation(scenario, story) == ""
+        moved += sum(" Readmit(" in line for line in story)
+        begun += sum("num_crashes=(" in line and "num_crashes=()" not in line for line in story)
+    assert moved > 20
+    assert begun > 10
 
 
 def test_a_seed_replays_the_same_story() -> None:
