@@ -6,6 +6,7 @@ before and after, so the buffer may be written again at once. Without multicast.
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class Symmetric:
         self.send, self.receive = plain.send, plain.receive
         count = min(widest[0] * widest[1], BUFFER_BYTES // dtype.itemsize)
         self._buffer, self._handle = self._shared(-(-count // 1024) * 1024, dtype)
-        self._patience = TEST_POLLS
+        self._patience, self.fused = TEST_POLLS, True
         self._make_room(dtype, widest[1])
 
     def _shared(self, count: int, dtype: torch.dtype) -> "tuple[Tensor, object]":
@@ -62,12 +63,12 @@ class Symmetric:
         turns = torch.ones(FUSED_ROWS, dtype=torch.int32, device=device)
         self._keep = (inbox, flags, inbox_handle, flags_handle)
         self.room = kernel.Room(self._rank, self._size, FUSED_ROWS, columns, (addresses[0], addresses[1]), turns)
-        torch.cuda.synchronize()
-        all_say_yes(True, self._group)  # nobody raises a flag before all flags are zero
+        torch.cuda.synchronize()  # all flags are zero before this rank says so to the others
 
-    def ready(self) -> None:
-        """It proved right: from now on a peer may take as long as it needs."""
+    def proved(self, *, fused: bool) -> None:
+        """From now on a peer may take as long as it needs. fused: sum_norm is right too."""
         self._patience = self._kernel.FOR_EVER
+        self.fused = fused
 
     def _fits(self, x: Tensor) -> bool:
         return (
@@ -91,7 +92,7 @@ class Symmetric:
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         room = self.room
-        if x.shape[0] > room.rows or x.shape[1] != room.columns or x.dtype != self._buffer.dtype:
+        if not self.fused or x.shape[0] > room.rows or x.shape[1] != room.columns or x.dtype != self._buffer.dtype:
             return None
         return self._kernel.sum_norm(x, residual, weight, eps, room, self._patience)
 
@@ -128,12 +129,26 @@ def make_symmetric(
         warnings.warn(f"no symmetric memory between these GPUs, NCCL sums: {failure}", RuntimeWarning, stacklevel=2)
         return plain
     assert made is not None
-    wrong = _what_is_wrong(made, plain, shard, dtype, widest[1])
+    wrong = _said(lambda: _wrong_sums(made, plain, shard, dtype))
     if not all_say_yes(not wrong, group):
-        warnings.warn(f"symmetric memory is wrong here ({wrong}), NCCL sums", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"symmetric memory is wrong here, NCCL sums: {wrong}", RuntimeWarning, stacklevel=2)
         return plain
-    made.ready()
+    wrong = _said(lambda: _wrong_norms(made, shard, dtype, widest[1]))
+    fused = all_say_yes(not wrong, group)
+    if not fused:
+        warnings.warn(
+            f"kernels/sum_norm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
+        )
+    made.proved(fused=fused)
     return made
+
+
+def _said(check: Callable[[], str]) -> str:
+    """What a check says, or what ended it."""
+    try:
+        return check()
+    except Exception as error:  # of a compiler or a driver: this rank votes no, and all go another way
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:
@@ -143,8 +158,8 @@ def all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:
     return bool(votes.item())
 
 
-def _what_is_wrong(made: Symmetric, plain: Distributed, shard: Shard, dtype: torch.dtype, columns: int) -> str:
-    """Every kind of sum and the gathering against what they must give; "" when all is right.
+def _wrong_sums(made: Symmetric, plain: Distributed, shard: Shard, dtype: torch.dtype) -> str:
+    """Each kind of sum and the gathering against what they must give; "" when all is right.
 
     Also NCCL's first call, which must not be in a graph.
     """
@@ -159,6 +174,15 @@ def _what_is_wrong(made: Symmetric, plain: Distributed, shard: Shard, dtype: tor
         wanted = torch.arange(1, size + 1, device=device, dtype=dtype).repeat_interleave(128)
         if not (found == wanted).all():
             wrong.append(f"gathering of {rows} rows")
+    if not (plain.all_reduce(torch.ones(8, dtype=dtype, device=device)) == size).all():
+        wrong.append("NCCL")
+    return ", ".join(wrong)
+
+
+def _wrong_norms(made: Symmetric, shard: Shard, dtype: torch.dtype, columns: int) -> str:
+    """The same of sums with a norm, in both halves of the inboxes."""
+    size, wrong = shard.tp_size, []
+    device = torch.device("cuda", torch.cuda.current_device())
     weight = torch.ones(columns, dtype=dtype, device=device)
     steps = torch.arange(columns, device=device) % 8
     for rows in (1, FUSED_ROWS, 2, 1):
@@ -166,10 +190,7 @@ def _what_is_wrong(made: Symmetric, plain: Distributed, shard: Shard, dtype: tor
         residual = torch.ones(rows, columns, dtype=dtype, device=device)
         normed = made.sum_norm(x, residual, weight, 1e-6)
         stream = (steps * size + size * (size - 1) // 2 + 1).to(dtype).repeat(rows, 1)
-        right = normed is not None and torch.equal(residual, stream)
-        if not right or normed is None or (normed - F.rms_norm(stream, (columns,), weight, 1e-6)).abs().max() > 0.02:
-            wrong.append(f"sum and norm of {rows} rows")
-    if not (plain.all_reduce(torch.ones(8, dtype=dtype, device=device)) == size).all():
-        wrong.append("NCCL")
-    torch.cuda.synchronize()
+        near = normed is not None and (normed - F.rms_norm(stream, (columns,), weight, 1e-6)).abs().max() < 0.02
+        if not near or not torch.equal(residual, stream):
+            wrong.append(f"{rows} rows")
     return ", ".join(wrong)
