@@ -47,7 +47,7 @@ def connect(
     from meshlm.workers.parallel.symmetric import make_symmetric
 
     assert tensor is not None
-    return make_symmetric(shard, tensor, dtype, widest, plain)
+    return make_symmetric(shard, tensor, device, dtype, widest, plain)
 
 
 def _say_hello(plain: Distributed, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:

@@ -29,11 +29,17 @@ class Symmetric:
     """See `meshlm.workers.parallel.communicator.Communicator`. Collective: all ranks make it, and the same calls."""
 
     def __init__(
-        self, shard: Shard, group: dist.ProcessGroup, dtype: torch.dtype, widest: tuple[int, int], plain: Distributed
+        self,
+        shard: Shard,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        widest: tuple[int, int],
+        plain: Distributed,
     ) -> None:
         """widest: tokens and columns of the largest tensor that is summed."""
         self._size, self._rank, self._group, self._name = shard.tp_size, shard.tp_rank, group, group.group_name
-        self._plain = plain
+        self._plain, self.device = plain, device
         self._one_shot_bytes = ONE_SHOT_BYTES * 2 // shard.tp_size
         self.send, self.receive = plain.send, plain.receive
         count = min(widest[0] * widest[1], BUFFER_BYTES // dtype.itemsize)
@@ -45,7 +51,7 @@ class Symmetric:
         """Memory that all ranks can reach, zeros, and its handle."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        tensor = symm_mem.empty(count, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+        tensor = symm_mem.empty(count, dtype=dtype, device=self.device)
         tensor.zero_()
         return tensor, symm_mem.rendezvous(tensor, self._name)
 
@@ -115,14 +121,19 @@ class Symmetric:
 
 
 def make_symmetric(
-    shard: Shard, group: dist.ProcessGroup, dtype: torch.dtype, widest: tuple[int, int], plain: Distributed
+    shard: Shard,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    widest: tuple[int, int],
+    plain: Distributed,
 ) -> Communicator:
     """Symmetric memory where all ranks of the group have it and it proves right, else NCCL. Collective."""
     if shard.tp_size not in SIZES or dtype not in DTYPES:
         return plain
     made, failure = None, ""
     try:
-        made = Symmetric(shard, group, dtype, widest, plain)
+        made = Symmetric(shard, group, device, dtype, widest, plain)
     except Exception as error:  # whatever the driver, the topology or torch says: NCCL works without
         failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if not all_say_yes(made is not None, group):
@@ -164,7 +175,7 @@ def _wrong_sums(made: Symmetric, plain: Distributed, shard: Shard, dtype: torch.
     Also NCCL's first call, which must not be in a graph.
     """
     size, wrong = shard.tp_size, []
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = made.device
     of_all = float(size * (size + 1) // 2)
     for rows in (1, 3, 4096):
         x = torch.full((rows, 128 * size), float(shard.tp_rank + 1), dtype=dtype, device=device)
@@ -182,7 +193,7 @@ def _wrong_sums(made: Symmetric, plain: Distributed, shard: Shard, dtype: torch.
 def _wrong_norms(made: Symmetric, shard: Shard, dtype: torch.dtype, columns: int) -> str:
     """The same of sums with a norm, in both halves of the inboxes."""
     size, wrong = shard.tp_size, []
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = made.device
     weight = torch.ones(columns, dtype=dtype, device=device)
     steps = torch.arange(columns, device=device) % 8
     for rows in (1, FUSED_ROWS, 2, 1):
