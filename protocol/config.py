@@ -98,8 +98,16 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="schedulers", extra={"short": "-dp"})] = 1
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=64, description="workers per scheduler", extra={"short": "-tp"})
+        int, Meta(ge=1, le=64, description="GPUs that share each layer", extra={"short": "-tp"})
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="stages that share the layers", extra={"short": "-pp"})
+    ] = 1
+
+    @property
+    def workers_per_rank(self) -> int:
+        """Workers of one scheduler."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):

@@ -233,7 +233,7 @@ class Mesh:
             return False
         pair = {self.identity.role: self.identity.index, other.role: other.index}
         if pair.keys() == {Role.SCHEDULER, Role.WORKER}:
-            return pair[Role.WORKER] // self.config.parallel.tensor_parallel_size == pair[Role.SCHEDULER]
+            return pair[Role.WORKER] // self.config.parallel.workers_per_rank == pair[Role.SCHEDULER]
         return True
 
     def _on_died(self, died: control.Died) -> None:

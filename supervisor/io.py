@@ -35,7 +35,7 @@ def identities(config: MeshConfig) -> list[Identity]:
     """All processes of a single-host mesh, in the order of starting: slow ones first."""
     parallel, server = config.parallel, config.server
     counts = {
-        Role.WORKER: parallel.data_parallel_size * parallel.tensor_parallel_size,
+        Role.WORKER: parallel.data_parallel_size * parallel.workers_per_rank,
         Role.COORDINATOR: 1,
         Role.SCHEDULER: parallel.data_parallel_size,
         Role.DETOKENIZER: server.detokenizers,

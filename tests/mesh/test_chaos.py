@@ -23,7 +23,10 @@ def test_no_kill_loses_or_repeats_a_token(tmp_path: Path) -> None:
     """Two kills of each role and one SIGSTOP until the process is replaced, under 16 streams."""
     found = tmp_path / "chaos.json"
     flags = ["--device", "fake", "--streams", "16", "--tokens", "24", "120", "--stall-timeout", "3"]
-    flags += ["--script", *("kill:" + role for role in ("worker", "scheduler", "detokenizer", "coordinator", "frontend") * 2)]
+    flags += [
+        "--script",
+        *("kill:" + role for role in ("worker", "scheduler", "detokenizer", "coordinator", "frontend") * 2),
+    ]
     flags += ["stuck:scheduler", "--json", str(found)]
     done = subprocess.run([sys.executable, "-P", str(CHAOS), *flags], capture_output=True, text=True, timeout=180)
     assert found.exists(), done.stderr

@@ -169,7 +169,8 @@ FULL: tuple[Struct, ...] = (
     token.AttachTokens(Handle(3), 21),
     token.Disown(pack_i32([3])),
     # scheduler <-> worker
-    step.Reset(77),
+    step.Reset(77, (1, 2)),
+    step.Disband("worker/1 is lost"),
     NEW_ROW,
     step.StepPlan(
         session=77,
@@ -183,10 +184,12 @@ FULL: tuple[Struct, ...] = (
         new_rows=[NEW_ROW],
         block_rows=pack_i32([0]),
         block_ids=pack_i32([12]),
+        input_ids=pack_i32([17]),
         planned_ns=1,
         sent_ns=2,
     ),
     step.WorkerReady(77, 1000, 16, 64, 1024, 49152),
+    step.Standing(77, 76, 5),
     step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5),
     step.StepFailed(77, StepId(5), "out of memory"),
     # everyone <-> supervisor, everyone <-> coordinator
