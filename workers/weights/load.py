@@ -36,6 +36,8 @@ def load_model(
     finally:
         torch.set_default_dtype(default)
     model.prepare(device, dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
     return model.eval()
 
 
