@@ -319,12 +319,17 @@ class Detokenizer(Journal):
     # --- lives and deaths ---
 
     def _up(self, event: PeerUp) -> list[Effect]:
+        was_lost = SchedulerLife(event.identity, event.incarnation) in self._lives.ended
         self._lives.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
             aborted = self._aborts.again({stream.work_id for stream in self.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
             return effects + [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
-        return self._leave(event.identity)
+        return self._leave(event.identity) + (self._ask_for_waiting() if was_lost else [])
+
+    def _ask_for_waiting(self) -> list[Effect]:
+        """A rank was only out of reach: what waits, and was to avoid it, may go there again."""
+        return [effect for s in list(self.by_handle.values()) if s.scheduler is None for effect in self._ask(s)]
 
     def _ask_anew(self, stream: Stream) -> list[Effect]:
         """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from meshlm.protocol.model import ModelSpec
 
 Positive = Meta(ge=1)
+PER_NODE = {"per_node": True}  # of a setting in which the nodes of one mesh may differ
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -103,6 +104,19 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="stages that share the layers", extra={"short": "-pp"})
     ] = 1
+    data_parallel_size_local: (
+        Annotated[int, Meta(ge=0, le=1024, description="schedulers of this node; default: the rest", extra=PER_NODE)]
+        | None
+    ) = None
+    data_parallel_start_rank: Annotated[
+        int, Meta(ge=0, le=1023, description="first rank of this node", extra=PER_NODE)
+    ] = 0
+    nnodes: Annotated[int, Meta(ge=1, le=1024, description="nodes over which all workers are spread evenly")] = 1
+    node_rank: Annotated[int, Meta(ge=0, le=1023, description="which of --nnodes this is", extra=PER_NODE)] = 0
+    master_addr: Annotated[
+        str, Meta(description="address of torch.distributed's store; default: the head's", extra=PER_NODE)
+    ] = ""
+    master_port: Annotated[int, Meta(ge=1, le=65535, description="its port; rank R uses this + R")] = 29501
 
     @property
     def workers_per_rank(self) -> int:
@@ -129,6 +143,24 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
     ] = 60.0
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
+
+
+class NetworkConfig(Struct, frozen=True, kw_only=True):
+    """Meshes of several nodes."""
+
+    listen: Annotated[
+        str,
+        Meta(description="tcp://HOST:PORT where other nodes may join; HOST: of the private interface, the only one used"),
+    ] = ""
+    headless: Annotated[bool, Meta(description="run only schedulers and workers, for the head that --join names")] = (
+        False
+    )
+    join: Annotated[str, Meta(description="tcp://HOST:PORT, the head's --listen")] = ""
+    key_file: Annotated[str, Meta(description="the mesh's keys, from `meshlm keys`; tcp needs them")] = ""
+    mesh_port_range: Annotated[str, Meta(description="FIRST-LAST: ports of the other tcp sockets; default: any")] = ""
+    peer_timeout: Annotated[
+        float, Meta(ge=0.1, le=3600, description="seconds of silence after which a process of another node is lost")
+    ] = 3.0
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
@@ -165,8 +197,22 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()
     server: ServerConfig = ServerConfig()
+    network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()
     resolved: "Resolved | None" = None  # set by the supervisor before any child starts
+    node: "Node | None" = None  # likewise; None: one node, no tcp
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """Where this supervisor's processes are in a mesh of several nodes: never a flag."""
+
+    index: int  # its supervisor is supervisor/index; 0 is the head
+    id: str  # of host and run directory: processes with the same one reach each other by ipc
+    address: str  # numeric, of the private interface: tcp sockets and torch.distributed's store bind to it alone
+    head: str = ""  # tcp://HOST:PORT of the head's supervisor; its coordinator listens on PORT + 1. Empty on the head
+    host: str = ""  # the host's name, for people
+    ranks: tuple[int, int] = (0, 0)  # first and number of its schedulers
+    workers: tuple[int, int] = (0, 0)
 
 
 class Resolved(Struct, frozen=True, kw_only=True):

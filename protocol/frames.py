@@ -94,5 +94,15 @@ def unpack(frame: bytes) -> tuple[Header, memoryview]:
     return header, memoryview(frame)[HEADER_BYTES:]
 
 
+def sender_key(identity: Identity) -> bytes:
+    """What `sender_of` says of this process's frames."""
+    return struct.pack("<BH", _ROLE_NUMBER[identity.role], identity.index)
+
+
+def sender_of(frame: bytes) -> bytes:
+    """Who sent the frame, without reading the rest; anything for what is none."""
+    return frame[4:5] + frame[6:8]
+
+
 def _intern(role: int, index: int) -> Identity:
     return _identities.setdefault(role << 16 | index, Identity(_ROLES[role], index))

@@ -116,7 +116,7 @@ def test_a_new_life_replaces_the_old_and_its_late_frames_are_dropped() -> None:
     net.ends[B].tick(net.now)
     hello = net.ends[B].wire.popleft()
     outcome = net.ends[A].receive(*unpack(hello), net.now)
-    assert outcome == Opened(Incarnation(2), Incarnation(1), "ipc://x")
+    assert outcome == Opened(Incarnation(2), Incarnation(1), Hello("d", "ipc://x"))
     assert net.ends[A].receive(*unpack(late[1]), net.now) is None
 
 
@@ -145,7 +145,7 @@ def test_a_replay_greets_a_life_that_nobody_told_of() -> None:
     net.now += REPLAY_AFTER_S
     net.ends[A].tick(net.now)
     hello = net.ends[A].wire.popleft()
-    assert net.ends[B].receive(*unpack(hello), net.now) == Opened(Incarnation(1), None, "ipc://x")
+    assert net.ends[B].receive(*unpack(hello), net.now) == Opened(Incarnation(1), None, Hello("d", "ipc://x"))
     net.ends[A].wire.clear()
     net.collect()
     net.deliver(0)
