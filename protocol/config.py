@@ -18,12 +18,24 @@ PER_NODE = {"per_node": True}  # of a setting in which the nodes of one mesh may
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how to read it."""
 
-    model: Annotated[str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct")] = ""
-    served_model_name: Annotated[tuple[str, ...], Meta(description="names that clients use; the first is shown")] = ()
-    tokenizer: Annotated[str, Meta(description="folder or file of the tokenizer, where it is not the model's own")] = ""
-    chat_template: Annotated[str, Meta(description="file with a Jinja template, or the template itself")] = ""
+    model: Annotated[
+        str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct", extra=PER_NODE)
+    ] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="names that clients use; the first is shown", extra=PER_NODE)
+    ] = ()
+    tokenizer: Annotated[
+        str, Meta(description="folder or file of the tokenizer, where it is not the model's own", extra=PER_NODE)
+    ] = ""
+    chat_template: Annotated[
+        str, Meta(description="file with a Jinja template, or the template itself", extra=PER_NODE)
+    ] = ""
     generation_config: Annotated[
-        str, Meta(description="'auto': defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none")
+        str,
+        Meta(
+            description="'auto': defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none",
+            extra=PER_NODE,
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "half", "float"],
@@ -43,10 +55,13 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all")
+        float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all", extra=PER_NODE)
     ] = 0.92
     kv_cache_memory: (
-        Annotated[int, Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True})]
+        Annotated[
+            int,
+            Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True, **PER_NODE}),
+        ]
         | None
     ) = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
@@ -63,7 +78,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)")] | None
     ) = None
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
-    max_waiting: Annotated[int, Meta(ge=1, description="queued requests beyond which new ones get 503")] = 4096
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="queued requests beyond which new ones get 503", extra=PER_NODE)
+    ] = 4096
     async_depth: Annotated[int, Meta(ge=1, le=4, description="steps in flight; 1: plan only when the last is back")] = 2
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts over steps")] = True
 
@@ -87,11 +104,15 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     attention_backend: Annotated[
         Literal["auto", "cpu", "torch", "triton"], Meta(description="attention implementation")
     ] = "auto"
-    cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core")] = 0
+    cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     profiler_dir: Annotated[
-        str, Meta(description="directory for profiler traces; with it POST /start_profile and /stop_profile work")
+        str,
+        Meta(
+            description="directory for profiler traces; with it POST /start_profile and /stop_profile work",
+            extra=PER_NODE,
+        ),
     ] = ""
-    fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step")] = 0.0
+    fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step", extra=PER_NODE)] = 0.0
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
@@ -150,7 +171,9 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
 
     listen: Annotated[
         str,
-        Meta(description="tcp://HOST:PORT where other nodes may join; HOST: of the private interface, the only one used"),
+        Meta(
+            description="tcp://HOST:PORT where other nodes may join; HOST: of the private interface, the only one used"
+        ),
     ] = ""
     headless: Annotated[bool, Meta(description="run only schedulers and workers, for the head that --join names")] = (
         False

@@ -250,7 +250,9 @@ class Session:
         return opened
 
     def _refuse(self, hello: Hello, life: Incarnation) -> Refused:
-        reason = f"protocol {self._digest} of {self.me} is not {hello.digest} of {self.peer}: different versions of meshlm"
+        reason = (
+            f"protocol {self._digest} of {self.me} is not {hello.digest} of {self.peer}: different versions of meshlm"
+        )
         self.wire.append(pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
         self.state = SessionState.REFUSED
         return Refused(reason)

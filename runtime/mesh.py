@@ -213,7 +213,8 @@ class Mesh:
         if type(outcome) is Delivered:
             if link.session.wire:
                 link.outbox.flush(link.session.wire)
-            return self._deliver(header.sender, link, outcome.body)
+            self._deliver(header.sender, link, outcome.body)
+            return
         if type(outcome) is Opened:
             self._retarget(link, outcome.hello.tcp)  # before the welcome leaves
         if link.session.wire:

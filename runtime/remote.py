@@ -121,7 +121,9 @@ class Remote:
 
     def refuse(self, rival: Rival, now: float) -> None:
         """Tell a process that claims another's place, as soon as it is connected."""
-        if len(self._notices) < MAX_NOTICES and not any(old.hello.tcp == rival.hello.tcp for _, old, _ in self._notices):
+        if len(self._notices) < MAX_NOTICES and not any(
+            old.hello.tcp == rival.hello.tcp for _, old, _ in self._notices
+        ):
             self._notices.append((self.outbox(rival.hello.tcp), rival, now + NOTICE_S))
 
     def tick(self, now: float) -> None:
