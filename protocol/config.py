@@ -181,6 +181,9 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
     join: Annotated[str, Meta(description="tcp://HOST:PORT, the head's --listen")] = ""
     key_file: Annotated[str, Meta(description="the mesh's keys, from `meshlm keys`; tcp needs them")] = ""
     mesh_port_range: Annotated[str, Meta(description="FIRST-LAST: ports of the other tcp sockets; default: any")] = ""
+    advertise_host: Annotated[
+        str, Meta(description="address by which other nodes reach this one, where it is not its interface's (NAT)")
+    ] = ""
     peer_timeout: Annotated[
         float, Meta(ge=0.1, le=3600, description="seconds of silence after which a process of another node is lost")
     ] = 3.0

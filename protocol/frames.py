@@ -38,6 +38,7 @@ class Kind(IntEnum):
     DATA = 3  # body: one message of the channel
     ACK = 4  # no body: the header's ack is the news
     REFUSE = 5  # body: UTF-8 text, why there will be no session
+    BYE = 6  # no body: the sender ends. Between nodes, where no pidfd tells it
 
 
 _KINDS.update({kind.value: kind for kind in Kind})

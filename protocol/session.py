@@ -28,6 +28,7 @@ ACK_EVERY = 32  # data frames without an ack of ours going out
 ACK_AFTER_S = 0.4  # and at the latest: well before the peer's replay
 REPLAY_AFTER_S = 1.0  # without progress of the peer's acks
 KEEPALIVES = 6  # acks in the time after which silence means loss, whatever else is sent
+RIVAL = "is in this mesh already, on another node"
 MAX_QUIET_STEP = 0.1  # of that time counts between two ticks: more means that we slept, not the peer
 
 
@@ -71,6 +72,12 @@ class Delivered(Struct, frozen=True):
     body: memoryview
 
 
+class Ended(Struct, frozen=True):
+    """This life of the peer said that it ends; the session is closed."""
+
+    incarnation: Incarnation
+
+
 class Refused(Struct, frozen=True):
     """There will be no session; the text says why."""
 
@@ -84,7 +91,7 @@ class Rival(Struct, frozen=True):
     frame: bytes
 
 
-Outcome = Opened | Delivered | Refused | Rival | None
+Outcome = Opened | Delivered | Ended | Refused | Rival | None
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
@@ -157,7 +164,8 @@ class Session:
             return None
         self._on_ack(header.ack, now)
         if header.kind is not Kind.DATA or header.seq != self._received + 1:
-            return None  # an ack, a duplicate, or a gap that the peer's replay will fill
+            # An ack, a duplicate, or a gap that the peer's replay will fill.
+            return self._on_bye() if header.kind is Kind.BYE else None
         self._received += 1
         if self._received - self._acked_to_peer >= ACK_EVERY:
             self._put(Kind.ACK)
@@ -203,6 +211,16 @@ class Session:
         """Whether the session is about to open, as far as one can tell."""
         return self.state is SessionState.CLOSED and self._hello_every_s < IMPATIENT_S
 
+    def bye(self) -> None:
+        """This process ends."""
+        if self.state is SessionState.OPEN:
+            self._put(Kind.BYE)
+
+    def _on_bye(self) -> Ended:
+        life = self.peer_incarnation
+        self.close(life)
+        return Ended(life)
+
     def lose(self) -> bool:
         """The peer may live, but this session with it is over; greet it anew. False when there is none."""
         if self.state is not SessionState.OPEN:
@@ -239,7 +257,7 @@ class Session:
             return None
         is_new = self.state is not SessionState.OPEN or life != self._peer_life
         if is_new and self.state is SessionState.OPEN and hello.node != self._peer_node and not self.silent:
-            reason = f"{self.peer} is in this mesh already, and it is of another node"
+            reason = f"{self.peer} {RIVAL}"
             return Rival(hello, pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
         if hello.digest != self._digest:
             return self._refuse(hello, life)

@@ -22,6 +22,7 @@ from meshlm.protocol.frames import FrameError, Kind, sender_of, unpack
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import (
     Delivered,
+    Ended,
     Hello,
     Opened,
     Outcome,
@@ -117,6 +118,8 @@ class Mesh:
 
     async def close(self) -> None:
         """Close all sockets. What was sent last gets a moment to leave."""
+        for session in self._remote.sessions.values() if self._remote else ():
+            session.bye()
         for peer in self._peers.values():
             peer.outbox.flush(peer.session.wire)
         await asyncio.sleep(0.01)  # LINGER 0 would drop what ZeroMQ's thread has not written yet
@@ -243,6 +246,9 @@ class Mesh:
         match outcome:
             case Opened():
                 self._on_opened(sender, link, outcome)
+            case Ended():
+                link.outbox.pending.clear()
+                self._listener.on_peer_down(sender, outcome.incarnation, "it ended")
             case Refused():
                 self._limited.error("link refused", peer=str(sender), reason=outcome.reason)
                 if self.on_refused is not None:

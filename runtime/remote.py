@@ -73,6 +73,8 @@ class Remote:
             raise ProcessFatal(f"{flag} {where} ({self.identity}): {error.strerror}") from None
         self._inbox.start(loop)
         self.address = self._inbox.address
+        if self._network.advertise_host:
+            self.address = tcp.join(self._network.advertise_host, self.address.rpartition(":")[2])
 
     def well_known(self) -> dict[Identity, str]:
         """Processes of the head that this one looks for."""

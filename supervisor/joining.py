@@ -1,5 +1,7 @@
 """Before a node starts anything: can the head be reached, and does it take this node's key? Called by serve.py; blocks."""
 
+import contextlib
+import socket
 import time
 
 import zmq
@@ -49,9 +51,18 @@ def _wait(monitor: "zmq.Socket[bytes]", head: str, key_file: str, until: float, 
         event = recv_monitor_message(monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return
-        if event in _REFUSED:
+        if event in _REFUSED and _is_there(head):
             first = first or now
             refusals += 1
             if refusals >= REFUSALS and now - first >= REFUSED_S:
                 raise StartError(f"--join {head}: what listens there does not take the key of --key-file {key_file}")
     raise StartError(f"--join {head}: the head could not be reached within {until - began:.0f} s (--startup-timeout)")
+
+
+def _is_there(head: str) -> bool:
+    """Whether a ZeroMQ socket greets there: a load balancer in front of a head that is not up closes the connection too."""
+    greeting = b""
+    with contextlib.suppress(OSError), socket.create_connection(tcp.parse(head), timeout=1.0) as probe:
+        while len(greeting) < 10 and (data := probe.recv(10 - len(greeting))):
+            greeting += data
+    return len(greeting) == 10 and greeting[0] == 0xFF and greeting[9] == 0x7F

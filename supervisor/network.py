@@ -9,6 +9,7 @@ from msgspec import Struct
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.session import RIVAL
 from meshlm.supervisor import agreement
 from meshlm.supervisor.control import ProcessStatus
 from meshlm.supervisor.nodes import Nodes
@@ -144,6 +145,8 @@ class Guest:
 
     def refused(self, reason: str) -> None:
         """There will be no session with the head."""
+        if RIVAL in reason:
+            reason += "; two nodes have the same --data-parallel-start-rank or --node-rank"
         self._own.fail(f"--join {self._node.head}: the head refuses this node: {reason}")
 
     def died(self, died: edge.Died) -> None:
