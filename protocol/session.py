@@ -32,6 +32,9 @@ RIVAL = "is in this mesh already, on another node"
 MAX_QUIET_STEP = 0.1  # of that time counts between two ticks: more means that we slept, not the peer
 
 
+BAD_BODY = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding a peer's bytes may raise
+
+
 class SessionState(Enum):
     """CLOSED -hello/welcome-> OPEN -newer hello-> OPEN; OPEN -peer died-> CLOSED; any -digest differs-> REFUSED."""
 
@@ -152,8 +155,10 @@ class Session:
         if header.kind in (Kind.HELLO, Kind.WELCOME):
             return self._on_hello(header, body, now)
         if header.kind is Kind.REFUSE:
-            if header.receiver_incarnation != self.life or header.sender_incarnation < self._peer_life:
-                return None  # of, or to, an earlier life
+            if self.state is SessionState.OPEN or header.receiver_incarnation != self.life:
+                return None  # what a newer life of the peer refuses, its own hello will tell; or to an earlier life
+            if header.sender_incarnation < self._peer_life:
+                return None
             self.state = SessionState.REFUSED
             return Refused(bytes(body).decode("utf-8", "replace"))
         if (
@@ -250,7 +255,7 @@ class Session:
             return None
         try:
             hello = _decode_hello(body)
-        except msgspec.MsgspecError as error:
+        except BAD_BODY as error:
             return Refused(f"{self.peer} sent a bad hello: {error}")
         incarnation = hello.incarnation or life
         if incarnation <= self._over:

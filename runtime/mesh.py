@@ -21,6 +21,7 @@ from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import FrameError, Kind, sender_of, unpack
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import (
+    BAD_BODY,
     Delivered,
     Ended,
     Hello,
@@ -261,7 +262,7 @@ class Mesh:
     def _deliver(self, sender: Identity, link: _Peer, body: memoryview) -> None:
         try:
             message = link.decode(body)
-        except msgspec.MsgspecError as error:
+        except BAD_BODY as error:
             self._limited.error("message dropped", peer=str(sender), reason=str(error))
             return
         match message:
@@ -313,8 +314,13 @@ class Mesh:
         """A new life of a process of another node has another port."""
         if self._remote is None or not link.outbox.address.startswith("tcp:") or address in ("", link.outbox.address):
             return
+        try:
+            outbox = self._remote.outbox(address)
+        except FrameError as error:
+            self._limited.warning("address ignored", peer=str(link.session.peer), reason=str(error))
+            return
         link.outbox.close()
-        link.outbox = self._remote.outbox(address)
+        link.outbox = outbox
 
     def _wants(self, other: Identity) -> bool:
         """Whether this process keeps a link with that one."""

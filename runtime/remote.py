@@ -7,6 +7,7 @@ node, and channels.py gives each role its messages.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import zmq
 from meshlm.protocol.config import MeshConfig, Node
 from meshlm.protocol.frames import FrameError, sender_key
 from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.session import Hello, Rival, Session
+from meshlm.protocol.session import BAD_BODY, Hello, Rival, Session
 from meshlm.runtime import keys, tcp
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
@@ -107,7 +108,7 @@ class Remote:
         try:
             address = _decode_hello(body).tcp
             tcp.parse(address)
-        except (msgspec.MsgspecError, tcp.AddressError):
+        except (*BAD_BODY, tcp.AddressError):
             raise FrameError(f"from {sender}, with a hello that has no address") from None
         return address
 
@@ -123,9 +124,10 @@ class Remote:
 
     def refuse(self, rival: Rival, now: float) -> None:
         """Tell a process that claims another's place, as soon as it is connected."""
-        if len(self._notices) < MAX_NOTICES and not any(
-            old.hello.tcp == rival.hello.tcp for _, old, _ in self._notices
-        ):
+        told = any(old.hello.tcp == rival.hello.tcp for _, old, _ in self._notices)
+        if told or len(self._notices) >= MAX_NOTICES:
+            return
+        with contextlib.suppress(FrameError):  # where it says it is, nothing can be
             self._notices.append((self.outbox(rival.hello.tcp), rival, now + NOTICE_S))
 
     def tick(self, now: float) -> None:
