@@ -252,7 +252,7 @@ class Mesh:
                 self._listener.on_peer_down(sender, outcome.incarnation, "it ended")
             case Refused():
                 self._limited.error("link refused", peer=str(sender), reason=outcome.reason)
-                if self.on_refused is not None:
+                if self.on_refused is not None and link.session.state is SessionState.REFUSED:
                     self.on_refused(sender, outcome.reason)
             case Rival():
                 self._limited.error("rival refused", peer=str(sender), at=outcome.hello.tcp or outcome.hello.address)

@@ -6,16 +6,25 @@ puts the node into a network namespace of its own, behind a veth pair.
 
 import asyncio
 import contextlib
+import json
 import os
+import random
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
-from serving import Serving, free_port
+import httpx
+from serving import MESHLM, Serving, free_port
+
+from meshlm.workers.fake import expected_token
 
 HEAD, HEAD_SEEN, NODE, NODE_SEEN = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"
 PORTS = 12
+VOCAB = 49152
+LIMIT_S = 40
 
 
 class Link(Protocol):
@@ -197,3 +206,59 @@ def node(link: Link, key_file: str, *flags: str) -> Serving:
         *("--device", "fake", "-dp", "2", "--headless", "--key-file", key_file, *link.node_flags, *flags),
         prefix=link.prefix,
     )
+
+
+# --- what tests ask of them ---
+
+
+def made_keys(path: Path) -> str:
+    subprocess.run([MESHLM, "keys", str(path)], check=True, capture_output=True, cwd="/")
+    return str(path)
+
+
+def reference(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(expected_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def stream(server: Serving, prompt: list[int], count: int, begun: Callable[[], None] = lambda: None) -> list[int]:
+    """The token ids of a streamed completion that ends as it should. `begun` is called at the first."""
+    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    ids: list[int] = []
+    reasons: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                ids += choice["token_ids"]
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+                begun()
+    assert reasons == ["length"]
+    return ids
+
+
+def on_rank(server: Serving, rank: int, count: int = 8) -> list[int]:
+    """Token ids from one rank, which must serve within the limit."""
+    prompt = [random.randrange(300, 40_000) for _ in range(20)]
+    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)}, timeout=LIMIT_S
+    )
+    assert answer.status_code == 200, answer.text
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    assert ids == reference(prompt, count)
+    return ids
+
+
+def until(found: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not found():
+        assert time.monotonic() < deadline, "it did not come to be"
+        threading.Event().wait(0.05)
+
+
+def states(server: Serving) -> dict[str, str]:
+    return {f"{process['role']}/{process['index']}": process["state"] for process in server.status()["processes"]}

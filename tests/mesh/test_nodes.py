@@ -2,25 +2,34 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from hosts import LINKS, Link, ProxyLink, head, link_of, node
+from hosts import (
+    LINKS,
+    Link,
+    ProxyLink,
+    head,
+    link_of,
+    made_keys,
+    node,
+    on_rank,
+    reference,
+    states,
+    stream,
+    until,
+)
 from serving import MESHLM, Serving
 
-from meshlm.workers.fake import expected_token
-
 pytestmark = pytest.mark.mesh
-VOCAB = 49152
 LIMIT_S = 40
 SLOW = ("--fake-step-ms", "10")
 SHORT = ("--peer-timeout", "1")
@@ -34,70 +43,10 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return made_keys(tmp_path_factory.mktemp("keys") / "mesh.key")
 
 
-def made_keys(path: Path) -> str:
-    subprocess.run([MESHLM, "keys", str(path)], check=True, capture_output=True, cwd="/")
-    return str(path)
-
-
 @pytest.fixture(params=LINKS)
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     with link_of(request.param) as made:
         yield made
-
-
-def reference(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(expected_token(tokens, VOCAB))
-    return tokens[len(prompt) :]
-
-
-def stream(server: Serving, prompt: list[int], count: int, begun: Callable[[], None] = lambda: None) -> list[int]:
-    """The token ids of a streamed completion that ends as it should. `begun` is called at the first."""
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    ids: list[int] = []
-    reasons: list[str] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line[6:])["choices"]
-                ids += choice["token_ids"]
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-                begun()
-    assert reasons == ["length"]
-    return ids
-
-
-def on_rank(server: Serving, rank: int, count: int = 8) -> list[int]:
-    """Token ids from one rank, which must serve within the limit."""
-    prompt = [random.randrange(300, 40_000) for _ in range(20)]
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
-    answer = httpx.post(
-        f"{server.url}/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)}, timeout=LIMIT_S
-    )
-    assert answer.status_code == 200, answer.text
-    ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    assert ids == reference(prompt, count)
-    return ids
-
-
-def until(found: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not found():
-        assert time.monotonic() < deadline, "it did not come to be"
-        threading.Event().wait(0.05)
-
-
-def states(server: Serving) -> dict[str, str]:
-    return {f"{process['role']}/{process['index']}": process["state"] for process in server.status()["processes"]}
-
-
-def generating(server: Serving, rank: int) -> bool:
-    """Whether this rank runs requests now, by /metrics."""
-    text = httpx.get(f"{server.url}/metrics").text
-    pattern = rf'num_requests_running{{[^}}]*engine="{rank}"[^}}]*}} ([0-9.]+)'
-    return any(float(found) > 0 for found in re.findall(pattern, text))
 
 
 class Load:
