@@ -15,7 +15,7 @@ from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, 
 from meshlm.detokenizer.journal import Journal, is_of
 from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
@@ -85,6 +85,8 @@ class Detokenizer(Journal):
                 return self._routed(routed)
             case Refused() as refused:
                 return self._refused(refused)
+            case RankLost() as lost:
+                return self._rank_lost(lost.scheduler)
         return []
 
     # --- prompts ---
@@ -330,6 +332,14 @@ class Detokenizer(Journal):
     def _ask_for_waiting(self) -> list[Effect]:
         """A rank was only out of reach: what waits, and was to avoid it, may go there again."""
         return [effect for s in list(self.by_handle.values()) if s.scheduler is None for effect in self._ask(s)]
+
+    def _rank_lost(self, scheduler: SchedulerLife) -> list[Effect]:
+        """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
+        effects: list[Effect] = []
+        for stream in list(self.by_handle.values()):
+            if stream.scheduler == scheduler and not stream.heard:
+                effects += self._admit_again(stream)
+        return effects
 
     def _ask_anew(self, stream: Stream) -> list[Effect]:
         """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""

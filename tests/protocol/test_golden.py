@@ -151,6 +151,7 @@ FULL: tuple[Struct, ...] = (
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
+    admit.RankLost(LOST),
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False),
     # scheduler <-> detokenizer
