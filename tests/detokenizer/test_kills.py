@@ -240,6 +240,7 @@ class World:
                 del self.links[sender, receiver]
         self.notices = {pair: waiting for pair, waiting in self.notices.items() if pair[0] != identity}
         self.open = {pair: seen for pair, seen in self.open.items() if pair[0] != identity}
+        self.broken = {pair for pair in self.broken if pair[0] != identity}
         for other in self.linked(identity):
             about = self.notices.setdefault((other, identity), deque())
             if (True, life) in about:
