@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
-from serving import MESHLM, Serving, free_port
+from serving import MESHLM, Serving
 
 from meshlm.workers.fake import expected_token
 
@@ -112,7 +113,7 @@ class ProxyLink:
     def __init__(self) -> None:
         self.prefix: tuple[str, ...] = ()
         self.proxy = Proxy()
-        head, node = _free_ports(HEAD), _free_ports(NODE)
+        head, node = free_ports(HEAD, HEAD_SEEN), free_ports(NODE, NODE_SEEN)
         self.head_flags = (
             *("--listen", f"tcp://{HEAD}:{head}", "--advertise-host", HEAD_SEEN),
             *("--mesh-port-range", f"{head + 2}-{head + PORTS - 1}"),
@@ -136,9 +137,15 @@ class ProxyLink:
         self.proxy.close()
 
 
-def _free_ports(host: str) -> int:
-    """The first of PORTS ports in a row, below those that the kernel gives away."""
-    return 10_000 + free_port() % 2000 * PORTS % 20_000
+def free_ports(*hosts: str) -> int:
+    """The first of PORTS ports in a row that are free on all these addresses, below those that the kernel gives away."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for host in hosts:
+                for port in range(first, first + PORTS):
+                    held.enter_context(socket.socket()).bind((host, port))
+            return first
 
 
 class NamespaceLink:
@@ -148,7 +155,7 @@ class NamespaceLink:
         number = os.getpid() % 250
         self._name, self._here, self._there = f"mlm{os.getpid()}", f"mlh{os.getpid()}", f"mln{os.getpid()}"
         head, node = f"10.213.{number}.1", f"10.213.{number}.2"
-        port = free_port()
+        port = free_ports(HEAD)
         self.prefix = ("ip", "netns", "exec", self._name)
         self.head_flags = ("--listen", f"tcp://{head}:{port}")
         self.node_flags = ("--join", f"tcp://{head}:{port}")

@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from hosts import made_keys, on_rank, reference, states, stream, until
-from serving import Serving, free_port
+from hosts import free_ports, made_keys, on_rank, reference, states, stream, until
+from serving import Serving
 
 from meshlm.protocol.channels import MAX_FRAME_BYTES
 from meshlm.protocol.digest import schema_digest
@@ -30,7 +30,7 @@ class Mesh:
     def __init__(self, folder: Path) -> None:
         self.key_file = made_keys(folder / "key")
         self.keys = load(self.key_file)
-        address = f"tcp://127.0.0.1:{free_port() // 2 * 2}"
+        address = f"tcp://127.0.0.1:{free_ports('127.0.0.1')}"
         flags = ("--device", "fake", "-dp", "2", "--key-file", self.key_file, "--data-parallel-size-local", "1")
         self.head = Serving(*flags, "--listen", address)
         self.node = Serving(*flags, "--headless", "--join", address, "--data-parallel-start-rank", "1")
