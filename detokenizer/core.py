@@ -330,16 +330,16 @@ class Detokenizer(Journal):
         return self._leave(event.identity) + (self._ask_for_waiting() if was_lost else [])
 
     def _ask_for_waiting(self) -> list[Effect]:
-        """A rank was only out of reach: what waits, and was to avoid it, may go there again."""
-        return [effect for s in list(self.by_handle.values()) if s.scheduler is None for effect in self._ask(s)]
+        """A rank was only out of reach: what waits, and was to avoid it, may go there again; its last attempt may be on its way."""
+        waiting = [stream for stream in self.by_handle.values() if stream.scheduler is None]
+        for stream in waiting:
+            stream.fruitless -= 1  # nothing failed
+        return [effect for stream in waiting for effect in self._admit_again(stream)]
 
-    def _rank_lost(self, scheduler: SchedulerLife) -> list[Effect]:
+    def _rank_lost(self, lost: SchedulerLife) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
-        effects: list[Effect] = []
-        for stream in list(self.by_handle.values()):
-            if stream.scheduler == scheduler and not stream.heard:
-                effects += self._admit_again(stream)
-        return effects
+        unheard = [stream for stream in self.by_handle.values() if stream.scheduler == lost and not stream.heard]
+        return [effect for stream in unheard for effect in self._admit_again(stream)]
 
     def _ask_anew(self, stream: Stream) -> list[Effect]:
         """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""

@@ -312,23 +312,6 @@ class Supervisor:
         """End with this text."""
         self._finish(message)
 
-    def reports(self) -> list[edge.ProcessReport]:
-        """All children, for the head."""
-        return [
-            edge.ProcessReport(
-                identity=identity,
-                incarnation=process.incarnation,
-                pid=child.pid if child else 0,
-                state=process.state.value,
-                started_s=process.started_at,
-                restarts=process.restarts,
-                phase=process.phase,
-                rss_bytes=_rss(child.pid) if child else 0,
-            )
-            for identity, process in self._group.processes.items()
-            for child in (self._children.get(identity),)
-        ]
-
     def _refused(self, peer: Identity, reason: str) -> None:
         if isinstance(self._network, network.Guest) and peer == network.HEAD:
             self._network.refused(reason)

@@ -1,17 +1,17 @@
 """What a supervisor has to do with other nodes' supervisors: as the head, or as a node that joins one. Owned by io.py."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.session import RIVAL
 from meshlm.supervisor import agreement
-from meshlm.supervisor.control import ProcessStatus
+from meshlm.supervisor.control import MeshStatus, ProcessStatus
 from meshlm.supervisor.nodes import Nodes
 
 HEAD = Identity(Role.SUPERVISOR, 0)
@@ -32,7 +32,7 @@ class Own(Protocol):
 
     def stop(self, drain_s: float | None = None) -> None: ...
     def fail(self, message: str) -> None: ...
-    def reports(self) -> Iterable[edge.ProcessReport]: ...
+    def status(self) -> MeshStatus: ...
 
 
 class Head:
@@ -158,7 +158,7 @@ class Guest:
         now = self._clock()
         if self._welcome and now - self._reported_at >= 1.0:
             self._reported_at = now
-            self._own.send(HEAD, edge.NodeReport(tuple(self._own.reports())))
+            self._own.send(HEAD, _report(self._own.status()))
         elif not self._was_welcome and now > self._until:
             self._own.fail(f"--join {self._node.head}: the head did not answer in time (--startup-timeout)")
 
@@ -167,6 +167,27 @@ class Guest:
 
     def rows(self) -> list[ProcessStatus]:
         return []
+
+
+def _report(status: MeshStatus) -> edge.NodeReport:
+    """This node's children, for the head."""
+    now = time.time()
+    return edge.NodeReport(
+        tuple(
+            edge.ProcessReport(
+                identity=Identity(Role(row.role), row.index),
+                incarnation=Incarnation(row.incarnation),
+                pid=row.pid,
+                state=row.state,
+                started_s=now - row.uptime_s,
+                restarts=row.restarts,
+                phase=row.phase,
+                rss_bytes=row.rss_bytes,
+            )
+            for row in status.processes
+            if row.role != Role.SUPERVISOR.value
+        )
+    )
 
 
 def _ranks(places: tuple[int, int]) -> str:
