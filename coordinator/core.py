@@ -9,7 +9,17 @@ from msgspec import Struct
 
 from meshlm.coordinator.routing import Rank, choose
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed, SchedulerLife, Work
+from meshlm.protocol.admit_edge import (
+    AbortRequests,
+    Admit,
+    Assign,
+    Load,
+    RankLost,
+    Refused,
+    Routed,
+    SchedulerLife,
+    Work,
+)
 from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
@@ -124,6 +134,9 @@ class Coordinator:
         if lost.identity.role is Role.SCHEDULER:
             for request_id in self.ranks.pop(lost.identity).requests:
                 self.owner.pop(request_id, None)  # its detokenizer admits it again
+            told = RankLost(SchedulerLife(lost.identity, lost.incarnation))
+            news = [Send(identity, told) for identity in self.members if identity.role is Role.DETOKENIZER]
+            return news + self._announce()
         elif lost.identity.role is Role.DETOKENIZER:
             self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
         return self._announce()

@@ -67,7 +67,13 @@ class Refused(Struct, frozen=True, tag="refused"):
     param: str = ""  # with INVALID: the field at fault
 
 
-CoordinatorToDetokenizer = Routed | Refused
+class RankLost(Struct, frozen=True, tag="rank_lost"):
+    """The coordinator cannot reach this life of a scheduler. What it was sent, and has not answered, it may never have got."""
+
+    scheduler: SchedulerLife
+
+
+CoordinatorToDetokenizer = Routed | Refused | RankLost
 
 
 class Assign(Struct, frozen=True, tag="assign"):

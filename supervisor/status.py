@@ -67,11 +67,13 @@ def _ports(alive: dict[int, Path]) -> str:
 def show(status: control.MeshStatus) -> None:
     """A table for people."""
     table = Table(title=f"{status.model} on port {status.port}" + ("" if status.ready else " (not ready)"))
-    for heading in ("process", "state", "pid", "uptime", "restarts", "memory", "doing"):
+    headings = ["process", "host"] if any(process.host for process in status.processes) else ["process"]
+    for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
         table.add_column(heading, justify="right" if heading in ("pid", "uptime", "restarts", "memory") else "left")
     for process in status.processes:
         table.add_row(
             f"{process.role}/{process.index}",
+            *([process.host] if "host" in headings else []),
             process.state,
             str(process.pid or "-"),
             f"{process.uptime_s:.0f} s",

@@ -75,7 +75,8 @@ WORK = admit.Work(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
 )
-MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", ready=True)
+MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
+PROCESS = control.ProcessReport(SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27)
 LOST = admit.SchedulerLife(SCHEDULER, LIFE)
 COLUMNS = token.LogprobColumns(
     width=2,
@@ -150,6 +151,7 @@ FULL: tuple[Struct, ...] = (
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
+    admit.RankLost(LOST),
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False),
     # scheduler <-> detokenizer
@@ -203,6 +205,11 @@ FULL: tuple[Struct, ...] = (
     control.OpenRequests(3),
     control.Profile(3, True),
     control.Profiled(3, ("/traces/worker-0.json",), "no room"),
+    control.NodeJoin("gpu-7", (1, 2), (4, 8), {"--dtype": "bfloat16"}),
+    control.NodeWelcome(),
+    control.NodeRefused("it differs"),
+    PROCESS,
+    control.NodeReport((PROCESS,)),
     MEMBER,
     control.Join(MEMBER),
     control.Leave(),
@@ -211,7 +218,7 @@ FULL: tuple[Struct, ...] = (
     control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4),
     # carried by several
     SAMPLING,
-    session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0"),
+    session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
 BY_NAME = dict(zip(NAMES, FULL))
