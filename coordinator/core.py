@@ -7,23 +7,30 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from meshlm.coordinator.routing import Rank, choose
+from meshlm.coordinator import rehome
+from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
     Admit,
     Assign,
+    GiveBack,
     Load,
     RankLost,
+    Readmit,
     Refused,
+    Returned,
     Routed,
     SchedulerLife,
     Work,
 )
-from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import Epoch, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
 RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
+MOVE_S = 3.0  # a request that should have moved and did not may be asked for again after this
+SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 
 
 class Received(Struct, frozen=True):
@@ -69,27 +76,47 @@ def _patience_s(admit: Admit) -> float:
 
 
 class Coordinator:
-    """State and rules; see the module docstring. `num_ranks` are configured, whether or not they are there yet."""
+    """State and rules; see the module docstring. `num_ranks` are configured, whether or not they are there yet.
 
-    def __init__(self, max_waiting: int, num_ranks: int) -> None:
-        self.max_waiting, self.num_ranks = max_waiting, num_ranks
+    Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer.
+    """
+
+    def __init__(
+        self,
+        max_waiting: int,
+        num_ranks: int,
+        policy: Policy = "cache-aware",
+        prefix_caching: bool = True,
+        first_rank: int = 0,
+    ) -> None:
+        self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
         self.epoch = 0
-        self.ranks: dict[Identity, Rank] = {}
+        self.router = Router(policy, prefix_caching)
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
-        self._serving_lives: frozenset[SchedulerLife] = frozenset()
+        self.moving: dict[
+            RequestId, float
+        ] = {}  # asked back, or known to be nowhere: their detokenizer admits them again
+        self._seen_changes = 0
         self._serving = False
+
+    @property
+    def ranks(self) -> dict[Identity, Rank]:
+        return self.router.ranks
 
     def handle(self, event: Event, now: float) -> list[Send]:
         match event:
             case Received():
                 effects = self._received(event, now)
             case PeerLost():
-                effects = self._lost(event)
+                effects = self._lost(event, now)
             case Tick():
-                effects = [*self._expire(now, event.wall_s), *self._stats()]
-        return effects + self._release() + self._serving_change()
+                effects = [*self._expire(now, event.wall_s), *self._rebalance(now), *self._drained(), *self._stats()]
+        if self.router.changes != self._seen_changes:
+            self._seen_changes = self.router.changes
+            effects += [*self._release(), *self._rebalance(now)]
+        return effects
 
     def _received(self, event: Received, now: float) -> list[Send]:
         match event.message:
@@ -98,48 +125,70 @@ class Coordinator:
             case AbortRequests() as abort:
                 return self._abort(abort.request_ids)
             case Load() as load:
-                return self._load(event.sender, event.incarnation, load)
+                return self._load(event.sender, event.incarnation, load, now)
             case control.Join() as join:
-                return self._join(join.member)
+                return self._join(join.member, now)
             case control.Leave():
-                return self._lost(PeerLost(event.sender, event.incarnation))
+                return self._lost(PeerLost(event.sender, event.incarnation), now)
+            case control.SetRanks() as ranks:
+                return self._set_ranks(ranks.num_ranks)
         return []
 
     # --- membership ---
 
-    def _join(self, member: control.Member) -> list[Send]:
+    def _join(self, member: control.Member, now: float) -> list[Send]:
         known = self.members.get(member.identity)
         if known is not None and (known.incarnation > member.incarnation or known == member):
             return [Send(member.identity, self._list())] if known == member else []
         effects: list[Send] = []
         if known is not None and known.incarnation != member.incarnation:
-            effects = self._lost(PeerLost(known.identity, known.incarnation))
+            effects = self._lost(PeerLost(known.identity, known.incarnation), now)
         self.members[member.identity] = member
         if member.identity.role is Role.SCHEDULER and member.identity not in self.ranks:
-            self.ranks[member.identity] = Rank(member.identity, member.incarnation)
-        return effects + self._announce()
+            self.router.add(Rank(member.identity, member.incarnation, retiring=member.identity.index >= self.num_ranks))
+        return effects + self._announce() + self._serving_change()
 
     def _announce(self) -> list[Send]:
         self.epoch += 1
-        return [Send(identity, self._list()) for identity in self.members]
+        whole = self._list()
+        return [Send(identity, whole) for identity in self.members]
 
     def _list(self) -> control.Members:
         return control.Members(Epoch(self.epoch), tuple(self.members.values()))
 
-    def _lost(self, lost: PeerLost) -> list[Send]:
+    def _lost(self, lost: PeerLost, now: float) -> list[Send]:
         member = self.members.get(lost.identity)
         if member is None or member.incarnation != lost.incarnation:
             return []
         del self.members[lost.identity]
         if lost.identity.role is Role.SCHEDULER:
-            for request_id in self.ranks.pop(lost.identity).requests:
-                self.owner.pop(request_id, None)  # its detokenizer admits it again
+            for request_id in self.router.remove(lost.identity).requests:
+                del self.owner[request_id]  # its detokenizer admits it again
+                self.moving[request_id] = now + MOVE_S
             told = RankLost(SchedulerLife(lost.identity, lost.incarnation))
             news = [Send(identity, told) for identity in self.members if identity.role is Role.DETOKENIZER]
-            return news + self._announce()
+            return news + self._announce() + self._serving_change()
         elif lost.identity.role is Role.DETOKENIZER:
             self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
-        return self._announce()
+        return self._announce() + self._serving_change()
+
+    def _set_ranks(self, num_ranks: int) -> list[Send]:
+        """Ranks are added or removed. One that is removed gives back what it has not started and ends the rest."""
+        self.num_ranks = num_ranks
+        effects: list[Send] = []
+        for rank in self.ranks.values():
+            retiring = rank.number >= num_ranks
+            if retiring and not rank.retiring:
+                effects.append(Send(rank.identity, GiveBack((), everything=True)))
+            self.router.retire(rank, retiring)
+        return effects + self._drained() + self._release()
+
+    def _drained(self) -> list[Send]:
+        return [
+            Send(SUPERVISOR, control.RankDrained(rank.number))
+            for rank in self.ranks.values()
+            if rank.retiring and rank.idle
+        ]
 
     # --- requests ---
 
@@ -148,31 +197,41 @@ class Coordinator:
         refused = self._refusal(admit)
         if refused is not None:
             return [Send(sender, refused)]
-        rank = choose(self.ranks.values(), admit.dp_rank, admit.lost)
-        if rank is None:
+        choice = self._choose(admit)
+        if choice is None:
             self.held[admit.work.request_id] = _Held(sender, incarnation, admit, now + _patience_s(admit))
             return []
-        return self._dispatch(rank, sender, incarnation, admit)
+        return self._dispatch(choice, sender, incarnation, admit)
+
+    def _wanted(self, admit: Admit) -> int:
+        """The number of the rank that it must go to; -1: any. One that was let in lives on when its rank is removed."""
+        wanted = admit.dp_rank if admit.again or admit.dp_rank == -1 else admit.dp_rank - self.first_rank
+        return wanted if wanted < self.num_ranks else -1
+
+    def _choose(self, admit: Admit) -> Choice | None:
+        again = admit.work.request_id in self.moving
+        return self.router.choose(admit.work, self._wanted(admit), admit.lost, again)
 
     def _refusal(self, admit: Admit) -> Refused | None:
         work = admit.work
-        if admit.dp_rank >= self.num_ranks:
+        first, last = self.first_rank, self.first_rank + self.num_ranks - 1
+        if admit.dp_rank != -1 and not work.attempt and not admit.again and not first <= admit.dp_rank <= last:
             name = "X-data-parallel-rank"
-            ranks = f"ranks 0 to {self.num_ranks - 1}" if self.num_ranks > 1 else "rank 0 only"
+            ranks = f"ranks {first} to {last}" if self.num_ranks > 1 else f"rank {first} only"
             text = f"{name}: there is no rank {admit.dp_rank}; this mesh has {ranks}"
             return Refused(work.handle, ErrorKind.INVALID, text, name)
         if work.attempt or work.emitted or admit.again:
             return None  # it was let in before, and its client may read already
-        if len(self.held) + self._num_waiting() >= self.max_waiting:
+        if len(self.held) + self.router.num_waiting >= self.max_waiting:
             text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
             return Refused(work.handle, ErrorKind.OVERLOADED, text)
         return None
 
-    def _dispatch(self, rank: Rank, sender: Identity, incarnation: Incarnation, admit: Admit) -> list[Send]:
-        work = admit.work
+    def _dispatch(self, choice: Choice, sender: Identity, incarnation: Incarnation, admit: Admit) -> list[Send]:
+        work, rank = admit.work, choice.rank
         effects = self._leave_others(work, rank)
         self.owner[work.request_id] = rank.identity
-        rank.add(work.request_id, len(work.prompt_token_ids) // 4, work.sampling.max_tokens)
+        self.router.dispatch(choice, work, incarnation, pinned=admit.dp_rank != -1 and not admit.again)
         return [
             *effects,
             Send(rank.identity, Assign(work, sender, incarnation)),
@@ -181,56 +240,83 @@ class Coordinator:
 
     def _leave_others(self, work: Work, rank: Rank) -> list[Send]:
         """An earlier attempt ends where it is: no request has two ranks. `rank` itself sees which attempt is newer."""
+        nowhere = self.moving.pop(work.request_id, None) is not None
         before = self.owner.get(work.request_id)
         if before is not None:
-            self.ranks[before].remove(work.request_id)
+            self.router.drop(self.ranks[before], work.request_id)
             others: Iterable[Identity] = (before,)
         else:
             # Routed by an earlier life of this process, maybe: every rank is told.
-            others = self.ranks if work.attempt else ()
+            others = self.ranks if work.attempt and not nowhere else ()
         abort = AbortRequests((work.request_id,))
         return [Send(other, abort) for other in others if other != rank.identity]
-
-    def _num_waiting(self) -> int:
-        return sum(rank.load.num_waiting for rank in self.ranks.values() if rank.load is not None)
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Send]:
         by_rank: dict[Identity, list[RequestId]] = {}
         for request_id in request_ids:
             self.held.pop(request_id, None)
+            self.moving.pop(request_id, None)
             owner = self.owner.get(request_id)
             # Unknown after a restart of this process: every rank is asked, the one that has it acts.
             for identity in (owner,) if owner is not None else tuple(self.ranks):
                 by_rank.setdefault(identity, []).append(request_id)
         return [Send(identity, AbortRequests(tuple(ids))) for identity, ids in by_rank.items()]
 
-    def _load(self, sender: Identity, incarnation: Incarnation, load: Load) -> list[Send]:
+    def _load(self, sender: Identity, incarnation: Incarnation, load: Load, now: float) -> list[Send]:
         rank = self.ranks.get(sender)
         if rank is None or rank.incarnation != incarnation:
             return []
-        rank.load = load
+        first = rank.load is None
+        effects = self._returned(rank, load.returned, now)
+        if self.moving:
+            for started in load.started:
+                self.moving.pop(started.request_id, None)  # asked for too late
         for request_id in load.ended:
-            rank.remove(request_id)
+            self.moving.pop(request_id, None)
             if self.owner.get(request_id) == sender:
                 del self.owner[request_id]
-        return []
+        self.router.load(rank, load)
+        if rank.retiring:
+            effects += [Send(sender, GiveBack((), everything=True))] if first else self._drained()
+        return effects + (self._serving_change() if rank.serving is not self._serving else [])
+
+    def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
+        """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
+        handles: dict[Identity, list[Handle]] = {}
+        for one in returned:
+            entry = rank.requests.get(one.request_id)
+            if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
+                self.router.drop(rank, one.request_id)
+                del self.owner[one.request_id]
+                self.moving[one.request_id] = now + MOVE_S
+            member = self.members.get(one.detokenizer)
+            if member is not None and member.incarnation == one.incarnation:
+                handles.setdefault(one.detokenizer, []).append(one.handle)
+        return [Send(identity, Readmit(tuple(found))) for identity, found in handles.items()]
+
+    def _rebalance(self, now: float) -> list[Send]:
+        """Ask back what waits at a full rank while another is free."""
+        if not self.router.num_waiting or self.router.num_open < 2 or self.moving:
+            return []  # while some are on their way, the ledger does not show where the room will be
+        effects: list[Send] = []
+        for identity, request_ids in rehome.plan(self.ranks.values()).items():
+            self.moving.update(dict.fromkeys(request_ids, now + MOVE_S))
+            effects.append(Send(identity, GiveBack(tuple(request_ids))))
+        return effects
 
     def _release(self) -> list[Send]:
         """When other ranks serve than before: send on what may go there, in the order of arrival."""
-        serving = frozenset(rank.life for rank in self.ranks.values() if rank.serving)
-        if serving == self._serving_lives:
-            return []
-        self._serving_lives = serving
         effects: list[Send] = []
         for request_id, held in list(self.held.items()):
-            rank = choose(self.ranks.values(), held.admit.dp_rank, held.admit.lost)
-            if rank is not None:
+            choice = self._choose(held.admit)
+            if choice is not None:
                 del self.held[request_id]
-                effects += self._dispatch(rank, held.sender, held.incarnation, held.admit)
+                effects += self._dispatch(choice, held.sender, held.incarnation, held.admit)
         return effects
 
     def _expire(self, now: float, wall_s: float) -> list[Send]:
         effects: list[Send] = []
+        self.moving = {name: until for name, until in self.moving.items() if until > now}
         for request_id, held in list(self.held.items()):
             handle = held.admit.work.handle
             if 0 < held.admit.work.deadline_s <= wall_s:
@@ -266,7 +352,7 @@ class Coordinator:
     def _stats(self) -> list[Send]:
         ranks = tuple(
             control.RankStats(
-                dp_rank=rank.identity.index,
+                dp_rank=self.first_rank + rank.number,
                 num_running=load.num_running,
                 num_waiting=load.num_waiting,
                 kv_cache_usage=rank.kv_pressure,
@@ -285,14 +371,12 @@ class Coordinator:
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
+        self.router.check()
         for rank in self.ranks.values():
             assert rank.identity in self.members, "a rank that is no member"
-            assert rank.prefill_tokens == sum(prompt for prompt, _ in rank.requests.values())
-            assert rank.decode_tokens == sum(output for _, output in rank.requests.values())
             for request_id in rank.requests:
                 assert self.owner.get(request_id) == rank.identity, "a request with two ranks"
         for request_id, identity in self.owner.items():
             assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
         for held in self.held.values():
-            may_go = choose(self.ranks.values(), held.admit.dp_rank, held.admit.lost)
-            assert may_go is None, "held although a rank serves"
+            assert self._choose(held.admit) is None, "held although a rank serves"

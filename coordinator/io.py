@@ -23,7 +23,14 @@ class CoordinatorApp:
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
-        self._core = Coordinator(mesh.config.scheduler.max_waiting, mesh.config.parallel.data_parallel_size)
+        config = mesh.config
+        self._core = Coordinator(
+            config.scheduler.max_waiting,
+            config.parallel.data_parallel_size,
+            config.parallel.dp_routing,
+            config.cache.enable_prefix_caching,
+            config.parallel.data_parallel_rank or 0,
+        )
         self._tick()
         return {}
 

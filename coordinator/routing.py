@@ -1,69 +1,231 @@
-"""Which rank takes a request: the ledger of each rank's load, and the score.
+"""Which rank takes a request: the ledger of each rank's load, and the policies.
 
-Pure. The ledger is event-sourced: dispatch and the end of a request adjust it at once; a rank's own Load only corrects it.
+Pure; owned by core.py. The ledger is event-sourced: dispatch, first token and end of a request adjust it at once; a rank's own
+Load only corrects it. A rank's score is the work that is ahead of it, in decode tokens; a request goes where the score plus the
+prompt tokens that it would have to compute there is least. Candidates are kept sorted, so that a choice does not look at all.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Literal
 
-from meshlm.protocol.admit_edge import Load, SchedulerLife
+from msgspec import Struct
+
+from meshlm.coordinator.ledger import Entry, Rank
+from meshlm.coordinator.prefix_index import MAX_CHUNKS, Chain, Found, PrefixIndex, chain_of
+from meshlm.protocol.admit_edge import Load, SchedulerLife, Started, Work
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
-DECODE_WEIGHT = 1.0  # one outstanding decode token costs about as much as ...
-PREFILL_WEIGHT = 0.1  # ... ten prompt tokens to be computed
-KV_WEIGHT = 2000.0  # a full KV cache, in decode tokens
+Policy = Literal["cache-aware", "least-loaded", "round-robin"]
+Over = dict[Identity, Incarnation]  # schedulers whose lives up to this one have ended
+
+PREFILL_WEIGHT = 0.5  # a prompt token to compute, in outstanding decode tokens
+MISS_WEIGHT = 1.0  # the same of the request itself: it waits for them, and they take time from all others
+FEW = 16  # ranks with a prefix that are looked at one by one
+MOST_LOOKED_AT = 64  # ranks in the order of their score that are looked at for one request
+DEFAULT_OUTPUT = 256.0  # tokens that a request is taken to give before any has ended
+SMOOTHING = 0.02
 
 
-@dataclass(slots=True)
-class Rank:
-    """One scheduler as the coordinator sees it."""
+class Choice(Struct, frozen=True):
+    """A rank, and what its prefix cache saves there."""
 
-    identity: Identity
-    incarnation: Incarnation
-    load: Load | None = None
-    requests: dict[RequestId, tuple[int, int]] = field(default_factory=dict)  # id -> (prompt tokens, max output tokens)
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
+    rank: Rank
+    chain: Chain
+    found: Found
+    cached: int  # prompt tokens
+
+
+class Router:
+    """All ranks that the coordinator knows, and their loads."""
+
+    def __init__(self, policy: Policy, prefix_caching: bool) -> None:
+        self.policy = policy
+        self.ranks: dict[Identity, Rank] = {}
+        self.index = PrefixIndex() if policy == "cache-aware" and prefix_caching else None
+        self.mean_output = DEFAULT_OUTPUT
+        self.num_waiting = 0  # by the ranks' own word
+        self.changes = 0  # counts when other ranks take requests than before
+        self._order: list[tuple[float, int]] = []  # (score, number) of those that take requests
+        self._by_number: dict[int, Rank] = {}
+        self._clock = 0  # counts dispatches
+        self._last = -1  # round-robin: whose turn it was
+        self._turns: list[int] = []  # numbers of those that take requests ...
+        self._turns_at = -1  # ... after so many changes
+
+    # --- ranks come and go ---
+
+    def add(self, rank: Rank) -> None:
+        self.ranks[rank.identity] = self._by_number[rank.number] = rank
+
+    def remove(self, identity: Identity) -> Rank:
+        rank = self.ranks.pop(identity)
+        self._out_of_order(rank)
+        self.changes += 1
+        self.num_waiting -= rank.load.num_waiting if rank.load is not None else 0
+        del self._by_number[rank.number]
+        if self.index is not None:
+            self.index.forget(rank.number)
+        return rank
+
+    def retire(self, rank: Rank, retiring: bool) -> None:
+        """Give it no new requests, or again some."""
+        rank.retiring = retiring
+        self._reorder(rank)
 
     @property
-    def serving(self) -> bool:
-        return self.load is not None and self.load.serving
+    def num_open(self) -> int:
+        """Ranks that take requests."""
+        return len(self._order)
 
-    @property
-    def life(self) -> SchedulerLife:
-        return SchedulerLife(self.identity, self.incarnation)
+    # --- choosing ---
 
-    def add(self, request_id: RequestId, prompt: int, output: int) -> None:
-        self.requests[request_id] = (prompt, output)
-        self.prefill_tokens += prompt
-        self.decode_tokens += output
+    def choose(
+        self, work: Work, wanted: int = -1, lost: Iterable[SchedulerLife] = (), again: bool = False
+    ) -> Choice | None:
+        """The rank for a request: the wanted one, or the policy's; none of those lives that are `lost`, or that came before
+        them. None when none may have it.
 
-    def remove(self, request_id: RequestId) -> None:
-        entry = self.requests.pop(request_id, None)
-        if entry is not None:
-            self.prefill_tokens -= entry[0]
-            self.decode_tokens -= entry[1]
+        `again`: it is taken from a rank for the sake of balance, which round-robin would not give.
+        """
+        over: Over = {life.scheduler: life.incarnation for life in lost}
+        if self.policy == "round-robin" and wanted == -1 and not again:
+            rank = self._next(over)
+            return None if rank is None else Choice(rank, [], [], 0)
+        chain: Chain = []
+        found: Found = []
+        if self.index is not None and work.sampling.prompt_logprobs < 0:
+            chain = chain_of(work.prompt_token_ids, work.cache_salt)
+            found = self.index.find(chain)
+        if wanted != -1:
+            rank = self._by_number.get(wanted)
+            if rank is None or not rank.open or _is_over(rank, over):
+                return None
+        else:
+            rank = self._best(found, over)
+            if rank is None:
+                return None
+        return Choice(rank, chain, found, _cached(found, rank.number))
 
-    @property
-    def kv_pressure(self) -> float:
-        """Share of KV blocks in use, 0 .. 1."""
-        if self.load is None or not self.load.num_blocks:
-            return 0.0
-        return 1.0 - self.load.num_free_blocks / self.load.num_blocks
+    def _next(self, over: Over) -> Rank | None:
+        if self._turns_at != self.changes:
+            self._turns, self._turns_at = sorted(number for _, number in self._order), self.changes
+        at, count = bisect_left(self._turns, self._last + 1), len(self._turns)
+        for number in (self._turns[(at + step) % count] for step in range(count)):
+            if not _is_over(self._by_number[number], over):
+                self._last = number
+                return self._by_number[number]
+        return None
 
-    def score(self) -> float:
-        """Less is better."""
-        return PREFILL_WEIGHT * self.prefill_tokens + DECODE_WEIGHT * self.decode_tokens + KV_WEIGHT * self.kv_pressure
+    def _best(self, found: Found, over: Over) -> Rank | None:
+        """Least score plus prefill. First those that know much, if few; then by score, until none further can be better."""
+        best: Rank | None = None
+        least = float("inf")
+        most = 0  # that a rank may know which is not looked at one by one
+        for cached, mask in found:
+            if mask.bit_count() > FEW:
+                most = max(most, cached)
+                continue
+            while mask:
+                rank = self._by_number[mask.bit_length() - 1]
+                mask ^= 1 << rank.number
+                cost = rank.score - MISS_WEIGHT * cached
+                if rank.open and (cost, rank.number) < (least, best.number if best else 0) and not _is_over(rank, over):
+                    best, least = rank, cost
+        for looked_at, (score, number) in enumerate(self._order):
+            if score - MISS_WEIGHT * most >= least or looked_at >= MOST_LOOKED_AT:
+                break
+            cost = score - MISS_WEIGHT * (_cached(found, number) if most else 0)
+            if cost < least and not _is_over(self._by_number[number], over):
+                best, least = self._by_number[number], cost
+        return best
+
+    # --- the ledger ---
+
+    def dispatch(self, choice: Choice, work: Work, incarnation: Incarnation, pinned: bool) -> None:
+        """The request goes there."""
+        rank, index = choice.rank, self.index
+        self._clock += 1
+        last_use = 0
+        if index is not None and choice.chain:
+            last_use = index.last_use(rank.number, choice.chain, choice.cached)
+            index.add(rank.number, choice.chain, self._clock, rank.kv_tokens, MAX_CHUNKS // len(self.ranks))
+        prefill = (len(work.prompt_token_ids) + len(work.emitted)) // 4 - choice.cached
+        entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation)
+        rank.add(work.request_id, entry)
+        self._reorder(rank)
+
+    def _output(self, work: Work) -> int:
+        """Output tokens to come: known where nothing but max_tokens ends it, else what is usual here."""
+        sampling = work.sampling
+        most = sampling.max_tokens - len(work.emitted) // 4
+        if not sampling.eos_token_ids and not sampling.stop_token_ids:
+            return most
+        return min(most, max(sampling.min_tokens, round(self.mean_output)))
+
+    def drop(self, rank: Rank, request_id: RequestId) -> None:
+        """It is not there any more."""
+        rank.remove(request_id)
+        self._reorder(rank)
+
+    def load(self, rank: Rank, load: Load) -> None:
+        """The rank's own word."""
+        before, rank.load = rank.load, load
+        self.num_waiting += load.num_waiting - (before.num_waiting if before is not None else 0)
+        for started in load.started:
+            self._started(rank, started)
+        if load.ended and before is not None:
+            mean = (load.generation_tokens - before.generation_tokens) / len(load.ended)
+            self.mean_output += min(1.0, SMOOTHING * len(load.ended)) * (mean - self.mean_output)
+        for request_id in load.ended:
+            rank.remove(request_id)
+        unknown = max(0, load.num_running + load.num_waiting - len(rank.requests))
+        rank.unknown_tokens = unknown * round(self.mean_output)
+        self._reorder(rank)
+
+    def _started(self, rank: Rank, started: Started) -> None:
+        entry = rank.started(started.request_id)
+        if entry is None or self.index is None or entry.cached - started.num_cached < 128:
+            return
+        # Its cache is least-recently-used: what was not used since is gone as well.
+        self.index.forget(rank.number, entry.last_use + 1)
+
+    # --- the order ---
+
+    def _reorder(self, rank: Rank) -> None:
+        was_open = rank.in_order
+        self._out_of_order(rank)
+        if rank.open:
+            rank.score = rank.work(PREFILL_WEIGHT)
+            insort(self._order, (rank.score, rank.number))
+            rank.in_order = True
+        self.changes += was_open is not rank.in_order
+
+    def _out_of_order(self, rank: Rank) -> None:
+        if rank.in_order:
+            del self._order[bisect_left(self._order, (rank.score, rank.number))]
+            rank.in_order = False
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        assert self._order == sorted((rank.score, rank.number) for rank in self.ranks.values() if rank.open)
+        loads = [rank.load for rank in self.ranks.values() if rank.load is not None]
+        assert self.num_waiting == sum(load.num_waiting for load in loads)
+        assert {id(rank) for rank in self.ranks.values()} == {id(rank) for rank in self._by_number.values()}
+        for rank in self.ranks.values():
+            rank.check()
+        if self.index is not None:
+            self.index.check()
 
 
-def choose(ranks: Iterable[Rank], wanted: int = -1, lost: Iterable[SchedulerLife] = ()) -> Rank | None:
-    """The rank for a request: the wanted one, or the least loaded; never one that is `lost`. None when none serves."""
-    over = {life.scheduler: life.incarnation for life in lost}
-    candidates = [
-        rank
-        for rank in ranks
-        if rank.serving
-        and wanted in (-1, rank.identity.index)
-        and rank.incarnation > over.get(rank.identity, Incarnation(0))
-    ]
-    return min(candidates, key=lambda rank: (rank.score(), rank.identity.index), default=None)
+def _cached(found: Found, number: int) -> int:
+    """Prompt tokens that this rank knows."""
+    for cached, mask in found:
+        if mask >> number & 1:
+            return cached
+    return 0
+
+
+def _is_over(rank: Rank, over: Over) -> bool:
+    """Whether a detokenizer saw this life end; the coordinator may not have heard yet."""
+    return bool(over) and rank.incarnation <= over.get(rank.identity, 0)

@@ -15,7 +15,7 @@ from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, 
 from meshlm.detokenizer.journal import Journal, is_of
 from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
-from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
@@ -87,6 +87,8 @@ class Detokenizer(Journal):
                 return self._refused(refused)
             case RankLost() as lost:
                 return self._rank_lost(lost.scheduler)
+            case Readmit() as readmit:
+                return self._readmit(readmit)
         return []
 
     # --- prompts ---
@@ -374,8 +376,17 @@ class Detokenizer(Journal):
                 effects += self._admit_again(stream)
         return effects
 
+    def _readmit(self, readmit: Readmit) -> list[Effect]:
+        """Its rank gave it back. Nobody died, so it does not count."""
+        effects: list[Effect] = []
+        for handle in readmit.handles:
+            stream = self.by_handle.get(handle)
+            if stream is not None:
+                effects += self._next_attempt(stream)
+        return effects
+
     def _admit_again(self, stream: Stream) -> list[Effect]:
-        """Go on from the journal, under a new handle so that late tokens find nobody."""
+        """Go on from the journal after a death."""
         stream.fruitless = 0 if len(stream.emitted) > stream.begun_with else stream.fruitless
         stream.fruitless += 1
         stream.begun_with = len(stream.emitted)
@@ -383,6 +394,10 @@ class Detokenizer(Journal):
             text = f"given up after {MAX_ATTEMPTS} attempts without a token: each time its scheduler or the coordinator died"
             self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
+        return self._next_attempt(stream)
+
+    def _next_attempt(self, stream: Stream) -> list[Effect]:
+        """Under a new handle, so that late tokens find nobody."""
         del self.by_handle[stream.handle]
         stream.attempt += 1
         stream.handle = self._new_handle()

@@ -75,7 +75,7 @@ class Stream:
         self.scheduler: SchedulerLife | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
         self.fruitless = 0  # attempts since the last token that ended with the death of a scheduler or the coordinator
-        self.begun_with = 0  # tokens that there were when this attempt began
+        self.begun_with = 0  # tokens that there were after the last such death
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens

@@ -79,6 +79,7 @@ class Metrics:
             multiprocess_mode="mostrecent",
         ).labels(model)
         self._model = model
+        self._engines: set[str] = set()
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
@@ -86,6 +87,11 @@ class Metrics:
     def mesh(self, stats: MeshStats) -> None:
         """The schedulers' figures, as the coordinator collected them, and its own."""
         self._held.set(stats.num_held)
+        engines = {str(rank.dp_rank) for rank in stats.ranks}
+        for gone in self._engines - engines:  # its last figures stay in the shared files, so they must be right
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+                self._gauges[name].labels(self._model, gone).set(0)
+        self._engines = engines
         for rank in stats.ranks:
             values = (
                 rank.num_running,

@@ -73,7 +73,13 @@ class RankLost(Struct, frozen=True, tag="rank_lost"):
     scheduler: SchedulerLife
 
 
-CoordinatorToDetokenizer = Routed | Refused | RankLost
+class Readmit(Struct, frozen=True, tag="readmit"):
+    """No rank has these any more, or soon none will: admit them again as a new attempt. Unknown handles are ignored."""
+
+    handles: tuple[Handle, ...]
+
+
+CoordinatorToDetokenizer = Routed | Refused | RankLost | Readmit
 
 
 class Assign(Struct, frozen=True, tag="assign"):
@@ -84,7 +90,31 @@ class Assign(Struct, frozen=True, tag="assign"):
     incarnation: Incarnation  # of the detokenizer: a request whose detokenizer was replaced is dropped
 
 
-CoordinatorToScheduler = Assign | AbortRequests
+class GiveBack(Struct, frozen=True, tag="give_back"):
+    """Drop those of these requests that have not started, and say which in Load.returned. No terminal message is sent for them."""
+
+    request_ids: tuple[RequestId, ...]
+    everything: bool = False  # all that have not started: the rank is going to end
+
+
+CoordinatorToScheduler = Assign | AbortRequests | GiveBack
+
+
+class Started(Struct, frozen=True, array_like=True):
+    """A request's first token is sampled."""
+
+    request_id: RequestId
+    num_cached: int  # prompt tokens that were found in the prefix cache
+
+
+class Returned(Struct, frozen=True, array_like=True):
+    """A request that was given back; nothing of it is left at the rank."""
+
+    request_id: RequestId
+    attempt: int
+    handle: Handle
+    detokenizer: Identity
+    incarnation: Incarnation  # of the detokenizer
 
 
 class Load(Struct, frozen=True, tag="load"):
@@ -103,6 +133,10 @@ class Load(Struct, frozen=True, tag="load"):
     prompt_tokens: int = 0  # computed, since start
     generation_tokens: int = 0  # since start
     serving: bool = True  # its workers are ready
+    block_size: int = 16
+    live_tokens: int = 0  # output tokens that requests which have not ended got from this rank
+    started: tuple[Started, ...] = ()  # since the last Load
+    returned: tuple[Returned, ...] = ()  # since the last Load
 
 
 SchedulerToCoordinator = Load

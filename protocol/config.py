@@ -139,6 +139,23 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     ] = ""
     master_port: Annotated[int, Meta(ge=1, le=65535, description="its port; rank R uses this + R")] = 29501
 
+    dp_routing: Annotated[
+        Literal["cache-aware", "least-loaded", "round-robin"], Meta(description="which rank takes a request")
+    ] = "cache-aware"
+    data_parallel_hybrid_lb: Annotated[
+        bool, Meta(description="this node serves its own ranks; an outer balancer is over the nodes")
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool, Meta(description="this mesh is one rank of several behind an outer balancer; needs --data-parallel-rank")
+    ] = False
+    data_parallel_rank: (
+        Annotated[
+            int,
+            Meta(ge=0, le=1023, description="which rank this mesh is; implies external-lb", extra={"short": "-dpn"}),
+        ]
+        | None
+    ) = None
+
     @property
     def workers_per_rank(self) -> int:
         """Workers of one scheduler."""

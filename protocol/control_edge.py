@@ -55,6 +55,12 @@ class Profiled(Struct, frozen=True, tag="profiled"):
     error: str = ""
 
 
+class RankDrained(Struct, frozen=True, tag="rank_drained"):
+    """The coordinator's word: nothing is left at this rank, which was to be removed. Said every second until it is gone."""
+
+    dp_rank: int
+
+
 class Died(Struct, frozen=True, tag="died"):
     """A process is gone (seen by its host's pidfd). Drop its link at once."""
 
@@ -81,8 +87,14 @@ class OpenRequests(Struct, frozen=True, tag="open_requests"):
     num_open: int
 
 
-ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled | OpenRequests
-SupervisorToChild = Died | Shutdown | Profile | Profiled | Refuse
+class SetRanks(Struct, frozen=True, tag="set_ranks"):
+    """To the coordinator: the mesh has this many ranks from now on. Those from there on get no more requests and are drained."""
+
+    num_ranks: int
+
+
+ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled | RankDrained | OpenRequests
+SupervisorToChild = Died | Shutdown | Profile | Profiled | SetRanks | Refuse
 
 
 class NodeJoin(Struct, frozen=True, tag="node_join"):

@@ -6,7 +6,7 @@ flight. Called by io.py; never sees a socket or a clock.
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Returned, Started, Work
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady
@@ -37,6 +37,9 @@ class Scheduler:
         self._lives: dict[Identity, Incarnation] = {}  # of the detokenizers that can be reached
         self._early: list[Assign] = []  # for detokenizers that cannot yet: their tokens would be lost
         self._ended: list[RequestId] = []
+        self._started: list[Started] = []
+        self._returned: list[Returned] = []
+        self._live_tokens = 0  # that requests which have not ended got here
         self._prompt_tokens = self._generation_tokens = 0
         self._last_done_ns = 0
         self._last_load: Load | None = None
@@ -83,6 +86,8 @@ class Scheduler:
                 for request_id in abort.request_ids:
                     self._drop(self.requests.get(request_id))
                 self._drop_early(abort)
+            case GiveBack() as ask:
+                self._give_back(ask)
             case WorkerReady() as ready:
                 self._worker_ready(event.sender, ready)
             case Standing() as standing:
@@ -154,6 +159,7 @@ class Scheduler:
         self.batching.remove(request)
         request.move(RequestState.FINISHED)
         del self.requests[request.work.request_id]
+        self._live_tokens -= len(request.tokens) - request.num_given
         self._ended.append(request.work.request_id)
 
     def _drop_early(self, abort: AbortRequests) -> None:
@@ -161,6 +167,19 @@ class Scheduler:
         gone = [assign for assign in self._early if assign.work.request_id in abort.request_ids]
         self._early = [assign for assign in self._early if assign not in gone]
         self._ended += [assign.work.request_id for assign in gone]
+
+    def _give_back(self, ask: GiveBack) -> None:
+        """Drop what has not started, so that it may go elsewhere."""
+        for request_id in list(self.requests) if ask.everything else ask.request_ids:
+            request = self.requests.get(request_id)
+            if request is not None and request.state is RequestState.WAITING:
+                self._returned.append(_returned(request.work, request.detokenizer, request.incarnation))
+                self._drop(request)
+                self._ended.pop()  # it has not ended: it goes on elsewhere
+        leaving = [one for one in self._early if ask.everything or one.work.request_id in ask.request_ids]
+        if leaving:
+            self._early = [one for one in self._early if one not in leaving]
+            self._returned += [_returned(one.work, one.detokenizer, one.incarnation) for one in leaving]
 
     def _expire(self, wall_s: float, output: Output) -> None:
         for request in list(self.requests.values()):
@@ -277,9 +296,11 @@ class Scheduler:
         detokenizer: Identity | None = None
         box = None
         finished = RequestState.FINISHED
+        num_dead = 0
         for request, token in zip(batch, tokens, strict=True):
             if request.state is finished:
-                continue  # it ended while this step was in flight
+                num_dead += 1  # it ended while this step was in flight
+                continue
             if box is None or request.detokenizer is not detokenizer:
                 detokenizer = request.detokenizer
                 box = output.of(detokenizer)
@@ -289,6 +310,7 @@ class Scheduler:
             length = len(known)
             row = box.token(request.handle, length - 1 - request.num_prompt, token)
             if request.num_cached >= 0:
+                self._started.append(Started(request.work.request_id, request.num_cached))
                 box.first(row, request)
             if length % block_size == 1:
                 self.batching.appended(request, length)
@@ -299,6 +321,7 @@ class Scheduler:
                 box.ended.append(Ended(row, FinishReason.LENGTH))
                 self._drop(request)
         self._generation_tokens += len(batch)
+        self._live_tokens += len(batch) - num_dead
 
     def _tokens_with_details(
         self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
@@ -333,7 +356,9 @@ class Scheduler:
         batching = self.batching
         last = self._last_load
         counts = (len(batching.running), len(batching.waiting), self.serving)
-        if last is not None and not self._ended and counts == (last.num_running, last.num_waiting, last.serving):
+        started = self._started
+        news = self._ended or self._returned or started
+        if last is not None and not news and counts == (last.num_running, last.num_waiting, last.serving):
             return []
         self._last_load = load = Load(
             num_running=counts[0],
@@ -349,8 +374,12 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             serving=self.serving,
+            block_size=batching.block_size,
+            live_tokens=self._live_tokens,
+            started=tuple(started),
+            returned=tuple(self._returned),
         )
-        self._ended = []
+        self._ended, self._returned, self._started = [], [], []
         return [Send(COORDINATOR, load)]
 
     def check(self) -> None:
@@ -361,6 +390,7 @@ class Scheduler:
             "a request is in no queue, or a ghost in one"
         )
         assert len(self.inflight) <= self._depth + 1
+        assert self._live_tokens == sum(len(r.tokens) - r.num_given for r in self.requests.values())
         owed: dict[int, int] = {}
         for record in self.inflight:
             for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
@@ -368,3 +398,7 @@ class Scheduler:
         for request in self.requests.values():
             assert request.num_inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
             assert len(request.tokens) + request.num_inflight <= request.max_len, "more tokens than allowed"
+
+
+def _returned(work: Work, detokenizer: Identity, incarnation: Incarnation) -> Returned:
+    return Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation)

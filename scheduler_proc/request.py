@@ -49,6 +49,7 @@ class Request:
         "num_cached",
         "num_computed",
         "num_crashes",
+        "num_given",
         "num_inflight",
         "num_prompt",
         "num_remembered",
@@ -65,6 +66,7 @@ class Request:
         self.work, self.detokenizer, self.incarnation = work, detokenizer, incarnation
         self.handle = work.handle
         self.tokens = array("i", work.prompt_token_ids + work.emitted)
+        self.num_given = len(self.tokens)  # when it came here
         self.num_prompt = len(work.prompt_token_ids) // 4
         self.max_len = min(self.num_prompt + work.sampling.max_tokens, max_model_len)
         self.stop_ids = frozenset(work.sampling.stop_token_ids) | frozenset(work.sampling.eos_token_ids)

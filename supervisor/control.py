@@ -41,6 +41,9 @@ class MeshStatus(Struct, frozen=True):
     run_dir: str = ""
     version: str = ""
     ready: bool = False
+    data_parallel_size: int = 1
+    scaling: str = ""  # what is being changed
+    scaling_failed: str = ""  # why the last change was undone
 
 
 async def serve(run_dir: Path, answer: Callable[[dict[str, object]], object]) -> asyncio.Server:

@@ -5,6 +5,10 @@ Called by io.py with what it saw (pidfds, messages, timers); answers with what t
 A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Later a dead
 process is started again, at once where it had done its job for a while, else with exponential backoff, until `max_restarts`
 within `WINDOW_S` seconds are used up. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
+
+Processes may be added to a running mesh and taken out of it, one change at a time. New ones are on trial until all of them are
+ready: when one fails they are all taken away again, and nothing else is touched. Those that leave are not started again; they are
+asked to stop when they are drained, or at their deadline.
 """
 
 from collections.abc import Iterable
@@ -66,6 +70,25 @@ class Start(Struct, frozen=True, tag="start"):
     """Start everything."""
 
 
+class Add(Struct, frozen=True, tag="add"):
+    """Start these too."""
+
+    identities: tuple[Identity, ...]
+
+
+class Retire(Struct, frozen=True, tag="retire"):
+    """Take these out, when they are drained or at `deadline`."""
+
+    identities: tuple[Identity, ...]
+    deadline: float
+
+
+class Drained(Struct, frozen=True, tag="drained"):
+    """These have nothing left to do. Those that do not leave are ignored."""
+
+    identities: tuple[Identity, ...]
+
+
 class Stop(Struct, frozen=True, tag="stop"):
     """End everything in good order."""
 
@@ -74,7 +97,7 @@ class Tick(Struct, frozen=True, tag="tick"):
     """Time went on."""
 
 
-Event = Exited | BecameReady | Beaten | SaidFailed | Start | Stop | Tick
+Event = Exited | BecameReady | Beaten | SaidFailed | Start | Add | Retire | Drained | Stop | Tick
 
 
 class Spawn(Struct, frozen=True, tag="spawn"):
@@ -100,6 +123,18 @@ class Replace(Struct, frozen=True, tag="replace"):
     reason: str
 
 
+class Kill(Struct, frozen=True, tag="kill"):
+    """At once; its Exited follows."""
+
+    identity: Identity
+
+
+class Changed(Struct, frozen=True, tag="changed"):
+    """What was added is ready, or what left is gone. With a failure: what was added is taken away again, and this is why."""
+
+    failure: str = ""
+
+
 class AllReady(Struct, frozen=True, tag="all_ready"):
     """Every process was ready at the same time, for the first time."""
 
@@ -114,7 +149,7 @@ class GiveUp(Struct, frozen=True, tag="give_up"):
     message: str
 
 
-Effect = Spawn | TellDied | AskToStop | Replace | AllReady | AllStopped | GiveUp
+Effect = Spawn | TellDied | AskToStop | Replace | Kill | Changed | AllReady | AllStopped | GiveUp
 
 
 @dataclass(slots=True)
@@ -135,6 +170,8 @@ class Process:
     restart_at: float = 0.0
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
+    on_trial: bool = False  # added, and not all that were added are ready yet
+    leaves_at: float | None = None  # it leaves the mesh, at the latest then
 
 
 class Group:
@@ -159,6 +196,7 @@ class Group:
         self._started_at = 0.0
         self._ticked_at = 0.0
         self._last_incarnation = 0
+        self._failure = ""  # why what was added is taken away again
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """`now` in seconds; any clock that does not go back, near enough to the epoch for incarnations."""
@@ -168,6 +206,12 @@ class Group:
             case Start():
                 self._started_at = self._ticked_at = now
                 return [self._spawn(process, now) for process in self.processes.values()]
+            case Add():
+                return self._add(event.identities, now)
+            case Retire():
+                return self._retire(event)
+            case Drained():
+                return [effect for identity in event.identities for effect in self._let_go(identity)]
             case Stop():
                 return self._stop()
             case Tick():
@@ -205,7 +249,62 @@ class Group:
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
             self.was_ready = True
             return [AllReady()]
+        if process.on_trial and all(p.state is State.READY for p in self.processes.values() if p.on_trial):
+            for added in self.processes.values():
+                added.on_trial = False
+            return [Changed()]
         return []
+
+    # --- processes that come and go ---
+
+    @property
+    def changing(self) -> bool:
+        """Some are on trial or leave."""
+        return any(process.on_trial or process.leaves_at is not None for process in self.processes.values())
+
+    def _add(self, identities: Iterable[Identity], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for identity in identities:
+            self.processes[identity] = process = Process(identity, on_trial=True)
+            effects.append(self._spawn(process, now))
+        return effects
+
+    def _retire(self, event: Retire) -> list[Effect]:
+        effects: list[Effect] = []
+        for identity in event.identities:
+            process = self.processes[identity]
+            process.leaves_at = event.deadline
+            if process.state is State.BACKOFF:
+                effects += self._gone(process)
+        return effects
+
+    def _let_go(self, identity: Identity) -> list[Effect]:
+        process = self.processes.get(identity)
+        if process is None or process.leaves_at is None or process.state is State.STOPPING:
+            return []
+        process.state = State.STOPPING
+        return [AskToStop(identity)]
+
+    def _gone(self, process: Process) -> list[Effect]:
+        """It has left."""
+        del self.processes[process.identity]
+        if self.changing:
+            return []
+        failure, self._failure = self._failure, ""
+        return [Changed(failure)]
+
+    def _withdraw(self, words: str, now: float) -> list[Effect]:
+        """Take away all that are on trial."""
+        self._failure = words
+        effects: list[Effect] = []
+        for process in [process for process in self.processes.values() if process.on_trial]:
+            process.on_trial, process.leaves_at = False, now
+            if process.state in (State.STARTING, State.READY):
+                process.state = State.STOPPING
+                effects.append(Kill(process.identity))
+        return effects
+
+    # --- deaths ---
 
     def _exited(self, process: Process, code: int, now: float) -> list[Effect]:
         if self.stopping:
@@ -214,6 +313,12 @@ class Group:
         words = process.last_words or f"{process.identity} ended without a word ({exit_text(code)})"
         if not self.was_ready:
             return self._give_up(words)
+        died = TellDied(process.identity, process.incarnation)
+        if process.on_trial:
+            process.state = State.STOPPED
+            return [died, *self._withdraw(words, now), *self._gone(process)]
+        if process.leaves_at is not None:
+            return [died, *self._gone(process)]
         process.deaths = [at for at in process.deaths if now - at < WINDOW_S] + [now]
         if len(process.deaths) > self.max_restarts:
             return self._give_up(
@@ -225,7 +330,6 @@ class Group:
         process.early_deaths = 0 if steady else process.early_deaths + 1
         nth = process.early_deaths
         process.restart_at = now + (min(FIRST_BACKOFF_S * 2.0 ** min(nth - 2, 10), MAX_BACKOFF_S) if nth > 1 else 0.0)
-        died = TellDied(process.identity, process.incarnation)
         return [died, *self._tick(now)]
 
     def _tick(self, now: float) -> list[Effect]:
@@ -236,8 +340,16 @@ class Group:
             late = ", ".join(str(p.identity) for p in self.processes.values() if p.state is not State.READY)
             return self._give_up(f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {late}")
         self._forgive_own_sleep(now)
+        overdue = [p for p in self.processes.values() if p.on_trial and now - p.started_at > self.start_deadline_s]
+        if overdue:
+            names = ", ".join(str(p.identity) for p in overdue if p.state is not State.READY)
+            effects += self._withdraw(
+                f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {names}", now
+            )
         for process in self.processes.values():
-            if process.state is State.BACKOFF and now >= process.restart_at:
+            if process.leaves_at is not None and now >= process.leaves_at:
+                effects += self._let_go(process.identity)
+            elif process.state is State.BACKOFF and now >= process.restart_at:
                 effects.append(self._spawn(process, now))
             elif reason := self._stuck(process, now):
                 process.beaten_at = process.moved_at = now
@@ -268,6 +380,7 @@ class Group:
             return []
         self.stopping = True
         for process in self.processes.values():
+            process.on_trial = False
             if process.state is State.BACKOFF:
                 process.state = State.STOPPED
         return [AllStopped()] if self._all_stopped() else self._ask_next()
@@ -297,6 +410,10 @@ class Group:
         for process in self.processes.values():
             assert len(process.deaths) <= self.max_restarts + 1, f"{process.identity} died too often to be alive"
             assert not (self.stopping and process.state is State.BACKOFF)
+            assert not (process.on_trial and process.leaves_at is not None), "it comes and goes"
+            assert not (process.leaves_at is not None and process.state is State.BACKOFF), (
+                "one that leaves is not started"
+            )
 
 
 def exit_text(code: int) -> str:

@@ -22,8 +22,9 @@ from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import control, group, layout, network, rolling, rundir
 from meshlm.supervisor.children import Child
 from meshlm.supervisor.display import StartDisplay
-from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.operations import Operations
+from meshlm.supervisor.scaling import Scaling
 from meshlm.supervisor.traces import Traces
 
 TICK_S = 0.1
@@ -63,12 +64,11 @@ class Supervisor:
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
+        self._scaling = Scaling(identities)
 
     async def start(self) -> None:
         """Write mesh.json, open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
-        file = self._run_dir / rundir.CONFIG_FILE
-        file.touch(mode=0o600)
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(self.config)))
+        rundir.write_config(self._run_dir, self.config)
         incarnation = Incarnation(time.time_ns())
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
         self._mesh = Mesh(me, incarnation, self.config, self)
@@ -147,6 +147,8 @@ class Supervisor:
                 task.add_done_callback(self._tasks.discard)
             case edge.Profiled():
                 self._traces.answered(peer, message)
+            case edge.RankDrained():
+                self._do(group.Drained(self._scaling.of_rank(message.dp_rank)))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
@@ -156,6 +158,8 @@ class Supervisor:
             self.send(peer, edge.Refuse(True))
         if peer.role is Role.SUPERVISOR and self._network is not None:
             self._network.on_up(peer)
+        if peer.role is Role.COORDINATOR:
+            self._tell_ranks()  # it may have read mesh.json before the last change
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         """Deaths of children are the pidfds' to see."""
@@ -188,15 +192,23 @@ class Supervisor:
                 self._spawn(effect.identity, effect.incarnation)
             case group.TellDied():
                 if not self._group.restarting:
-                    self._display.line(f"{effect.identity} died and is started again")
+                    leaves = effect.identity not in self._group.processes
+                    self._display.line(f"{effect.identity} " + ("has left" if leaves else "died and is started again"))
                 died = edge.Died(effect.identity, effect.incarnation)
                 self.tell_died(died)
                 if self._network is not None:
                     self._network.died(died)
+            case group.AskToStop() if self._group.stopping:
+                self._ask_to_stop(effect.identity)  # `stop` has set the limit for all
             case group.AskToStop():
-                self._ask_to_stop(effect.identity)
+                self._ask_to_leave(effect.identity)
             case group.Replace():
                 self._replace(effect)
+            case group.Kill():
+                if effect.identity in self._children:
+                    self._children[effect.identity].kill()
+            case group.Changed():
+                self._changed(effect.failure)
             case rolling.Prepare():
                 self._prepare(effect.identity)
             case rolling.AskToLeave():
@@ -256,7 +268,7 @@ class Supervisor:
         self._loop.call_soon(self._do, group.Exited(child.identity, child.incarnation, code))
 
     def _ask_to_leave(self, identity: Identity) -> None:
-        """Another process is there for it; it is killed when it takes too long."""
+        """Another process is there for it, or the mesh is to be smaller; it is killed when it takes too long."""
         self._ask_to_stop(identity, handover=identity.role is Role.FRONTEND)
         child = self._children.get(identity)
         if child is not None:
@@ -331,15 +343,60 @@ class Supervisor:
         else:
             self.ended.set_exception(StartError(failure))
 
+    # --- scaling ---
+
+    def scale(self, num_ranks: object, drain_s: object) -> str:
+        """Begin to have another number of ranks; what is wrong with that, "" when nothing is."""
+        if not self.ready.is_set() or self._group.stopping:
+            return "the mesh is not ready yet" if not self._group.stopping else "the mesh is stopping"
+        if self._group.changing:
+            return f"the mesh is being scaled already: {self._scaling.doing}"
+        if self._group.restarting:
+            return "a restart is under way"
+        try:
+            change = self._scaling.begin(self.config, num_ranks, drain_s)
+        except UsageError as error:
+            return str(error)
+        if change is not None:
+            self._display.line(self._scaling.doing)
+            self._set_config(change.config)
+            if change.added:
+                self._do(group.Add(change.added))
+            else:
+                self._do(group.Retire(change.removed, time.time() + change.drain_s))
+        return ""
+
+    def _changed(self, failure: str) -> None:
+        """The end of a change. What failed is undone."""
+        before = self._scaling.end(failure)
+        if failure and before is not None:
+            self._set_config(before)
+        text = f"scaling failed: {failure}" if failure else f"ranks: {self.config.parallel.data_parallel_size}"
+        self._display.line(text)
+
+    def _set_config(self, config: MeshConfig) -> None:
+        """For processes that start from now on, and for the coordinator."""
+        self.config = config
+        rundir.write_config(self._run_dir, config)
+        self._tell_ranks()
+
+    def _tell_ranks(self) -> None:
+        self.send(Identity(Role.COORDINATOR), edge.SetRanks(self.config.parallel.data_parallel_size))
+
     # --- status ---
 
     def _answer(self, request: dict[str, object]) -> object:
-        if request.get("command") == "status":
-            return msgspec.to_builtins(self.status())
-        if request.get("command") in Operations.COMMANDS:
-            return self._operations.answer(request)
-        known = ", ".join(("status", *Operations.COMMANDS))
-        return {"error": f"unknown command {request.get('command')!r}; known: {known}"}
+        match request.get("command"):
+            case "status":
+                return msgspec.to_builtins(self.status())
+            case "scale":
+                error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
+                return {"error": error} if error else msgspec.to_builtins(self.status())
+            case command if command in Operations.COMMANDS:
+                return self._operations.answer(request)
+            case unknown:
+                known = ", ".join(("status", "scale", *Operations.COMMANDS))
+                return {"error": f"unknown command {unknown!r}; known: {known}"}
 
     def status(self) -> control.MeshStatus:
         """The state of all processes, the supervisor first."""
@@ -383,6 +440,9 @@ class Supervisor:
             run_dir=str(self._run_dir),
             version=__version__,
             ready=self.ready.is_set() and all(row.state == "ready" for row in rows),
+            data_parallel_size=self.config.parallel.data_parallel_size,
+            scaling=self._scaling.doing,
+            scaling_failed=self._scaling.failed,
         )
 
 

@@ -54,6 +54,8 @@ class Operations:
             return {"error": "the mesh is still starting"}
         if self._group.restarting:
             return {"error": "a restart is under way"}
+        if self._group.changing:
+            return {"error": "the mesh is being scaled"}
         try:
             identities = rolling.chosen(what, self._group.processes)
         except ValueError as error:

@@ -14,7 +14,7 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime import model_files
-from meshlm.supervisor import parallel
+from meshlm.supervisor import balancing, parallel
 from meshlm.supervisor.errors import StartError, UsageError
 
 Device = Literal["cpu", "cuda", "fake"]
@@ -25,6 +25,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file."""
+    config = msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel))
     try:
         files = model_files.resolve_model(
             config.model.model,

@@ -229,7 +229,7 @@ class Rolling(Group):
         spares = [identity for identity in self.processes if identity.index >= SPARE_INDEX]
         step = self._step
         if not self.stopping and not self.gave_up:
-            leaving = [p.identity for p in self.processes.values() if p.state is State.STOPPING]
+            leaving = [p.identity for p in self.processes.values() if p.state is State.STOPPING and p.leaves_at is None]
             allowed: list[Identity | None] = [] if step is None else [step.identity, step.spare]
             assert all(identity in allowed for identity in leaving), "it leaves, and nobody replaces it"
             assert all(identity in allowed for identity in spares), "a spare that nobody needs"

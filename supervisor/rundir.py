@@ -12,6 +12,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity
 from meshlm.supervisor.errors import StartError
 
@@ -86,6 +89,14 @@ def _empty(path: Path) -> None:
             entry.unlink()
         elif entry.name == "metrics":
             shutil.rmtree(entry)
+
+
+def write_config(path: Path, config: MeshConfig) -> None:
+    """Write mesh.json: whole, or as it was before, whenever a process reads it."""
+    new = path / f"{CONFIG_FILE}.new"
+    new.touch(mode=0o600)
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    new.replace(path / CONFIG_FILE)
 
 
 def running(base: Path) -> list[Path]:

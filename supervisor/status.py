@@ -66,7 +66,9 @@ def _ports(alive: dict[int, Path]) -> str:
 
 def show(status: control.MeshStatus) -> None:
     """A table for people."""
-    table = Table(title=f"{status.model} on port {status.port}" + ("" if status.ready else " (not ready)"))
+    ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
+    state = f" ({status.scaling})" if status.scaling else "" if status.ready else " (not ready)"
+    table = Table(title=f"{status.model} on port {status.port}{ranks}{state}")
     headings = ["process", "host"] if any(process.host for process in status.processes) else ["process"]
     for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
         table.add_column(heading, justify="right" if heading in ("pid", "uptime", "restarts", "memory") else "left")

@@ -8,10 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S, Coordinator, PeerLost, Received, Send, Tick
-from meshlm.coordinator.routing import Rank, choose
+from meshlm.coordinator.core import (
+    HOLD_S,
+    RESUME_HOLD_S,
+    SUPERVISOR,
+    Coordinator,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+)
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, Load, Refused, Routed, SchedulerLife, Work
+from meshlm.protocol.admit_edge import (
+    AbortRequests,
+    Admit,
+    Assign,
+    GiveBack,
+    Load,
+    Readmit,
+    Refused,
+    Returned,
+    Routed,
+    SchedulerLife,
+    Started,
+    Work,
+)
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -119,7 +140,8 @@ def test_a_newer_life_replaces_the_older_one() -> None:
     last = told(bench.join(S0, life=2))
     assert last[D0].members == (member(D0), member(S0, 2))
     assert bench.core.owner == {}
-    assert bench.core.ranks[S0] == Rank(S0, Incarnation(2)), "it says by Load when it serves"
+    assert bench.core.ranks[S0].life == SchedulerLife(S0, Incarnation(2))
+    assert not bench.core.ranks[S0].serving, "it says by Load when it serves"
     assert bench.lost(S0, life=1) == [], "the late news of the older one's death"
 
 
@@ -211,15 +233,6 @@ def test_long_requests_and_a_full_cache_count() -> None:
     assert [assigned(bench, admit(str(n), max_tokens=100)) for n in range(4, 8)] == [S0] * 4
 
 
-def test_a_prompt_token_costs_a_tenth_of_an_output_token() -> None:
-    prompts, outputs = Rank(S0, LIFE), Rank(S1, LIFE)
-    prompts.add(RequestId("a"), 1000, 0)
-    outputs.add(RequestId("b"), 0, 99)
-    assert prompts.score() > outputs.score()
-    outputs.add(RequestId("c"), 20, 0)
-    assert prompts.score() < outputs.score()
-
-
 def test_a_wanted_rank_is_respected() -> None:
     bench = Bench(D0, S0, S1)
     assert [assigned(bench, admit(str(n), dp_rank=1)) for n in range(3)] == [S1] * 3
@@ -230,49 +243,6 @@ def test_a_rank_that_does_not_serve_gets_nothing() -> None:
     bench.join(S2)  # no Load yet
     bench.says(S0, load(serving=False))
     assert {assigned(bench, admit(str(n))) for n in range(4)} == {S1}
-
-
-@pytest.mark.parametrize("wanted", [-1, 0, 7])
-def test_nobody_serves(wanted: int) -> None:
-    assert choose([], wanted) is None
-    assert choose([Rank(S0, LIFE), Rank(S1, LIFE, load(serving=False))], wanted) is None
-
-
-ranks = st.builds(
-    lambda index, free, requests, serving: (index, free, requests, serving),
-    st.integers(0, 5),
-    st.integers(0, 100),
-    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), max_size=4),
-    st.booleans(),
-)
-
-
-@given(st.lists(ranks, max_size=5, unique_by=lambda rank: rank[0]), st.integers(-1, 5))
-def test_choose_takes_the_best_of_those_allowed_whatever_their_order(
-    given_ranks: list[tuple[int, int, list[tuple[int, int]], bool]], wanted: int
-) -> None:
-    found: list[Rank] = []
-    for index, free, requests, serving in given_ranks:
-        rank = Rank(Identity(Role.SCHEDULER, index), LIFE, load(free=free, serving=serving))
-        for number, (prompt, output) in enumerate(requests):
-            rank.add(RequestId(f"{index}-{number}"), prompt, output)
-        found.append(rank)
-    allowed = [rank for rank in found if rank.serving and wanted in (-1, rank.identity.index)]
-    best = choose(found, wanted)
-    assert best is choose(reversed(found), wanted)
-    assert (best is None) == (not allowed)
-    assert best is None or all(best.score() <= rank.score() for rank in allowed)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 99), st.integers(0, 99))))
-def test_the_ledger_is_the_sum_of_its_requests(history: list[tuple[str, bool, int, int]]) -> None:
-    rank = Rank(S0, LIFE)
-    for name, comes, prompt, output in history:
-        rank.remove(RequestId(name))
-        if comes:
-            rank.add(RequestId(name), prompt, output)
-        assert rank.prefill_tokens == sum(entry[0] for entry in rank.requests.values())
-        assert rank.decode_tokens == sum(entry[1] for entry in rank.requests.values())
 
 
 # --- holding and refusing ---
@@ -458,7 +428,7 @@ def test_a_request_admitted_again_leaves_its_old_rank() -> None:
     assert assigned(bench, admit("a", max_tokens=50)) == S0
     assert assigned(bench, admit("a", attempt=1), sender=D1) == S1
     assert bench.core.owner == {"a": S1}
-    assert bench.core.ranks[S0].score() == 0
+    assert bench.core.ranks[S0].score == 0
     bench.says(S0, load(ended=(RequestId("a"),)))
     assert bench.core.owner == {"a": S1}, "the old rank's end is not the new one's"
 
@@ -573,6 +543,85 @@ def test_a_dead_detokenizers_held_requests_are_dropped() -> None:
     assert [send.to for send in refused] == [D1]
 
 
+# --- moving ---
+
+
+def back(name: str, attempt: int = 0, handle: int = 1) -> Returned:
+    return Returned(RequestId(name), attempt, Handle(handle), D0, LIFE)
+
+
+def test_a_new_rank_takes_what_waits_behind_a_full_one() -> None:
+    bench = Bench(D0, S0)
+    for number in range(8):
+        bench.says(D0, admit(f"r{number}", handle=number, max_tokens=100))
+    begun = tuple(Started(RequestId(f"r{number}"), 0) for number in range(2))
+    assert only(bench.says(S0, load(2, 6, started=begun)), GiveBack) == []
+    bench.join(S1)
+    (ask,) = only(bench.says(S1, load(free=90)), GiveBack)
+    assert ask == Send(S0, GiveBack(tuple(RequestId(f"r{number}") for number in (7, 6, 5, 4))))
+    assert only(bench.tick(), GiveBack) == [], "it was asked"
+    (told,) = only(bench.says(S0, load(2, 3, returned=(back("r7", 0, 7), back("r6", 0, 6)))), Readmit)
+    assert told == Send(D0, Readmit((Handle(7), Handle(6))))
+    assert set(bench.core.owner) == {f"r{number}" for number in range(6)}
+    sends = bench.says(D0, admit("r7", handle=9, attempt=1, max_tokens=100))
+    assert [(send.to, type(send.message)) for send in sends] == [(S1, Assign), (D0, Routed)], "nobody else has it"
+
+
+def test_what_its_client_sent_to_a_rank_stays_there() -> None:
+    bench = Bench(D0, S0, S1)
+    for number in range(8):
+        bench.says(D0, admit(f"r{number}", dp_rank=0, max_tokens=100))
+    bench.says(S0, load(1, 7))
+    assert only(bench.tick(), GiveBack) == []
+
+
+def test_a_removed_rank_gets_nothing_new_and_gives_back_what_waits() -> None:
+    bench = Bench(D0, S0, S1, num_ranks=2)
+    assert assigned(bench, admit("running", dp_rank=1)) == S1
+    assert assigned(bench, admit("waiting", dp_rank=1, handle=5)) == S1
+    sends = bench.says(SUPERVISOR, control.SetRanks(1))
+    assert sends == [Send(S1, GiveBack((), everything=True))]
+    assert assigned(bench, admit("new")) == S0
+    (told,) = only(bench.says(S1, load(1, 0, returned=(back("waiting", 0, 5),))), Readmit)
+    assert told == Send(D0, Readmit((Handle(5),)))
+    assert assigned(bench, admit("waiting", attempt=1, dp_rank=1)) == S0, "its rank is no more, and it was let in"
+    (refused,) = bench.says(D0, admit("late", dp_rank=1))
+    assert isinstance(refused.message, Refused)
+    drained = control.RankDrained(1)
+    assert [send.message for send in bench.says(S1, load(ended=(RequestId("running"),)))] == [drained]
+    assert [send.message for send in only(bench.tick(), control.RankDrained)] == [drained], "until it is gone"
+    bench.lost(S1)
+    assert only(bench.tick(), control.RankDrained) == []
+
+
+def test_a_new_coordinator_goes_on_draining() -> None:
+    bench = Bench(D0, S0, num_ranks=1)
+    bench.join(S1)
+    (ask,) = only(bench.says(S1, load(1, 2)), GiveBack)
+    assert ask == Send(S1, GiveBack((), everything=True))
+    (told,) = only(bench.says(S1, load(1, 0, returned=(back("stranger", 0, 4),))), Readmit)
+    assert told == Send(D0, Readmit((Handle(4),)))
+
+
+def test_a_rank_may_stay_after_all() -> None:
+    bench = Bench(D0, S0, S1, num_ranks=2)
+    bench.says(SUPERVISOR, control.SetRanks(1))
+    bench.says(SUPERVISOR, control.SetRanks(2))
+    assert [assigned(bench, admit(str(number))) for number in range(2)] == [S0, S1]
+
+
+def test_ranks_may_be_numbered_from_another_mesh_on() -> None:
+    bench = Bench(F0, D0, S0, S1)
+    bench.core.num_ranks, bench.core.first_rank = 2, 4
+    assert assigned(bench, admit("a", dp_rank=5)) == S1
+    (refused,) = bench.says(D0, admit("b", dp_rank=1))
+    assert isinstance(refused.message, Refused)
+    assert "ranks 4 to 5" in refused.message.message
+    assert assigned(bench, msgspec.structs.replace(admit("c", dp_rank=1), again=True)) == S1, "a scheduler's own number"
+    (said,) = stats(bench.tick())
+    assert [rank.dp_rank for rank in said.ranks] == [4, 5]
+
+
 # --- any history ---
 
 
@@ -583,6 +632,7 @@ class Fake:
     life: int
     requests: dict[str, int] = field(default_factory=dict)  # request -> attempt
     ended: list[RequestId] = field(default_factory=list)
+    started: set[str] = field(default_factory=set)
 
 
 class Mesh(Bench):
@@ -596,11 +646,13 @@ class Mesh(Bench):
         self.finished: set[str] = set()
         self.refused: set[str] = set()
         self.num_handles = 0
+        self.asked: list[tuple[Identity, int, GiveBack]] = []
+        self.readmitted: list[Handle] = []
 
     def event(self, event: Received | PeerLost | Tick) -> list[Send]:
         sends = super().event(event)
         for send in sends:
-            assert send.to in self.core.members, "a message to nobody"
+            assert send.to in self.core.members or send.to == SUPERVISOR, "a message to nobody"
             match send.message:
                 case Assign() as assign:
                     fake, work = self.schedulers[send.to], assign.work
@@ -620,7 +672,40 @@ class Mesh(Bench):
                     for name in abort.request_ids:
                         if self.schedulers[send.to].requests.pop(name, None) is not None:
                             self.schedulers[send.to].ended.append(name)
+                case GiveBack() as ask:
+                    self.asked.append((send.to, self.schedulers[send.to].life, ask))
+                case Readmit() as readmit:
+                    self.readmitted += readmit.handles
         return sends
+
+    def give_back(self) -> None:
+        """What the schedulers were asked to give back comes back, less what has started meanwhile."""
+        asked, self.asked = self.asked, []
+        for identity, life, ask in asked:
+            fake = self.schedulers.get(identity)
+            if fake is None or fake.life != life:
+                continue
+            returned = []
+            for name in list(fake.requests) if ask.everything else ask.request_ids:
+                if name in fake.requests and name not in fake.started:
+                    attempt, handle = fake.requests.pop(name), self.open[name].work.handle
+                    returned.append(Returned(RequestId(name), attempt, handle, D0, LIFE))
+            self.report(identity, returned=tuple(returned))
+        self.readmit()
+
+    def readmit(self) -> None:
+        handles, self.readmitted = self.readmitted, []
+        for name, one in list(self.open.items()):
+            if one.work.handle in handles:
+                self.routed.pop(name, None)
+                self.submit(name, one.work.attempt + 1, one.dp_rank)
+
+    def begin(self, identity: Identity) -> None:
+        """Some of its requests get their first token."""
+        fake = self.schedulers[identity]
+        new = [name for name in fake.requests if name not in fake.started][:2]
+        fake.started.update(new)
+        self.report(identity, started=tuple(Started(RequestId(name), 0) for name in new))
 
     def submit(self, name: str, attempt: int, dp_rank: int) -> None:
         self.num_handles += 1
@@ -635,10 +720,12 @@ class Mesh(Bench):
             self.join(identity, fake.life)
             self.report(identity)
 
-    def report(self, identity: Identity, num_waiting: int = 0, serving: bool = True) -> None:
+    def report(self, identity: Identity, serving: bool = True, **more: object) -> None:
         fake = self.schedulers[identity]
         ended, fake.ended = tuple(fake.ended), []
-        self.says(identity, load(len(fake.requests), num_waiting, ended=ended, serving=serving), fake.life)
+        num_running = len(fake.started & set(fake.requests))
+        num_waiting = len(fake.requests) - num_running
+        self.says(identity, load(num_running, num_waiting, ended=ended, serving=serving, **more), fake.life)
 
     def kill(self, identity: Identity) -> None:
         fake = self.schedulers.pop(identity, None)
@@ -674,7 +761,10 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
     gone: set[str] = set()
     for _ in range(draw(st.integers(1, 40))):
         action = draw(
-            st.sampled_from(["admit", "admit", "admit", "start", "kill", "finish", "report", "abort", "tick", "rejoin"])
+            st.sampled_from(
+                ["admit", "admit", "admit", "start", "kill", "finish", "report", "abort", "tick", "rejoin"]
+                + ["begin", "give back", "scale"]
+            )
         )
         identity = draw(st.sampled_from([S0, S1, S2]))
         if action == "admit":
@@ -692,14 +782,22 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
             mesh.tick(draw(st.sampled_from([1.0, HOLD_S / 2])))
         elif action == "rejoin":
             mesh.join(D0)
+        elif action == "give back":
+            mesh.give_back()
+        elif action == "scale":
+            mesh.says(SUPERVISOR, control.SetRanks(draw(st.integers(1, 3))))
         elif identity in mesh.schedulers:
             if action == "finish":
                 mesh.finish(identity)
             elif action == "report":
-                mesh.report(identity, draw(st.integers(0, 4)), draw(st.booleans()))
+                mesh.report(identity, draw(st.booleans()))
+            elif action == "begin":
+                mesh.begin(identity)
+    mesh.says(SUPERVISOR, control.SetRanks(3))
     for identity in (S0, S1, S2):
         mesh.start(identity)
         mesh.report(identity)
+    mesh.give_back()
     mesh.tick(RESUME_HOLD_S)  # the end of what waits for a rank of its own
     assert not mesh.core.held
     for identity, fake in mesh.schedulers.items():
@@ -707,7 +805,7 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
         while fake.requests:
             mesh.finish(identity)
         mesh.report(identity)
-        assert mesh.core.ranks[identity].score() == 0
+        assert mesh.core.ranks[identity].score == 0
     assert not mesh.core.owner
     assert not mesh.open
     assert mesh.finished | mesh.refused | gone >= set(names)

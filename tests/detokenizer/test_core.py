@@ -11,7 +11,7 @@ from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -216,6 +216,61 @@ def test_all_deaths_are_told_that_the_coordinator_may_not_know_of() -> None:
         SchedulerLife(S1, Incarnation(1)),
         SchedulerLife(S0, Incarnation(1)),
     )
+
+
+# --- its rank gives a request back ---
+
+
+def test_what_was_given_back_is_admitted_again_as_often_as_need_be() -> None:
+    bench = Bench()
+    request = admitted(bench.submit())
+    for attempt in range(1, 3 * MAX_ATTEMPTS):
+        bench.routed(request, S0)
+        before = request.work.handle
+        request = admitted(bench.says(COORDINATOR, Readmit((before, Handle(999)))))
+        assert (request.work.attempt, request.lost) == (attempt, ()), "nobody died"
+        assert request.work.handle != before
+        assert bench.says(COORDINATOR, Readmit((before,))) == [], "said twice"
+    bench.routed(request, S1)
+    bench.tokens(request, 0, "x", S1)
+    assert [row[3] for row in bench.news()] == ["x"]
+
+
+def test_a_move_is_no_attempt_without_a_token() -> None:
+    """Deaths count, with moves between them too; a token that came before a move clears them."""
+    bench = Bench()
+    request = admitted(bench.submit(max_tokens=20))
+    for life in range(1, 3 * MAX_ATTEMPTS):
+        bench.routed(request, S0, life)
+        if life % (MAX_ATTEMPTS - 1) == 0:
+            bench.tokens(request, len(ints(request.work.emitted)), "x", life=life)
+        request = admitted(bench.says(COORDINATOR, Readmit((request.work.handle,))))
+        bench.routed(request, S0, life)
+        request = admitted(bench.lost(S0, life))
+        bench.up(S0, life + 1)
+    bench = Bench()
+    request = admitted(bench.submit())
+    for life in range(1, MAX_ATTEMPTS + 1):
+        request = admitted(bench.says(COORDINATOR, Readmit((request.work.handle,))))
+        bench.routed(request, S0, life)
+        effects = bench.lost(S0, life)
+        if life < MAX_ATTEMPTS:
+            request = admitted(effects)
+            bench.up(S0, life + 1)
+    assert effects == []
+    assert [row[4] for row in bench.news()] == [FinishReason.ERROR]
+
+
+def test_a_request_that_is_moved_goes_on_after_its_tokens() -> None:
+    bench = Bench()
+    first = admitted(bench.submit())
+    bench.routed(first, S0)
+    bench.tokens(first, 0, "x")
+    again = admitted(bench.says(COORDINATOR, Readmit((first.work.handle,))))
+    assert ints(again.work.emitted) == token_ids("x")
+    bench.tokens(first, 1, "z")
+    bench.tokens(again, 1, "y", S1)
+    assert [row[3] for row in bench.news()] == ["x", "y"], "the old rank's late token finds nobody"
 
 
 # --- the coordinator dies ---

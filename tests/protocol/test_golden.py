@@ -77,6 +77,8 @@ WORK = admit.Work(
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 PROCESS = control.ProcessReport(SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27)
+STARTED = admit.Started(RequestId("b"), 48)
+RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE)
 LOST = admit.SchedulerLife(SCHEDULER, LIFE)
 COLUMNS = token.LogprobColumns(
     width=2,
@@ -152,8 +154,12 @@ FULL: tuple[Struct, ...] = (
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
     admit.RankLost(LOST),
+    admit.Readmit((Handle(9), Handle(10))),
     admit.Assign(WORK, DETOKENIZER, LIFE),
-    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False),
+    admit.GiveBack((RequestId("a"),), True),
+    STARTED,
+    RETURNED,
+    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,)),
     # scheduler <-> detokenizer
     ENDED,
     COLUMNS,
@@ -199,7 +205,9 @@ FULL: tuple[Struct, ...] = (
     control.Ready({"KV cache": "9,000 blocks"}),
     control.Failed("no such model"),
     control.Beat(4, "stepping", 1 << 33),
+    control.RankDrained(3),
     control.Died(SCHEDULER, LIFE),
+    control.SetRanks(4),
     control.Shutdown(30.0, True),
     control.Refuse(True),
     control.OpenRequests(3),

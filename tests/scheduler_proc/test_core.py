@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, Load, Work
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Returned, Work
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -99,6 +99,9 @@ class Bench:
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
+        self.returned: set[int] = set()
+        self.started: dict[str, int] = {}
+        self.ended_ids: list[str] = []
         self.now = 0.0
         self.take(self.core.handle(PeerUp(DETOKENIZER, LIFE), self.now))
         self.take(self.core.handle(PeerUp(WORKER, LIFE), self.now))
@@ -115,6 +118,10 @@ class Bench:
                     self.plans.append(plan)
                 case TokenDeltas() as deltas:
                     self._deltas(deltas)
+                case Load() as load:
+                    self.returned.update(one.handle for one in load.returned)
+                    self.started.update((one.request_id, one.num_cached) for one in load.started)
+                    self.ended_ids += load.ended
 
     def _deltas(self, deltas: TokenDeltas) -> None:
         handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
@@ -271,7 +278,7 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
     aborted: set[int] = set()
     deaths = 0
     for handle in range(draw(st.integers(5, 40))):
-        action = draw(st.sampled_from(["assign", "assign", "step", "step", "step", "abort", "death"]))
+        action = draw(st.sampled_from(["assign", "assign", "step", "step", "step", "abort", "death", "give back"]))
         if action == "assign":
             shared = draw(st.integers(0, 20))
             prompt = list(range(shared)) + draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
@@ -281,6 +288,9 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
             victim = draw(st.sampled_from(sorted(asked)))
             aborted.add(victim)
             bench.event(Received(COORDINATOR, LIFE, AbortRequests((RequestId(f"r{victim}"),))))
+        elif action == "give back":
+            some = tuple(RequestId(f"r{one}") for one in draw(st.sets(st.sampled_from(sorted(asked) or [0]))))
+            bench.event(Received(COORDINATOR, LIFE, GiveBack(some, everything=draw(st.booleans()))))
         elif action == "death" and deaths < MAX_CRASHES - 1:
             deaths += 1
             bench.event(PeerLost(WORKER, LIFE))
@@ -291,7 +301,10 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
     for handle, (prompt, count) in asked.items():
         expected = reference(prompt, count)
         got = bench.tokens.get(handle, [])
-        if handle in aborted and handle not in bench.ended:
+        if handle in bench.returned:
+            assert not got, "it had started"
+            assert f"r{handle}" not in bench.ended_ids, "it goes on elsewhere"
+        elif handle in aborted and handle not in bench.ended:
             assert got == expected[: len(got)]
         else:
             assert got == expected
@@ -382,3 +395,47 @@ def test_an_answer_to_an_earlier_life_of_the_scheduler_is_none_to_this_one() -> 
     bench.event(Received(WORKER, LIFE, WorkerReady(resets[0].session, 16, 4, 64, 64, VOCAB)))
     bench.finish()
     assert bench.tokens[1] == reference([5, 6, 7], 10)
+
+
+# --- what the coordinator is told, and asks back ---
+
+
+def test_the_first_token_is_told_with_what_was_cached() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, list(range(10)), 2)
+    bench.finish()
+    bench.assign(2, list(range(10)), 2)
+    assert bench.started == {"r1": 0}
+    bench.finish()
+    assert bench.started == {"r1": 0, "r2": 8}
+
+
+def test_only_what_has_not_started_is_given_back() -> None:
+    bench = Bench(limits(max_num_seqs=1), 64, 4)
+    for handle in (1, 2, 3):
+        bench.assign(handle, [handle], 5)
+    bench.step()
+    bench.event(Received(COORDINATOR, LIFE, GiveBack((RequestId("r1"), RequestId("r3"), RequestId("r9")))))
+    assert bench.returned == {3}
+    bench.finish()
+    assert sorted(bench.ended) == [1, 2]
+    assert bench.ended_ids == ["r1", "r2"]
+
+
+def test_a_preempted_request_is_not_given_back() -> None:
+    """Its tokens are here, and those that were sent are not in what the coordinator knows of it."""
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2], 5)
+    bench.step()
+    bench.event(PeerLost(WORKER, LIFE))
+    bench.event(Received(COORDINATOR, LIFE, GiveBack((), everything=True)))
+    assert not bench.returned
+
+
+def test_what_waits_for_its_detokenizer_is_given_back_too() -> None:
+    core = Scheduler(limits())
+    work = Work(RequestId("r"), Handle(7), pack_i32([1]), SamplingParams(max_tokens=2), attempt=3)
+    core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
+    (told,) = core.handle(Received(COORDINATOR, LIFE, GiveBack((RequestId("r"),))), 0.0)
+    assert isinstance(told.message, Load)
+    assert told.message.returned == (Returned(RequestId("r"), 3, Handle(7), DETOKENIZER, LIFE),)

@@ -72,6 +72,11 @@ class History:
                         other = client.ask.frontend + world.dice.randrange(self.scenario.num_frontends)
                         client.ask = replace(client.ask, frontend=other % self.scenario.num_frontends)
                         world.at(world.now + world.dice.random() ** 3 * 5.0, None, self._arrive, client)
+        elif fault.kind is Kind.SCALE:
+            supervisor = world.processes[SUPERVISOR]
+            assert isinstance(supervisor.app, Supervisor)
+            world.at(world.now, supervisor, supervisor.app.set_ranks, 1)
+            world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
         elif fault.peer is not None and fault.kind is Kind.BREAK:

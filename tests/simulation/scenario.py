@@ -32,6 +32,7 @@ class Kind(Enum):
     BREAK = "break a connection: some of what is in flight is lost"
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
+    SCALE = "all ranks but the first are to be removed, and come back"
     EARLY_WORD = "a peer is heard before App.start has run"
 
 
@@ -47,7 +48,7 @@ KILLS = {
     Kind.KILL_SCHEDULER: Role.SCHEDULER,
     Kind.KILL_WORKER: Role.WORKER,
 }
-FAULTS = (*KILLS, Kind.BREAK, Kind.SLOW, Kind.PAUSE)  # the others are always there, unless they are OFF
+FAULTS = (*KILLS, Kind.BREAK, Kind.SLOW, Kind.PAUSE, Kind.SCALE)  # the others are always there, unless they are OFF
 
 
 class Fault(Struct, frozen=True):
@@ -180,6 +181,8 @@ def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, 
             candidates = [one for one in identities if one.role is KILLS[kind]]
             who = dice.choice(candidates)
             found.append(Fault(at, kind, who, None, dice.random() ** 4 * 2.0))
+        elif kind is Kind.SCALE:
+            found.append(Fault(at, kind, SUPERVISOR, None, seconds))
         elif kind is Kind.PAUSE:
             found.append(Fault(at, kind, dice.choice(identities), None, seconds))
         else:

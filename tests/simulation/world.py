@@ -28,7 +28,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime import mesh as mesh_module
-from meshlm.runtime.mesh import SUPERVISOR, Mesh
+from meshlm.runtime.mesh import COORDINATOR, SUPERVISOR, Mesh
 from meshlm.runtime.process import App
 from meshlm.scheduler_proc import io as scheduler_io
 
@@ -164,10 +164,21 @@ class Supervisor:
     def __init__(self) -> None:
         self._dead: dict[Identity, control.Died] = {}
         self._mesh: Mesh | None = None
+        self._ranks: control.SetRanks | None = None
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
         return {}
+
+    def set_ranks(self, num_ranks: int) -> None:
+        """A change of their number as the coordinator sees it; the processes stay."""
+        self._ranks = control.SetRanks(num_ranks)
+        self._tell_ranks()
+
+    def _tell_ranks(self) -> None:
+        assert self._mesh is not None
+        if self._ranks is not None and COORDINATOR in self._mesh.peers(Role.COORDINATOR):
+            self._mesh.send(COORDINATOR, self._ranks)
 
     def tell_died(self, died: control.Died) -> None:
         assert self._mesh is not None
@@ -180,6 +191,8 @@ class Supervisor:
         if self._mesh is not None:
             for died in self._dead.values():
                 self._mesh.send(peer, died)
+        if peer == COORDINATOR:
+            self._tell_ranks()
 
     def on_message(self, peer: Identity, message: Struct) -> None: ...
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...

@@ -75,5 +75,5 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.run(["--help"])
     text = capsys.readouterr().out
-    for command in ("serve", "launch", "status", "bench", "chat", "collect-env"):
+    for command in ("serve", "launch", "scale", "status", "bench", "chat", "collect-env"):
         assert command in text

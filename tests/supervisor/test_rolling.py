@@ -5,7 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.supervisor.group import BecameReady, Exited, Replace, SaidFailed, Spawn, Start, State, Stop, TellDied, Tick
+from meshlm.supervisor.group import (
+    Add,
+    AskToStop,
+    BecameReady,
+    Changed,
+    Drained,
+    Exited,
+    Replace,
+    Retire,
+    SaidFailed,
+    Spawn,
+    Start,
+    State,
+    Stop,
+    TellDied,
+    Tick,
+)
+from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.rolling import (
     SETTLE_S,
     SPARE_INDEX,
@@ -132,6 +149,20 @@ def test_too_slow_a_start_ends_the_restart_with_a_word() -> None:
     assert isinstance(outcome, Outcome)
     assert "worker/0" in outcome.failure
     assert bench.group.processes[COORDINATOR].restarts == 0
+
+
+def test_ranks_come_and_go_between_restarts() -> None:
+    """A Rolling scales as its Group does; neither is begun while the other is under way."""
+    bench = Bench(WORKER, COORDINATOR)
+    operations = Operations(bench.group, lambda event: None, lambda on: None, lambda: None)
+    added = Identity(Role.WORKER, 1)
+    bench.tell(Add((added,)))
+    assert operations.answer({"command": "restart", "what": "worker"}) == {"error": "the mesh is being scaled"}
+    assert bench.ready(added) == [Changed()]
+    bench.tell(Retire((added,), bench.now + 60.0))
+    assert bench.tell(Drained((added,))) == [AskToStop(added)]
+    assert bench.exit(added)[1:] == [Changed()]
+    assert operations.answer({"command": "restart", "what": "worker"}) == {"processes": [str(WORKER)]}
 
 
 def test_what_can_be_chosen() -> None:

@@ -1,0 +1,223 @@
+"""The joint-step state machine: ranks that share experts begin, drain and stop together, in epochs that all have acknowledged.
+
+Pure: `handle(event)` answers with orders. Wired to nothing yet, because dense ranks never step in lockstep; expert parallelism is
+its user. The ranks' side, and the messages, are protocol/joint.py. What holds:
+
+- a rank is told to step in an epoch only when every member has left all earlier ones, so no two step in different epochs;
+- all members end an epoch that is drained with the same step, so none waits in a collective for one that has stopped;
+- the loss or return of a member makes a new epoch: what ran is aborted, communicators are built anew.
+
+Transitions of the group: IDLE -work-> STEPPING -no work, or pause-> DRAINING -all stopped-> IDLE or PAUSED; any -a member is
+lost-> PAUSED -all are there and prepared-> IDLE; PAUSED -resume-> IDLE.
+"""
+
+from enum import Enum
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Epoch, Incarnation
+from meshlm.protocol.joint import JointOrder, JointReport, Phase
+
+
+class State(Enum):
+    """Of the group."""
+
+    IDLE = "idle"
+    STEPPING = "stepping"
+    DRAINING = "draining"
+    PAUSED = "paused"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.IDLE: frozenset({State.STEPPING, State.PAUSED}),
+    State.STEPPING: frozenset({State.DRAINING, State.PAUSED}),
+    State.DRAINING: frozenset({State.IDLE, State.PAUSED}),
+    State.PAUSED: frozenset({State.IDLE}),
+}
+
+
+class InvalidTransition(Exception):
+    """A bug: the text says from where to where."""
+
+
+class Joined(Struct, frozen=True):
+    """This life of a rank can be reached."""
+
+    rank: int
+    life: Incarnation
+
+
+class Lost(Struct, frozen=True):
+    """This life of a rank is over."""
+
+    rank: int
+    life: Incarnation
+
+
+class Reported(Struct, frozen=True):
+    rank: int
+    life: Incarnation
+    report: JointReport
+
+
+class Pause(Struct, frozen=True):
+    """Drain and rest until Resume, for new weights say."""
+
+    reason: str
+
+
+class Resume(Struct, frozen=True):
+    """The end of Pause."""
+
+
+class Tick(Struct, frozen=True):
+    """Time went on: say again what may have been lost."""
+
+
+Event = Joined | Lost | Reported | Pause | Resume | Tick
+
+
+class Tell(Struct, frozen=True):
+    """Send this to that rank."""
+
+    rank: int
+    order: JointOrder
+
+
+class JointGroup:
+    """`num_ranks` ranks, all of which are needed. `first_epoch` is larger than any that an earlier coordinator gave."""
+
+    def __init__(self, num_ranks: int, first_epoch: int) -> None:
+        self.num_ranks = num_ranks
+        self.state = State.PAUSED
+        self.reason = "starting"  # while PAUSED
+        self.lives: dict[int, Incarnation] = {}
+        self.reports: dict[int, JointReport] = {}  # the newest of each rank, of its present life
+        self.order = JointOrder(Epoch(first_epoch), Phase.PREPARE, ())
+        self._pause_reason = ""
+
+    def handle(self, event: Event) -> list[Tell]:
+        before = self.order
+        match event:
+            case Joined():
+                self._join(event)
+            case Lost():
+                self._lose(event)
+            case Reported():
+                self._report(event)
+            case Pause():
+                self._pause_reason = event.reason
+            case Resume():
+                self._pause_reason = ""
+            case Tick():
+                return self._advance() or [Tell(rank, self.order) for rank in self.lives if not self._follows(rank)]
+        effects = self._advance()
+        return effects or ([] if self.order is before else self._tell_all())
+
+    # --- members ---
+
+    def _join(self, event: Joined) -> None:
+        if self.lives.get(event.rank, 0) >= event.life or not 0 <= event.rank < self.num_ranks:
+            return
+        self.lives[event.rank] = event.life
+        self.reports.pop(event.rank, None)
+        self._new_epoch()
+
+    def _lose(self, event: Lost) -> None:
+        if self.lives.get(event.rank) != event.life:
+            return
+        del self.lives[event.rank]
+        self.reports.pop(event.rank, None)
+        self._new_epoch()
+
+    def _new_epoch(self) -> None:
+        """Other members than before: whatever runs is aborted."""
+        members = tuple(sorted(self.lives.items()))
+        self.order = JointOrder(Epoch(self.order.epoch + 1), Phase.PREPARE, members)
+        missing = [str(rank) for rank in range(self.num_ranks) if rank not in self.lives]
+        if self.state is not State.PAUSED:
+            self._move(State.PAUSED)
+        self.reason = f"rank {', '.join(missing)} is missing" if missing else "members prepare"
+
+    def _report(self, event: Reported) -> None:
+        if self.lives.get(event.rank) != event.life:
+            return
+        known = self.reports.get(event.rank)
+        news = event.report
+        order = (news.epoch, news.phase, news.finished, news.step)
+        if known is None or order >= (known.epoch, known.phase, known.finished, known.step):
+            self.reports[event.rank] = news
+
+    def _follows(self, rank: int) -> bool:
+        """Whether the rank has done what the order asks."""
+        report, order = self.reports.get(rank), self.order
+        if report is None or report.epoch != order.epoch or report.phase is not order.phase:
+            return False
+        return order.phase is not Phase.STOP or report.finished >= order.stop_at
+
+    # --- transitions ---
+
+    def _advance(self) -> list[Tell]:
+        """At most one transition; its orders."""
+        if len(self.lives) < self.num_ranks or not all(self._follows(rank) for rank in self.lives):
+            return []
+        work = any(report.has_work for report in self.reports.values())
+        match self.state:
+            case State.PAUSED if self.order.phase is Phase.PREPARE and not self._pause_reason:
+                self._move(State.IDLE)
+                return self._advance()
+            case State.PAUSED if self._pause_reason:
+                self.reason = self._pause_reason
+                return []
+            case State.PAUSED:
+                self._move(State.IDLE)
+                return self._advance()
+            case State.IDLE if self._pause_reason:
+                self._move(State.PAUSED)
+                self.reason = self._pause_reason
+                return []
+            case State.IDLE if work and self.order.phase is Phase.PREPARE:
+                self._move(State.STEPPING)
+                return self._next(Phase.STEP)
+            case State.IDLE if work:  # the epoch before was drained
+                self.order = JointOrder(Epoch(self.order.epoch + 1), Phase.PREPARE, self.order.members)
+                return self._tell_all()
+            case State.STEPPING if self._pause_reason or not work:
+                self._move(State.DRAINING)
+                return self._next(Phase.DRAIN)
+            case State.DRAINING if self.order.phase is Phase.DRAIN:
+                return self._next(Phase.STOP, max(report.step for report in self.reports.values()))
+            case State.DRAINING if self._pause_reason:
+                self._move(State.PAUSED)
+                self.reason = self._pause_reason
+                return []
+            case State.DRAINING:
+                self._move(State.IDLE)
+                return self._advance()
+        return []
+
+    def _move(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"{self.state.value} -> {state.value} in epoch {self.order.epoch}")
+        self.state = state
+        self.reason = self.reason if state is State.PAUSED else ""
+
+    def _next(self, phase: Phase, stop_at: int = 0) -> list[Tell]:
+        self.order = JointOrder(self.order.epoch, phase, self.order.members, stop_at)
+        return self._tell_all()
+
+    def _tell_all(self) -> list[Tell]:
+        return [Tell(rank, self.order) for rank in self.lives]
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        assert self.order.members == tuple(sorted(self.lives.items())), "an order for other members"
+        phases = {
+            State.IDLE: (Phase.PREPARE, Phase.STOP),
+            State.STEPPING: (Phase.STEP,),
+            State.DRAINING: (Phase.DRAIN, Phase.STOP),
+            State.PAUSED: (Phase.PREPARE, Phase.STOP),
+        }
+        assert self.order.phase in phases[self.state], f"{self.state.value} in phase {self.order.phase.name}"
+        assert self.state is State.PAUSED or len(self.lives) == self.num_ranks, "not all are there"
+        assert bool(self.reason) == (self.state is State.PAUSED), "paused, and nobody knows why"

@@ -1,0 +1,115 @@
+"""What the coordinator knows of one rank: its requests, the work ahead of it, its own last word.
+
+Plain data with sums that are kept up to date; changed by routing.py.
+"""
+
+from dataclasses import dataclass, field
+
+from meshlm.protocol.admit_edge import Load, SchedulerLife
+from meshlm.protocol.ids import Identity, Incarnation, RequestId
+
+KV_WEIGHT = 4000.0  # a full KV cache, in decode tokens; little until it is nearly full
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request that was dispatched here and has not ended."""
+
+    prefill: int  # prompt tokens to compute; 0 from its first token on
+    output: int  # tokens that it is taken to give
+    cached: int  # prompt tokens that were thought to be in the rank's cache
+    last_use: int  # of the last of those, before this request; see PrefixIndex
+    pinned: bool  # the client named the rank
+    attempt: int
+    incarnation: Incarnation  # of its detokenizer
+    waiting: bool = True  # no token has come yet
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """One life of one scheduler."""
+
+    identity: Identity
+    incarnation: Incarnation
+    load: Load | None = None
+    retiring: bool = False
+    requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    unknown_tokens: int = 0  # of requests that an earlier life of the coordinator dispatched
+    num_unstarted: int = 0
+    score: float = 0.0
+    in_order: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.identity.index
+
+    @property
+    def serving(self) -> bool:
+        return self.load is not None and self.load.serving
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes requests."""
+        return self.load is not None and self.load.serving and not self.retiring
+
+    @property
+    def life(self) -> SchedulerLife:
+        return SchedulerLife(self.identity, self.incarnation)
+
+    @property
+    def kv_pressure(self) -> float:
+        """Share of KV blocks in use, 0 .. 1."""
+        if self.load is None or not self.load.num_blocks:
+            return 0.0
+        return 1.0 - self.load.num_free_blocks / self.load.num_blocks
+
+    @property
+    def kv_tokens(self) -> int:
+        """What its KV cache holds."""
+        return self.load.num_blocks * self.load.block_size if self.load is not None else 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is there, by its own word and by the ledger."""
+        load = self.load
+        return not self.requests and load is not None and not load.num_running and not load.num_waiting
+
+    def add(self, request_id: RequestId, entry: Entry) -> None:
+        self.remove(request_id)
+        self.requests[request_id] = entry
+        self.prefill_tokens += entry.prefill
+        self.decode_tokens += entry.output
+        self.num_unstarted += 1
+
+    def started(self, request_id: RequestId) -> Entry | None:
+        """Its prompt is computed."""
+        entry = self.requests.get(request_id)
+        if entry is None or not entry.waiting:
+            return None
+        self.prefill_tokens -= entry.prefill
+        self.num_unstarted -= 1
+        entry.prefill, entry.waiting = 0, False
+        return entry
+
+    def remove(self, request_id: RequestId) -> None:
+        entry = self.requests.pop(request_id, None)
+        if entry is not None:
+            self.prefill_tokens -= entry.prefill
+            self.decode_tokens -= entry.output
+            self.num_unstarted -= entry.waiting
+
+    def work(self, prefill_weight: float) -> float:
+        """What is ahead of it, in decode tokens."""
+        generated = self.load.live_tokens if self.load is not None else 0
+        # A request that runs has a token to come at least.
+        decode = max(self.decode_tokens + self.unknown_tokens - generated, len(self.requests))
+        return prefill_weight * self.prefill_tokens + decode + KV_WEIGHT * self.kv_pressure**4
+
+    def check(self) -> None:
+        """AssertionError when the sums are wrong."""
+        entries = self.requests.values()
+        assert self.prefill_tokens == sum(entry.prefill for entry in entries)
+        assert self.decode_tokens == sum(entry.output for entry in entries)
+        assert self.num_unstarted == sum(entry.waiting for entry in entries)

@@ -1,0 +1,61 @@
+"""Which waiting requests should leave their rank: those behind a full one while another is free. Pure; asked by core.py.
+
+It only says which; where they go is decided when their detokenizer admits them again.
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heapreplace
+
+from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.routing import PREFILL_WEIGHT
+from meshlm.protocol.ids import Identity, RequestId
+
+MOST_AT_ONCE = 256  # from one rank
+
+
+def plan(ranks: Iterable[Rank]) -> dict[Identity, list[RequestId]]:
+    """Requests to ask back, newest first: those that came first start soonest where they are."""
+    open_ones = [rank for rank in ranks if rank.open]
+    free = [_Free(rank) for rank in open_ones if not rank.num_unstarted and rank.load and not rank.load.num_waiting]
+    found: dict[Identity, list[RequestId]] = {}
+    if not free:
+        return found
+    heapify(free)
+    for rank in sorted(open_ones, key=lambda rank: -rank.score):
+        num_waiting = min(rank.load.num_waiting if rank.load is not None else 0, MOST_AT_ONCE)
+        if num_waiting and (leaving := _leaving(rank, num_waiting, free)):
+            found[rank.identity] = leaving
+    return found
+
+
+class _Free:
+    """A rank without a queue, and what it would have to do with the requests that are meant for it so far."""
+
+    __slots__ = ("score", "tokens")
+
+    def __init__(self, rank: Rank) -> None:
+        assert rank.load is not None
+        self.score, self.tokens = rank.score, rank.load.num_free_blocks * rank.load.block_size
+
+    def __lt__(self, other: "_Free") -> bool:
+        return self.score < other.score
+
+
+def _leaving(rank: Rank, num_waiting: int, free: list[_Free]) -> list[RequestId]:
+    leaving: list[RequestId] = []
+    score = rank.score
+    for request_id, entry in reversed(rank.requests.items()):
+        if len(leaving) >= num_waiting:
+            break
+        if not entry.waiting or entry.pinned:
+            continue
+        there = free[0]
+        tokens = entry.prefill + entry.cached
+        cost = PREFILL_WEIGHT * tokens + entry.output
+        if there.score + cost >= score or there.tokens < tokens:
+            break
+        leaving.append(request_id)
+        score -= PREFILL_WEIGHT * entry.prefill + entry.output
+        there.score, there.tokens = there.score + cost, there.tokens - tokens
+        heapreplace(free, there)
+    return leaving

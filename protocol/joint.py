@@ -1,0 +1,83 @@
+"""The rules of a rank that steps jointly with others because they share experts; and what it and the coordinator say to each other.
+
+Pure, and not on any channel yet: dense models never step in lockstep. The coordinator's side is coordinator/joint.py.
+
+Orders are totally ordered by (epoch, phase); a rank follows the newest that it has seen and answers each with a report, so lost,
+late and repeated messages do no harm. A rank steps in an epoch only after all its members have left the epochs before.
+"""
+
+from enum import IntEnum
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Epoch, Incarnation
+
+
+class Phase(IntEnum):
+    """Of an epoch, in this order."""
+
+    PREPARE = 0  # stop at once what runs in earlier epochs; build communicators for these members
+    STEP = 1  # step, with an empty batch where there is nothing to do
+    DRAIN = 2  # begin no further step, say which was the last
+    STOP = 3  # go on to step `stop_at`, so that all end with the same, and rest
+
+
+class JointOrder(Struct, frozen=True, tag="joint_order"):
+    """coordinator -> rank, again until its report says that it is followed."""
+
+    epoch: Epoch
+    phase: Phase
+    members: tuple[tuple[int, Incarnation], ...]  # rank, life
+    stop_at: int = 0
+
+
+class JointReport(Struct, frozen=True, tag="joint_report"):
+    """rank -> coordinator: on each order, when `has_work` changes, and every second."""
+
+    epoch: Epoch
+    phase: Phase
+    step: int  # begun in this epoch
+    finished: int  # of those, finished
+    has_work: bool
+
+
+class JointRank:
+    """One life of a rank. Whoever steps asks `may_begin`, then calls `begin` and, after the collectives, `finish`."""
+
+    def __init__(self) -> None:
+        self.epoch = Epoch(0)
+        self.phase = Phase.PREPARE
+        self.members: tuple[tuple[int, Incarnation], ...] = ()
+        self.step = self.finished = self.stop_at = 0
+        self.has_work = False
+
+    def follow(self, order: JointOrder) -> JointReport:
+        """Take an order, if it is newer than what is followed. A step of an earlier epoch that has not finished is aborted."""
+        if order.phase is Phase.PREPARE and order.epoch > self.epoch:
+            self.epoch, self.phase, self.members = order.epoch, order.phase, order.members
+            self.step = self.finished = 0
+        elif order.epoch == self.epoch and order.phase > self.phase:
+            self.phase, self.stop_at = order.phase, order.stop_at
+        return self.report()
+
+    def report(self) -> JointReport:
+        return JointReport(self.epoch, self.phase, self.step, self.finished, self.has_work)
+
+    def may_begin(self) -> bool:
+        """Whether the next step may begin: one at a time here, and none that others will not take part in."""
+        if self.step != self.finished:
+            return False
+        return self.phase is Phase.STEP or (self.phase is Phase.STOP and self.step < self.stop_at)
+
+    def begin(self) -> int:
+        """The number of the step that begins."""
+        assert self.may_begin()
+        self.step += 1
+        return self.step
+
+    def finish(self, epoch: Epoch) -> bool:
+        """The step that ran in `epoch` is over; False: it was aborted meanwhile and means nothing."""
+        if epoch != self.epoch or self.finished == self.step:
+            return False
+        self.finished = self.step
+        return True
