@@ -17,10 +17,12 @@ from meshlm.protocol.admit_edge import (
     Assign,
     GiveBack,
     Load,
+    RankLost,
     Readmit,
     Refused,
     Returned,
     Routed,
+    SchedulerLife,
     Work,
 )
 from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
@@ -169,6 +171,9 @@ class Coordinator:
             for request_id in self.router.remove(lost.identity).requests:
                 del self.owner[request_id]  # its detokenizer admits it again
                 self.moving[request_id] = now + MOVE_S
+            told = RankLost(SchedulerLife(lost.identity, lost.incarnation))
+            news = [Send(identity, told) for identity in self.members if identity.role is Role.DETOKENIZER]
+            return news + self._announce() + self._serving_change()
         elif lost.identity.role is Role.DETOKENIZER:
             self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
         return self._announce() + self._serving_change()

@@ -16,7 +16,7 @@ from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, 
 from meshlm.detokenizer.journal import Journal, is_of
 from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
@@ -86,6 +86,8 @@ class Detokenizer(Journal):
                 return self._routed(routed)
             case Refused() as refused:
                 return self._refused(refused)
+            case RankLost() as lost:
+                return self._rank_lost(lost.scheduler)
             case Readmit() as readmit:
                 return self._readmit(readmit)
         return []
@@ -322,12 +324,25 @@ class Detokenizer(Journal):
     # --- lives and deaths ---
 
     def _up(self, event: PeerUp) -> list[Effect]:
+        was_lost = SchedulerLife(event.identity, event.incarnation) in self._lives.ended
         self._lives.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
             aborted = self._aborts.again({stream.work_id for stream in self.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
             return effects + [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
-        return self._leave(event.identity)
+        return self._leave(event.identity) + (self._ask_for_waiting() if was_lost else [])
+
+    def _ask_for_waiting(self) -> list[Effect]:
+        """A rank was only out of reach: what waits, and was to avoid it, may go there again; its last attempt may be on its way."""
+        waiting = [stream for stream in self.by_handle.values() if stream.scheduler is None]
+        for stream in waiting:
+            stream.fruitless -= 1  # nothing failed
+        return [effect for stream in waiting for effect in self._admit_again(stream)]
+
+    def _rank_lost(self, lost: SchedulerLife) -> list[Effect]:
+        """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
+        unheard = [stream for stream in self.by_handle.values() if stream.scheduler == lost and not stream.heard]
+        return [effect for stream in unheard for effect in self._admit_again(stream)]
 
     def _ask_anew(self, stream: Stream) -> list[Effect]:
         """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""

@@ -68,6 +68,12 @@ class Refused(Struct, frozen=True, tag="refused"):
     param: str = ""  # with INVALID: the field at fault
 
 
+class RankLost(Struct, frozen=True, tag="rank_lost"):
+    """The coordinator cannot reach this life of a scheduler. What it was sent, and has not answered, it may never have got."""
+
+    scheduler: SchedulerLife
+
+
 class Readmit(Struct, frozen=True, tag="readmit"):
     """No rank has these any more, or soon none will: admit them again as a new attempt. Unknown handles are ignored."""
 
@@ -75,7 +81,7 @@ class Readmit(Struct, frozen=True, tag="readmit"):
     num_crashes: tuple[int, ...] = ()  # Returned.num_crashes of each; (): none had any
 
 
-CoordinatorToDetokenizer = Routed | Refused | Readmit
+CoordinatorToDetokenizer = Routed | Refused | RankLost | Readmit
 
 
 class Assign(Struct, frozen=True, tag="assign"):

@@ -64,6 +64,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_W, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),
     *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (*_ANY, _C)),
+    Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
     *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (*_ANY, _C)),
 )
 

@@ -12,17 +12,30 @@ from msgspec import Meta, Struct
 from meshlm.protocol.model import ModelSpec
 
 Positive = Meta(ge=1)
+PER_NODE = {"per_node": True}  # of a setting in which the nodes of one mesh may differ
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how to read it."""
 
-    model: Annotated[str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct")] = ""
-    served_model_name: Annotated[tuple[str, ...], Meta(description="names that clients use; the first is shown")] = ()
-    tokenizer: Annotated[str, Meta(description="folder or file of the tokenizer, where it is not the model's own")] = ""
-    chat_template: Annotated[str, Meta(description="file with a Jinja template, or the template itself")] = ""
+    model: Annotated[
+        str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct", extra=PER_NODE)
+    ] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="names that clients use; the first is shown", extra=PER_NODE)
+    ] = ()
+    tokenizer: Annotated[
+        str, Meta(description="folder or file of the tokenizer, where it is not the model's own", extra=PER_NODE)
+    ] = ""
+    chat_template: Annotated[
+        str, Meta(description="file with a Jinja template, or the template itself", extra=PER_NODE)
+    ] = ""
     generation_config: Annotated[
-        str, Meta(description="'auto': defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none")
+        str,
+        Meta(
+            description="'auto': defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none",
+            extra=PER_NODE,
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "half", "float"],
@@ -42,10 +55,13 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all")
+        float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all", extra=PER_NODE)
     ] = 0.92
     kv_cache_memory: (
-        Annotated[int, Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True})]
+        Annotated[
+            int,
+            Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True, **PER_NODE}),
+        ]
         | None
     ) = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
@@ -62,7 +78,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)")] | None
     ) = None
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
-    max_waiting: Annotated[int, Meta(ge=1, description="queued requests beyond which new ones get 503")] = 4096
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="queued requests beyond which new ones get 503", extra=PER_NODE)
+    ] = 4096
     async_depth: Annotated[int, Meta(ge=1, le=4, description="steps in flight; 1: plan only when the last is back")] = 2
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts over steps")] = True
 
@@ -86,11 +104,15 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     attention_backend: Annotated[
         Literal["auto", "cpu", "torch", "triton"], Meta(description="attention implementation")
     ] = "auto"
-    cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core")] = 0
+    cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     profiler_dir: Annotated[
-        str, Meta(description="directory for profiler traces; with it POST /start_profile and /stop_profile work")
+        str,
+        Meta(
+            description="directory for profiler traces; with it POST /start_profile and /stop_profile work",
+            extra=PER_NODE,
+        ),
     ] = ""
-    fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step")] = 0.0
+    fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step", extra=PER_NODE)] = 0.0
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
@@ -98,12 +120,25 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="schedulers", extra={"short": "-dp"})] = 1
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=64, description="workers per scheduler", extra={"short": "-tp"})
+        int, Meta(ge=1, le=64, description="GPUs that share each layer", extra={"short": "-tp"})
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="stages that share the layers", extra={"short": "-pp"})
     ] = 1
     data_parallel_size_local: (
-        Annotated[int, Meta(ge=0, le=1024, description="schedulers of this node; default: the rest")] | None
+        Annotated[int, Meta(ge=0, le=1024, description="schedulers of this node; default: the rest", extra=PER_NODE)]
+        | None
     ) = None
-    data_parallel_start_rank: Annotated[int, Meta(ge=0, le=1023, description="first rank of this node")] = 0
+    data_parallel_start_rank: Annotated[
+        int, Meta(ge=0, le=1023, description="first rank of this node", extra=PER_NODE)
+    ] = 0
+    nnodes: Annotated[int, Meta(ge=1, le=1024, description="nodes over which all workers are spread evenly")] = 1
+    node_rank: Annotated[int, Meta(ge=0, le=1023, description="which of --nnodes this is", extra=PER_NODE)] = 0
+    master_addr: Annotated[
+        str, Meta(description="address of torch.distributed's store; default: the head's", extra=PER_NODE)
+    ] = ""
+    master_port: Annotated[int, Meta(ge=1, le=65535, description="its port; rank R uses this + R")] = 29501
+
     dp_routing: Annotated[
         Literal["cache-aware", "least-loaded", "round-robin"], Meta(description="which rank takes a request")
     ] = "cache-aware"
@@ -120,6 +155,11 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+
+    @property
+    def workers_per_rank(self) -> int:
+        """Workers of one scheduler."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
@@ -141,6 +181,29 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
     ] = 60.0
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
+
+
+class NetworkConfig(Struct, frozen=True, kw_only=True):
+    """Meshes of several nodes."""
+
+    listen: Annotated[
+        str,
+        Meta(
+            description="tcp://HOST:PORT where other nodes may join; HOST: of the private interface, the only one used"
+        ),
+    ] = ""
+    headless: Annotated[bool, Meta(description="run only schedulers and workers, for the head that --join names")] = (
+        False
+    )
+    join: Annotated[str, Meta(description="tcp://HOST:PORT, the head's --listen")] = ""
+    key_file: Annotated[str, Meta(description="the mesh's keys, from `meshlm keys`; tcp needs them")] = ""
+    mesh_port_range: Annotated[str, Meta(description="FIRST-LAST: ports of the other tcp sockets; default: any")] = ""
+    advertise_host: Annotated[
+        str, Meta(description="address by which other nodes reach this one, where it is not its interface's (NAT)")
+    ] = ""
+    peer_timeout: Annotated[
+        float, Meta(ge=0.1, le=3600, description="seconds of silence after which a process of another node is lost")
+    ] = 3.0
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
@@ -177,8 +240,22 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()
     server: ServerConfig = ServerConfig()
+    network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()
     resolved: "Resolved | None" = None  # set by the supervisor before any child starts
+    node: "Node | None" = None  # likewise; None: one node, no tcp
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """Where this supervisor's processes are in a mesh of several nodes: never a flag."""
+
+    index: int  # its supervisor is supervisor/index; 0 is the head
+    id: str  # of host and run directory: processes with the same one reach each other by ipc
+    address: str  # numeric, of the private interface: tcp sockets and torch.distributed's store bind to it alone
+    head: str = ""  # tcp://HOST:PORT of the head's supervisor; its coordinator listens on PORT + 1. Empty on the head
+    host: str = ""  # the host's name, for people
+    ranks: tuple[int, int] = (0, 0)  # first and number of its schedulers
+    workers: tuple[int, int] = (0, 0)
 
 
 class Resolved(Struct, frozen=True, kw_only=True):

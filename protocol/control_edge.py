@@ -62,7 +62,7 @@ class RankDrained(Struct, frozen=True, tag="rank_drained"):
 
 
 class Died(Struct, frozen=True, tag="died"):
-    """A process of this host is gone (seen by its pidfd). Drop its link at once."""
+    """A process is gone (seen by its host's pidfd). Drop its link at once."""
 
     identity: Identity
     incarnation: Incarnation
@@ -97,13 +97,56 @@ ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled | Rank
 SupervisorToChild = Died | Shutdown | Profile | Profiled | SetRanks | Refuse
 
 
+class NodeJoin(Struct, frozen=True, tag="node_join"):
+    """The supervisor of another node asks the head whether its processes may join; again in each new session."""
+
+    host: str  # for people
+    ranks: tuple[int, int]  # first and number of its schedulers
+    workers: tuple[int, int]
+    facts: dict[str, str]  # what all nodes must have in common, by the name that a user knows it by
+
+
+class NodeWelcome(Struct, frozen=True, tag="node_welcome"):
+    """It may start its processes."""
+
+
+class NodeRefused(Struct, frozen=True, tag="node_refused"):
+    """It must end, with these words."""
+
+    message: str
+
+
+class ProcessReport(Struct, frozen=True):
+    """One process of another node, as its supervisor sees it."""
+
+    identity: Identity
+    incarnation: Incarnation
+    pid: int
+    state: str
+    started_s: float  # wall clock
+    restarts: int
+    phase: str = ""
+    rss_bytes: int = 0
+
+
+class NodeReport(Struct, frozen=True, tag="node_report"):
+    """Once a second."""
+
+    processes: tuple[ProcessReport, ...]
+
+
+SupervisorToSupervisor = NodeJoin | NodeWelcome | NodeRefused | NodeReport | Died | Shutdown
+
+
 class Member(Struct, frozen=True):
     """One living process: where to reach its inbox, and whether it does its job yet."""
 
     identity: Identity
     incarnation: Incarnation
-    address: str
+    address: str  # for processes of its node
     ready: bool = False
+    tcp: str = ""  # for processes of other nodes; empty: none can reach it
+    node: str = ""
 
 
 class Join(Struct, frozen=True, tag="join"):

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     DATA = 3  # body: one message of the channel
     ACK = 4  # no body: the header's ack is the news
     REFUSE = 5  # body: UTF-8 text, why there will be no session
+    BYE = 6  # no body: the sender ends. Between nodes, where no pidfd tells it
 
 
 _KINDS.update({kind.value: kind for kind in Kind})
@@ -92,6 +93,16 @@ def unpack(frame: bytes) -> tuple[Header, memoryview]:
         ack,
     )
     return header, memoryview(frame)[HEADER_BYTES:]
+
+
+def sender_key(identity: Identity) -> bytes:
+    """What `sender_of` says of this process's frames."""
+    return struct.pack("<BH", _ROLE_NUMBER[identity.role], identity.index)
+
+
+def sender_of(frame: bytes) -> bytes:
+    """Who sent the frame, without reading the rest; anything for what is none."""
+    return frame[4:5] + frame[6:8]
 
 
 def _intern(role: int, index: int) -> Identity:

@@ -4,6 +4,10 @@ One `Session` per peer, driven by runtime/mesh.py. Both sides say HELLO until th
 a newer incarnation ends the session with the older one. Within a pair of incarnations every message is delivered
 exactly once and in order: DATA frames carry sequence numbers and cumulative acks, unacknowledged frames are
 replayed, duplicates and frames of other lives are dropped.
+
+A peer may be lost that is not dead: its host cannot be reached, or it does not read. Its session ends (`lose`), and the next one
+with the same process is a new epoch of the link: the number by which this process goes on this link, its *life*, is its
+incarnation plus how often it has lost the peer. To the rules above that is a newer life, so both sides begin anew.
 """
 
 from collections import deque
@@ -16,10 +20,19 @@ from meshlm.protocol.channels import WhenFull
 from meshlm.protocol.frames import Header, Kind, pack
 from meshlm.protocol.ids import Identity, Incarnation
 
-HELLO_EVERY_S = 0.05
+HELLO_EVERY_S = 0.05  # at first; a peer that does not answer is greeted ever less often
+MAX_HELLO_EVERY_S = 1.0
+HELLO_BACKOFF = 1.2
+IMPATIENT_S = 0.2  # with hellos rarer than this nothing depends on the answer coming at once
 ACK_EVERY = 32  # data frames without an ack of ours going out
 ACK_AFTER_S = 0.4  # and at the latest: well before the peer's replay
 REPLAY_AFTER_S = 1.0  # without progress of the peer's acks
+KEEPALIVES = 6  # acks in the time after which silence means loss, whatever else is sent
+RIVAL = "is in this mesh already, on another node"
+MAX_QUIET_STEP = 0.1  # of that time counts between two ticks: more means that we slept, not the peer
+
+
+BAD_BODY = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding a peer's bytes may raise
 
 
 class SessionState(Enum):
@@ -34,7 +47,10 @@ class Hello(Struct, frozen=True):
     """The body of HELLO and WELCOME."""
 
     digest: str
-    address: str  # where the sender's inbox is
+    address: str  # where the sender's inbox is, for peers of its node
+    tcp: str = ""  # and for peers of other nodes
+    node: str = ""  # peers with the same one share a run directory
+    incarnation: Incarnation = Incarnation(0)  # the sender's; 0: the life in the header
 
 
 class SendQueueFull(Exception):
@@ -50,7 +66,7 @@ class Opened(Struct, frozen=True):
 
     incarnation: Incarnation
     replaced: Incarnation | None
-    address: str
+    hello: Hello
 
 
 class Delivered(Struct, frozen=True):
@@ -59,13 +75,26 @@ class Delivered(Struct, frozen=True):
     body: memoryview
 
 
+class Ended(Struct, frozen=True):
+    """This life of the peer said that it ends; the session is closed."""
+
+    incarnation: Incarnation
+
+
 class Refused(Struct, frozen=True):
     """There will be no session; the text says why."""
 
     reason: str
 
 
-Outcome = Opened | Delivered | Refused | None
+class Rival(Struct, frozen=True):
+    """Another node's process claims to be this peer while it is here. `frame` tells it so, at its `hello.tcp`."""
+
+    hello: Hello
+    frame: bytes
+
+
+Outcome = Opened | Delivered | Ended | Refused | Rival | None
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
@@ -83,15 +112,23 @@ class Session:
         window: int,
         max_queued: int,
         when_full: WhenFull,
+        silence_s: float = 0.0,
     ) -> None:
+        """With `silence_s` the caller reports frames by `heard`, and the peer is `silent` after so long without."""
         self.me, self.incarnation, self.peer = me, incarnation, peer
         self.state = SessionState.CLOSED
+        self.life = incarnation
         self.peer_incarnation = Incarnation(0)
+        self._peer_life = Incarnation(0)
+        self._peer_node = ""
         self._over = Incarnation(0)  # the latest life of the peer that is known to have ended
         self.wire: deque[bytes] = deque()
         self._hello_body, self._digest = _encode(hello), hello.digest
         self._window, self._max_queued, self._when_full = window, max_queued, when_full
         self._hello_at = -1e9
+        self._hello_every_s = HELLO_EVERY_S
+        self.silence_s, self._quiet_s = silence_s, 0.0
+        self._ticked_at = self._kept_alive_at = 0.0
         self._reset(0.0)
 
     def _reset(self, now: float) -> None:
@@ -118,19 +155,22 @@ class Session:
         if header.kind in (Kind.HELLO, Kind.WELCOME):
             return self._on_hello(header, body, now)
         if header.kind is Kind.REFUSE:
-            if header.receiver_incarnation != self.incarnation or header.sender_incarnation < self.peer_incarnation:
-                return None  # of, or to, an earlier life
+            if self.state is SessionState.OPEN or header.receiver_incarnation != self.life:
+                return None  # what a newer life of the peer refuses, its own hello will tell; or to an earlier life
+            if header.sender_incarnation < self._peer_life:
+                return None
             self.state = SessionState.REFUSED
             return Refused(bytes(body).decode("utf-8", "replace"))
         if (
             self.state is not SessionState.OPEN
-            or header.sender_incarnation != self.peer_incarnation
-            or header.receiver_incarnation != self.incarnation
+            or header.sender_incarnation != self._peer_life
+            or header.receiver_incarnation != self.life
         ):
             return None
         self._on_ack(header.ack, now)
         if header.kind is not Kind.DATA or header.seq != self._received + 1:
-            return None  # an ack, a duplicate, or a gap that the peer's replay will fill
+            # An ack, a duplicate, or a gap that the peer's replay will fill.
+            return self._on_bye() if header.kind is Kind.BYE else None
         self._received += 1
         if self._received - self._acked_to_peer >= ACK_EVERY:
             self._put(Kind.ACK)
@@ -138,10 +178,13 @@ class Session:
 
     def tick(self, now: float) -> None:
         """Say hello, acknowledge, replay: whatever is due."""
-        if self.state is SessionState.CLOSED and now - self._hello_at >= HELLO_EVERY_S:
+        if self.state is SessionState.CLOSED and now - self._hello_at >= self._hello_every_s:
             self._hello_at = now
+            self._hello_every_s = min(self._hello_every_s * HELLO_BACKOFF, MAX_HELLO_EVERY_S)
             self._put(Kind.HELLO, self._hello_body)
         elif self.state is SessionState.OPEN:
+            if self.silence_s:
+                self._listen(now)
             if self._received > self._acked_to_peer and now - self._acked_at >= ACK_AFTER_S:
                 self._acked_at = now
                 self._put(Kind.ACK)
@@ -151,40 +194,99 @@ class Session:
                 self._put(Kind.HELLO, self._hello_body)
                 self.wire.extend(frame for _, frame in self._unacked)
 
-    def close(self, incarnation: Incarnation) -> bool:
-        """That life of the peer is over, whatever of it may still arrive. False when the session is not with it."""
-        self._over = max(self._over, incarnation)
-        if self.state is not SessionState.OPEN or self.peer_incarnation != incarnation:
+    def _listen(self, now: float) -> None:
+        """Keep the link from falling silent, and count for how long the peer's side is."""
+        self._quiet_s += min(now - self._ticked_at, MAX_QUIET_STEP * self.silence_s)
+        self._ticked_at = now
+        if now - self._kept_alive_at >= self.silence_s / KEEPALIVES:
+            self._kept_alive_at = now
+            self._put(Kind.ACK)
+
+    def heard(self) -> None:
+        """Something came from the peer."""
+        self._quiet_s = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Nothing came for too long."""
+        return self.state is SessionState.OPEN and 0.0 < self.silence_s < self._quiet_s
+
+    @property
+    def impatient(self) -> bool:
+        """Whether the session is about to open, as far as one can tell."""
+        return self.state is SessionState.CLOSED and self._hello_every_s < IMPATIENT_S
+
+    def bye(self) -> None:
+        """This process ends."""
+        if self.state is SessionState.OPEN:
+            self._put(Kind.BYE)
+
+    def _on_bye(self) -> Ended:
+        life = self.peer_incarnation
+        self.close(life)
+        return Ended(life)
+
+    def lose(self) -> bool:
+        """The peer may live, but this session with it is over; greet it anew. False when there is none."""
+        if self.state is not SessionState.OPEN:
             return False
+        self.life = Incarnation(self.life + 1)
+        self._closed()
+        return True
+
+    def _closed(self) -> None:
         self.state = SessionState.CLOSED
+        self._hello_every_s = HELLO_EVERY_S
         self._reset(0.0)
+
+    def close(self, incarnation: Incarnation) -> bool:
+        """That life of the peer is over, and all before it, whatever may still arrive. False when the session is not with them."""
+        self._over = max(self._over, incarnation)
+        if self.state is not SessionState.OPEN or self.peer_incarnation > incarnation:
+            return False
+        self._closed()
         return True
 
     def _on_hello(self, header: Header, body: memoryview, now: float) -> Outcome:
         life = header.sender_incarnation
-        if life < self.peer_incarnation or life <= self._over:
+        if life < self._peer_life:
             return None  # a late word of an earlier life
-        if header.kind is Kind.WELCOME and header.receiver_incarnation != self.incarnation:
+        if header.kind is Kind.WELCOME and header.receiver_incarnation != self.life:
             return None
         try:
             hello = _decode_hello(body)
-        except msgspec.MsgspecError as error:
+        except BAD_BODY as error:
             return Refused(f"{self.peer} sent a bad hello: {error}")
+        incarnation = hello.incarnation or life
+        if incarnation <= self._over:
+            return None
+        is_new = self.state is not SessionState.OPEN or life != self._peer_life
+        if is_new and self.state is SessionState.OPEN and hello.node != self._peer_node and not self.silent:
+            reason = f"{self.peer} {RIVAL}"
+            return Rival(hello, pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
         if hello.digest != self._digest:
-            reason = f"protocol {self._digest} of {self.me} is not {hello.digest} of {self.peer}: different versions of meshlm"
-            self.wire.append(pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
-            self.state = SessionState.REFUSED
-            return Refused(reason)
-        opened: Outcome = None
-        if self.state is not SessionState.OPEN or life != self.peer_incarnation:
-            replaced = self.peer_incarnation if self.state is SessionState.OPEN else None
-            self._reset(now)
-            self.state, self.peer_incarnation = SessionState.OPEN, life
-            opened = Opened(life, replaced, hello.address)
+            return self._refuse(hello, life)
+        opened = self._open(hello, life, incarnation, now) if is_new else None
         if header.kind is Kind.HELLO:
             self._put(Kind.WELCOME, self._hello_body)
         self._on_ack(header.ack, now)
         return opened
+
+    def _refuse(self, hello: Hello, life: Incarnation) -> Refused:
+        reason = (
+            f"protocol {self._digest} of {self.me} is not {hello.digest} of {self.peer}: different versions of meshlm"
+        )
+        self.wire.append(pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
+        self.state = SessionState.REFUSED
+        return Refused(reason)
+
+    def _open(self, hello: Hello, life: Incarnation, incarnation: Incarnation, now: float) -> Opened:
+        replaced = self.peer_incarnation if self.state is SessionState.OPEN else None
+        self._reset(now)
+        self.state, self.peer_incarnation, self._peer_life = SessionState.OPEN, incarnation, life
+        self._peer_node, self._hello_every_s = hello.node, HELLO_EVERY_S
+        self._quiet_s, self._ticked_at = 0.0, now
+        return Opened(incarnation, replaced, hello)
 
     def _on_ack(self, ack: int, now: float) -> None:
         unacked = self._unacked
@@ -197,7 +299,7 @@ class Session:
     def _transmit(self, body: bytes, now: float) -> None:
         if not self._unacked:
             self._progress_at = now
-        frame = pack(self._header(Kind.DATA, self.peer_incarnation, self._next_seq), body)
+        frame = pack(self._header(Kind.DATA, self._peer_life, self._next_seq), body)
         self._unacked.append((self._next_seq, frame))
         self._next_seq += 1
         self._acked_to_peer = self._received
@@ -205,10 +307,10 @@ class Session:
 
     def _put(self, kind: Kind, body: bytes = b"") -> None:
         self._acked_to_peer = self._received
-        self.wire.append(pack(self._header(kind, self.peer_incarnation, 0), body))
+        self.wire.append(pack(self._header(kind, self._peer_life, 0), body))
 
     def _header(self, kind: Kind, to_life: Incarnation, seq: int) -> Header:
-        return Header(kind, self.me, self.peer, self.incarnation, to_life, seq, self._received)
+        return Header(kind, self.me, self.peer, self.life, to_life, seq, self._received)
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

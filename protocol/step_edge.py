@@ -14,9 +14,20 @@ from meshlm.protocol.token_edge import LogprobColumns
 
 
 class Reset(Struct, frozen=True, tag="reset"):
-    """A scheduler's first word in each session: forget all rows. The worker answers WorkerReady once it can step."""
+    """A scheduler's first word in each session: forget all rows. The worker answers WorkerReady once it can step.
+
+    `lives` are the incarnations of the group's workers, by rank, where there are several (tensor and pipeline parallelism). A
+    worker that has met other lives ends: it is started again and meets these.
+    """
 
     session: int
+    lives: tuple[int, ...] = ()
+
+
+class Disband(Struct, frozen=True, tag="disband"):
+    """A worker of the group is lost, or its workers are not at the same step. Those that have met end and are started again."""
+
+    reason: str
 
 
 class NewRow(Struct, frozen=True, omit_defaults=True):
@@ -30,7 +41,8 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
-    """One step. Apply removed_rows, then new_rows, then the appended blocks, then compute.
+    """One step. Apply removed_rows, then new_rows, then the appended blocks and input_ids, then compute. All workers of a
+    scheduler get the same plans.
 
     Request i of the batch: row rows[i], computes tokens at positions starts[i] .. starts[i] + counts[i] - 1, and,
     where samples[i], samples the token at position starts[i] + counts[i] (output index that minus
@@ -48,11 +60,14 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     new_rows: list[NewRow] = []
     block_rows: bytes = b""  # int32[m]: row that grows
     block_ids: bytes = b""  # int32[m]: its next block
+    input_ids: bytes = (
+        b""  # int32[decodes], pipelines only: token at starts[i], which the last stage sampled and the first needs
+    )
     planned_ns: int = 0  # monotonic clock, for the step timeline
     sent_ns: int = 0
 
 
-SchedulerToWorker = Reset | StepPlan
+SchedulerToWorker = Reset | StepPlan | Disband
 
 
 class WorkerReady(Struct, frozen=True, tag="ready"):
@@ -64,6 +79,18 @@ class WorkerReady(Struct, frozen=True, tag="ready"):
     max_num_seqs: int  # rows
     max_num_batched_tokens: int
     vocab_size: int
+
+
+class Standing(Struct, frozen=True, tag="standing"):
+    """A worker of a group at once on Reset: the last plan that it was sent in its life, zeros for none.
+
+    A scheduler may die between sending a plan to one worker and to the next. Then they differ, and the one that has the plan waits for
+    the others inside a collective.
+    """
+
+    session: int  # of the Reset
+    of_session: int
+    step: int
 
 
 class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
@@ -91,4 +118,4 @@ class StepFailed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-WorkerToScheduler = WorkerReady | StepResult | StepFailed
+WorkerToScheduler = WorkerReady | Standing | StepResult | StepFailed

@@ -5,6 +5,7 @@ add_reader (zmq.asyncio costs ten times more), single frames, bounded reads, one
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from meshlm.protocol.channels import MAX_FRAME_BYTES
 
 READ_AT_MOST = 128  # frames per turn of the loop, so that timers are not starved
 RECONNECT_MS = 2
+
+Socket = zmq.Socket[bytes]
 
 
 class Inbox:
@@ -25,13 +28,18 @@ class Inbox:
         address: str,
         on_frame: Callable[[bytes], None],
         on_drained: Callable[[], None],
+        bind: Callable[[Socket], str] | None = None,
     ) -> None:
-        """Bind. zmq.ZMQError when the address is taken. Reading starts with `start`."""
+        """Bind to `address`, or let `bind` do it and say where. zmq.ZMQError when that is taken. `start` starts reading."""
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # flow control is the sessions'
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.bind(address)
+        self.address = address
+        if bind is None:
+            self._socket.bind(address)
+        else:
+            self.address = bind(self._socket)
         self._on_frame, self._on_drained = on_frame, on_drained
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
@@ -73,7 +81,13 @@ class Inbox:
 class Outbox:
     """Frames to one peer, in order. What the socket does not take waits in `pending` for the next `flush`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        prepare: Callable[[Socket], None] | None = None,
+    ) -> None:
+        """Connect, after `prepare` has set what else the socket needs. zmq.ZMQError for what is no address."""
         self.address = address
         self.pending: deque[bytes] = deque()
         self._socket = context.socket(zmq.PUSH)
@@ -82,7 +96,13 @@ class Outbox:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 10 * RECONNECT_MS)
-        self._socket.connect(address)
+        if prepare is not None:
+            prepare(self._socket)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self._socket.close(0)
+            raise
 
     def flush(self, frames: deque[bytes]) -> None:
         """Put `frames` on the wire after what is pending; takes them out of the deque."""
@@ -100,6 +120,11 @@ class Outbox:
             if frames is not pending:
                 pending.extend(frames)
                 frames.clear()
+
+    def push(self, frame: bytes) -> None:
+        """Send it when the peer is there; else it is dropped."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(frame, zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close(0)

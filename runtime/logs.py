@@ -2,6 +2,9 @@
 
 import logging
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -26,3 +29,31 @@ def configure(config: RunConfig) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+class Limited:
+    """A log for what strangers can cause: BURST lines, then PER_SECOND, and how many were left out."""
+
+    BURST, PER_SECOND = 1000, 20
+
+    def __init__(self, log: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._left, self._filled_at, self._left_out = float(self.BURST), clock(), 0
+
+    def warning(self, event: str, **fields: object) -> None:
+        self._say("warning", event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        self._say("error", event, fields)
+
+    def _say(self, level: str, event: str, fields: dict[str, object]) -> None:
+        now = self._clock()
+        self._left = min(self.BURST, self._left + (now - self._filled_at) * self.PER_SECOND)
+        self._filled_at = now
+        if self._left < 1:
+            self._left_out += 1
+            return
+        self._left -= 1
+        if self._left_out:
+            fields["left_out"], self._left_out = self._left_out, 0
+        getattr(self._log, level)(event, **fields)

@@ -18,16 +18,30 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.channels import BY_DIRECTION, WhenFull, peers_of
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
-from meshlm.protocol.frames import FrameError, Kind, unpack
+from meshlm.protocol.frames import FrameError, Kind, sender_of, unpack
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
-from meshlm.protocol.session import Delivered, Hello, Opened, Refused, SendQueueFull, Session, SessionState
+from meshlm.protocol.session import (
+    BAD_BODY,
+    Delivered,
+    Ended,
+    Hello,
+    Opened,
+    Outcome,
+    Refused,
+    Rival,
+    SendQueueFull,
+    Session,
+    SessionState,
+)
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
+from meshlm.runtime.logs import Limited
+from meshlm.runtime.remote import Remote
 
 TICK_S = 0.1
 TICK_CONNECTING_S = 0.02  # while a session is not open yet
 COORDINATOR = Identity(Role.COORDINATOR, 0)
-SUPERVISOR = Identity(Role.SUPERVISOR, 0)
+SUPERVISOR = Identity(Role.SUPERVISOR, 0)  # the head's; each node has its own
 
 _encode = msgspec.msgpack.Encoder().encode
 _log = structlog.get_logger()
@@ -59,12 +73,16 @@ class Mesh:
         self.log: Any = _log.bind(process=str(identity))
         self.ready = False
         self.on_fatal: asyncio.Future[None] | None = None  # set by process.py
+        self.on_refused: Callable[[Identity, str], None] | None = None  # set by the supervisor
+        self.supervisor = Identity(Role.SUPERVISOR, config.node.index if config.node else 0)
         self._listener = listener
         self._run_dir = Path(config.run.run_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[Identity, _Peer] = {}
         self._epoch = (Incarnation(0), Epoch(0))
-        self._hello = Hello(schema_digest(), self.address_of(identity))
+        self._remote = Remote.of(identity, config)
+        self._limited = Limited(self.log)
+        self._hello = Hello("", "")  # until `open`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: Inbox | None = None
         self._timer: asyncio.Handle | None = None
@@ -77,15 +95,32 @@ class Mesh:
     async def open(self) -> None:
         """Bind the inbox and begin to look for the supervisor and the coordinator."""
         self._loop = asyncio.get_running_loop()
+        if self._remote is not None:
+            self._remote.open(self._context, self._on_remote_frame, self._after_batch, self.log)
+        self._hello = self._own_hello()
         self._inbox = Inbox(self._context, self._hello.address, self._on_frame, self._after_batch)
         self._inbox.start(self._loop)
-        for well_known in (SUPERVISOR, COORDINATOR):
-            if (self.identity.role, well_known.role) in BY_DIRECTION and self.identity.role is not Role.SUPERVISOR:
-                self._connect(well_known, self.address_of(well_known))
+        for peer, address in self._well_known().items():
+            self._connect(peer, address)
         self._tick()
+
+    def _own_hello(self) -> Hello:
+        node = self.config.node.id if self.config.node else ""
+        tcp = self._remote.address if self._remote else ""
+        return Hello(schema_digest(), self.address_of(self.identity), tcp, node, self.incarnation)
+
+    def _well_known(self) -> dict[Identity, str]:
+        """Whom this process looks for, and where, before it knows anybody."""
+        elsewhere = self._remote.well_known() if self._remote else {}
+        if self.identity.role is Role.SUPERVISOR:
+            return elsewhere
+        wanted = (self.supervisor, COORDINATOR) if self.identity.role is not Role.COORDINATOR else (self.supervisor,)
+        return {peer: self.address_of(peer) for peer in wanted} | elsewhere
 
     async def close(self) -> None:
         """Close all sockets. What was sent last gets a moment to leave."""
+        for session in self._remote.sessions.values() if self._remote else ():
+            session.bye()
         for peer in self._peers.values():
             peer.outbox.flush(peer.session.wire)
         await asyncio.sleep(0.01)  # LINGER 0 would drop what ZeroMQ's thread has not written yet
@@ -96,6 +131,8 @@ class Mesh:
             self._inbox.close()
         for peer in self._peers.values():
             peer.outbox.close()
+        if self._remote:
+            self._remote.close()
         self._peers.clear()
         self._context.term()
 
@@ -128,7 +165,7 @@ class Mesh:
     def tell_supervisor(self, message: Struct) -> None:
         """Say something to the supervisor; without one (tests, a lone process) it is dropped."""
         try:
-            self.send(SUPERVISOR, message)
+            self.send(self.supervisor, message)
         except LinkDown:
             self.log.debug("no supervisor", message=type(message).__name__)
 
@@ -173,24 +210,60 @@ class Mesh:
                     raise FrameError(f"from {header.sender}, which never said hello")
                 link = self._connect(header.sender, self.address_of(header.sender))
         except FrameError as error:
-            self.log.warning("frame dropped", reason=str(error), size=len(frame))
+            self._limited.warning("frame dropped", reason=str(error), size=len(frame))
             return
         assert self._loop is not None
         outcome = link.session.receive(header, body, self._loop.time())
+        if type(outcome) is Delivered:
+            if link.session.wire:
+                link.outbox.flush(link.session.wire)
+            self._deliver(header.sender, link, outcome.body)
+            return
+        if type(outcome) is Opened:
+            self._retarget(link, outcome.hello.tcp)  # before the welcome leaves
         if link.session.wire:
             link.outbox.flush(link.session.wire)
-        if type(outcome) is Delivered:
-            self._deliver(header.sender, link, outcome.body)
-        elif type(outcome) is Opened:
-            self._on_opened(header.sender, link, outcome)
-        elif type(outcome) is Refused:
-            self.log.error("link refused", peer=str(header.sender), reason=outcome.reason)
+        if outcome is not None:
+            self._on_news(header.sender, link, outcome)
+
+    def _on_remote_frame(self, frame: bytes) -> None:
+        """A frame of another node. Only a hello can be a stranger's, and nobody there can be of this node."""
+        assert self._remote is not None
+        session = self._remote.sessions.get(sender_of(frame))
+        if session is not None:
+            session.heard()
+        else:
+            try:
+                header, body = unpack(frame)
+                if header.kind is not Kind.HELLO or header.receiver != self.identity or header.sender in self._peers:
+                    raise FrameError(f"from {header.sender} for {header.receiver}, which never said hello there")
+                self._connect(header.sender, self._remote.stranger(header.sender, body))
+            except FrameError as error:
+                self._limited.warning("frame dropped", reason=str(error), size=len(frame), remote=True)
+                return
+        self._on_frame(frame)
+
+    def _on_news(self, sender: Identity, link: _Peer, outcome: Outcome) -> None:
+        match outcome:
+            case Opened():
+                self._on_opened(sender, link, outcome)
+            case Ended():
+                link.outbox.pending.clear()
+                self._listener.on_peer_down(sender, outcome.incarnation, "it ended")
+            case Refused():
+                self._limited.error("link refused", peer=str(sender), reason=outcome.reason)
+                if self.on_refused is not None and link.session.state is SessionState.REFUSED:
+                    self.on_refused(sender, outcome.reason)
+            case Rival():
+                self._limited.error("rival refused", peer=str(sender), at=outcome.hello.tcp or outcome.hello.address)
+                if self._remote is not None and outcome.hello.tcp and self._loop is not None:
+                    self._remote.refuse(outcome, self._loop.time())
 
     def _deliver(self, sender: Identity, link: _Peer, body: memoryview) -> None:
         try:
             message = link.decode(body)
-        except msgspec.MsgspecError as error:
-            self.log.error("message dropped", peer=str(sender), reason=str(error))
+        except BAD_BODY as error:
+            self._limited.error("message dropped", peer=str(sender), reason=str(error))
             return
         match message:
             case control.Members():
@@ -215,7 +288,8 @@ class Mesh:
     def _join(self) -> None:
         if self.identity.role in (Role.COORDINATOR, Role.SUPERVISOR) or COORDINATOR not in self.peers(Role.COORDINATOR):
             return
-        member = control.Member(self.identity, self.incarnation, self._hello.address, self.ready)
+        hello = self._hello
+        member = control.Member(self.identity, self.incarnation, hello.address, self.ready, hello.tcp, hello.node)
         self.send(COORDINATOR, control.Join(member))
 
     def _on_members(self, members: control.Members) -> None:
@@ -224,8 +298,29 @@ class Mesh:
             return
         self._epoch = epoch
         for member in members.members:
-            if member.identity not in self._peers and self._wants(member.identity):
-                self._connect(member.identity, member.address)
+            link = self._peers.get(member.identity)
+            if link is None:
+                if self._wants(member.identity):
+                    self._connect(member.identity, self._address_of_member(member))
+            elif member.incarnation > link.session.peer_incarnation:
+                self._retarget(link, member.tcp)
+
+    def _address_of_member(self, member: control.Member) -> str:
+        if self._remote is None:
+            return member.address
+        return self._remote.route(member.node, member.address, member.tcp)
+
+    def _retarget(self, link: _Peer, address: str) -> None:
+        """A new life of a process of another node has another port."""
+        if self._remote is None or not link.outbox.address.startswith("tcp:") or address in ("", link.outbox.address):
+            return
+        try:
+            outbox = self._remote.outbox(address)
+        except FrameError as error:
+            self._limited.warning("address ignored", peer=str(link.session.peer), reason=str(error))
+            return
+        link.outbox.close()
+        link.outbox = outbox
 
     def _wants(self, other: Identity) -> bool:
         """Whether this process keeps a link with that one."""
@@ -233,18 +328,23 @@ class Mesh:
             return False
         pair = {self.identity.role: self.identity.index, other.role: other.index}
         if pair.keys() == {Role.SCHEDULER, Role.WORKER}:
-            return pair[Role.WORKER] // self.config.parallel.tensor_parallel_size == pair[Role.SCHEDULER]
+            return pair[Role.WORKER] // self.config.parallel.workers_per_rank == pair[Role.SCHEDULER]
         return True
 
     def _on_died(self, died: control.Died) -> None:
         link = self._peers.get(died.identity)
-        if link is not None and link.session.close(died.incarnation):
+        if link is None:
+            return
+        life = link.session.peer_incarnation  # maybe an earlier one, of whose death nobody told
+        if link.session.close(died.incarnation):
             link.outbox.pending.clear()
-            self._listener.on_peer_down(died.identity, died.incarnation, "the process died")
+            self._listener.on_peer_down(died.identity, life, "the process died")
 
     def _drop(self, link: _Peer, reason: str) -> None:
+        """What is between us is lost, whether or not the peer lives; if it does, a new session with it opens."""
         life = link.session.peer_incarnation
-        if link.session.close(life):
+        if link.session.lose():
+            link.outbox.pending.clear()
             self.log.error("peer dropped", peer=str(link.session.peer), reason=reason)
             self._listener.on_peer_down(link.session.peer, life, reason)
 
@@ -254,6 +354,8 @@ class Mesh:
         incoming = BY_DIRECTION.get((peer.role, self.identity.role))
         if outgoing is None or incoming is None:
             raise FrameError(f"from {peer}, with which {self.identity} has no channel")
+        remote = self._remote if address.startswith("tcp:") else None
+        outbox = remote.outbox(address) if remote else Outbox(self._context, address)
         session = Session(
             self.identity,
             self.incarnation,
@@ -262,12 +364,15 @@ class Mesh:
             outgoing.window,
             outgoing.max_queued,
             outgoing.when_full,
+            remote.silence_s if remote else 0.0,
         )
         decode = msgspec.msgpack.Decoder(incoming.messages).decode
         if self._timer is not None and not self._closed and self._loop is not None:
             self._timer.cancel()  # a new peer is greeted at once
             self._timer = self._loop.call_soon(self._tick)
-        self._peers[peer] = link = _Peer(session, Outbox(self._context, address), decode)
+        if remote:
+            remote.add(session)
+        self._peers[peer] = link = _Peer(session, outbox, decode)
         return link
 
     def _tick(self) -> None:
@@ -275,13 +380,19 @@ class Mesh:
         now = self._loop.time()
         delay = TICK_S
         for link in list(self._peers.values()):
-            link.session.tick(now)
-            if link.session.state is not SessionState.OPEN:
+            session = link.session
+            session.tick(now)
+            if session.impatient:
                 delay = TICK_CONNECTING_S
-                if link.outbox.pending:
-                    link.session.wire.clear()  # one hello waiting is enough
-            if link.session.wire or link.outbox.pending:
-                link.outbox.flush(link.session.wire)
+            elif session.silent:
+                self._drop(link, f"silent for {session.silence_s:g} s (--peer-timeout)")
+                self._listener.flush()
+            if link.outbox.pending:
+                session.wire.clear()  # the same is waiting already, and one hello is enough
+            if session.wire or link.outbox.pending:
+                link.outbox.flush(session.wire)
+        if self._remote is not None:
+            self._remote.tick(now)
         if self._closed:
             return
         self._timer = self._loop.call_later(delay, self._tick)

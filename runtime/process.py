@@ -27,7 +27,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime import logs
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.mesh import SUPERVISOR, Mesh
+from meshlm.runtime.mesh import Mesh
 
 BEAT_S = 0.5
 LAST_WORDS_S = 0.5  # how long a failing process waits for its words to be taken
@@ -212,14 +212,14 @@ class _Process:
             self._app.on_message(peer, message)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        if peer == SUPERVISOR:
+        if peer == self._mesh.supervisor:
             if self._facts is not None:
                 self._mesh.tell_supervisor(control.Ready(self._facts))
         else:
             self._app.on_peer_up(peer, incarnation)
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        if peer != SUPERVISOR:
+        if peer != self._mesh.supervisor:
             self._app.on_peer_down(peer, incarnation, reason)
 
     def flush(self) -> None:

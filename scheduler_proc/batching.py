@@ -4,6 +4,9 @@ Asynchronous scheduling makes steps overlap: step N+1 is planned and sent while 
 that a worker executes plans strictly in the order of sending, on one stream. So a row or block that a plan frees may be
 given away by the next plan at once: whatever an earlier step still writes there is written before the new owner's
 step runs. A token that the last step samples is counted in `num_inflight` until its result is here.
+
+In a pipeline the first stage needs the token that the last one sampled, so a request that waits for a token is not planned again until
+it is here. Instead each step takes its share of the running requests: as many steps as there are stages are in flight, and alternate.
 """
 
 from array import array
@@ -73,7 +76,7 @@ class Batching:
 
     def plan(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
         """The next step, or None when nothing can be computed now."""
-        builder = PlanBuilder(self._removed_rows)
+        builder = PlanBuilder(self._removed_rows, self.limits.num_stages > 1)
         before = self.num_preemptions
         self._plan_running(builder)
         if self.num_preemptions == before:
@@ -86,6 +89,9 @@ class Batching:
     def _plan_running(self, builder: PlanBuilder) -> None:
         """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
         running, left = self.running, self.limits.max_num_batched_tokens
+        stages = self.limits.num_stages
+        if stages > 1:
+            left = min(left, -(-len(running) // stages))
         prompts: list[Request] = []
         decodes, starts = builder.decodes, builder.decode_starts
         at = 0
@@ -100,6 +106,8 @@ class Batching:
                 continue
             if virtual >= request.max_len or not left:
                 continue  # everything it may still get is on its way
+            if stages > 1 and request.num_inflight:
+                continue
             if virtual > request.capacity and not self._grow(builder, request, virtual):
                 continue  # it was preempted itself
             decodes.append(request)

@@ -10,6 +10,8 @@ import math
 
 STRETCH = 4.0  # a mixed step, in decode steps; 2.2 starved prompts at 64 streams of Llama-3.1-8B on an H200
 SHORTEST_TARGET_S, LONGEST_TARGET_S = 0.012, 0.055
+LONGEST_STRETCH = 7.0  # where decodes alone take long (a large model), the longest grows with them
+MANY_DECODES = 128  # ... and with their number beyond this: each step reads the cache of all of them
 LONG_QUEUE = 0.2  # waiting requests for each running one, from which on steps are as long as they may be
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
@@ -28,9 +30,10 @@ class StepBudget:
 
     def target_step_s(self, num_decodes: int, num_waiting: int) -> float:
         """How long a step with prompts and decodes should take."""
+        longest = max(LONGEST_TARGET_S * max(1.0, num_decodes / MANY_DECODES), LONGEST_STRETCH * self.decode_s)
         if num_waiting > LONG_QUEUE * num_decodes:
-            return LONGEST_TARGET_S
-        return min(LONGEST_TARGET_S, max(SHORTEST_TARGET_S, STRETCH * self.decode_s))
+            return longest
+        return min(longest, max(SHORTEST_TARGET_S, STRETCH * self.decode_s))
 
     def learn(self, num_tokens: int, num_decodes: int, duration_s: float) -> None:
         """A step of so many tokens, so many of them decodes, took so long on the device."""

@@ -9,13 +9,14 @@ from collections import deque
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Returned, Started, Work
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role, StepId
-from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady
+from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.workers import Workers
 
 COORDINATOR = Identity(Role.COORDINATOR, 0)
 MAX_CRASHES = 4  # of workers under a request that got no token between them; fewer than --max-restarts
@@ -28,11 +29,10 @@ class Scheduler:
         self.limits = limits
         self.requests: dict[RequestId, Request] = {}
         self.batching = Batching(limits, 0, 1, 0)
-        self.session = 0
+        self.workers = Workers(limits)
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
         self._next_step = 1
-        self._workers_ready: dict[Identity, WorkerReady] = {}
         self._detokenizers: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
         self._lives: dict[Identity, Incarnation] = {}  # of the detokenizers that can be reached
         self._early: list[Assign] = []  # for detokenizers that cannot yet: their tokens would be lost
@@ -45,14 +45,19 @@ class Scheduler:
         self._last_load: Load | None = None
 
     @property
-    def workers(self) -> list[Identity]:
-        first = self.limits.first_worker
-        return [Identity(Role.WORKER, first + index) for index in range(self.limits.num_workers)]
+    def session(self) -> int:
+        """With the workers."""
+        return self.workers.session
+
+    @property
+    def _depth(self) -> int:
+        """Steps in flight: one for each stage at least."""
+        return max(self.limits.async_depth, self.limits.num_stages)
 
     @property
     def serving(self) -> bool:
         """All of this rank's workers can step."""
-        return len(self._workers_ready) == self.limits.num_workers
+        return self.workers.serving
 
     def handle(self, event: Event, now: float) -> list[Send]:
         output = Output()
@@ -66,7 +71,7 @@ class Scheduler:
             case PeerUp():
                 effects = self._peer_up(event, output, now)
             case PeerLost():
-                self._peer_lost(event, output)
+                effects = self._peer_lost(event, output)
             case Tick():
                 self._expire(event.wall_s, output)
                 self._last_load = None  # tell the coordinator even without change
@@ -85,6 +90,8 @@ class Scheduler:
                 self._give_back(ask)
             case WorkerReady() as ready:
                 self._worker_ready(event.sender, ready)
+            case Standing() as standing:
+                return self.workers.standing(event.sender, standing)
             case StepFailed() as failed:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:
@@ -194,7 +201,9 @@ class Scheduler:
 
     def _peer_up(self, event: PeerUp, output: Output, now: float) -> list[Send]:
         if event.identity.role is Role.WORKER:
-            return self._reset(now)
+            self._lose_workers()
+            self._next_step = 1
+            return self.workers.up(event.identity, event.incarnation, now)
         if event.identity == COORDINATOR:
             self._last_load = None
         elif event.identity.role is Role.DETOKENIZER:
@@ -204,7 +213,7 @@ class Scheduler:
                 self._assign(assign, output)
         return []
 
-    def _peer_lost(self, event: PeerLost, output: Output) -> None:
+    def _peer_lost(self, event: PeerLost, output: Output) -> list[Send]:
         if event.identity.role is Role.WORKER:
             crashed = dict.fromkeys(request for record in self.inflight for request in record.batch)
             self._lose_workers()
@@ -212,26 +221,18 @@ class Scheduler:
                 if request.state is not RequestState.FINISHED and request.crashed() >= MAX_CRASHES:
                     text = f"given up: its worker died {MAX_CRASHES} times, each time before the next token"
                     self._finish(request, output, FinishReason.ERROR, text)
+            return self.workers.lost(event.identity, event.incarnation)
         elif event.identity.role is Role.DETOKENIZER:
             if self._lives.get(event.identity) == event.incarnation:
                 del self._lives[event.identity]
             for request in list(self.requests.values()):
                 if request.detokenizer == event.identity and request.incarnation == event.incarnation:
                     self._drop(request)
-
-    def _reset(self, now: float) -> list[Send]:
-        """A new session with all workers of the rank; they answer WorkerReady.
-
-        Its number is the time: what a worker still says to an earlier life of this scheduler must not pass for an answer to us.
-        """
-        self._lose_workers()
-        self.session = max(self.session + 1, int(now * 1e6))
-        self._next_step = 1
-        return [Send(worker, Reset(self.session)) for worker in self.workers]
+        return []
 
     def _lose_workers(self) -> None:
         """What was computed is gone: all requests wait again with the tokens they have."""
-        self._workers_ready.clear()
+        self.workers.forget()
         self.inflight.clear()
         self._last_done_ns = 0
         for request in list(self.batching.running):
@@ -240,12 +241,9 @@ class Scheduler:
             request.num_inflight = 0
 
     def _worker_ready(self, sender: Identity, ready: WorkerReady) -> None:
-        if ready.session != self.session:
+        facts = self.workers.ready(sender, ready)
+        if not facts:
             return
-        self._workers_ready[sender] = ready
-        if not self.serving:
-            return
-        facts = list(self._workers_ready.values())
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
         self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows)
@@ -271,7 +269,7 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if not self.serving or len(self.inflight) >= self.batching.budget.depth(self.limits.async_depth):
+        if not self.serving or len(self.inflight) >= self.batching.budget.depth(self._depth):
             return []
         planned = self.batching.plan(self.session, StepId(self._next_step), now_ns)
         if planned is None:
@@ -280,7 +278,7 @@ class Scheduler:
         self._next_step += 1
         self.num_steps += 1
         self.inflight.append(record)
-        return [Send(worker, plan) for worker in self.workers]
+        return [Send(worker, plan) for worker in self.workers.all]
 
     def _result(self, result: StepResult, output: Output, now_ns: int) -> tuple[int, ...]:
         if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
@@ -395,7 +393,7 @@ class Scheduler:
         assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, (
             "a request is in no queue, or a ghost in one"
         )
-        assert len(self.inflight) <= self.limits.async_depth + 1
+        assert len(self.inflight) <= self._depth + 1
         assert self._live_tokens == sum(len(r.tokens) - r.num_given for r in self.requests.values())
         owed: dict[int, int] = {}
         for record in self.inflight:

@@ -55,3 +55,4 @@ class Limits(Struct, frozen=True, kw_only=True):
     by_priority: bool = False
     num_workers: int = 1
     first_worker: int = 0
+    num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own

@@ -27,8 +27,9 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
         by_priority=config.scheduler.scheduling_policy == "priority",
-        num_workers=parallel.tensor_parallel_size,
-        first_worker=index * parallel.tensor_parallel_size,
+        num_workers=parallel.workers_per_rank,
+        first_worker=index * parallel.workers_per_rank,
+        num_stages=parallel.pipeline_parallel_size,
     )
 
 

@@ -22,8 +22,8 @@ class Inflight:
 class PlanBuilder:
     """Collects a step; `finish` makes the message and the record."""
 
-    def __init__(self, removed_rows: list[Row]) -> None:
-        self.removed_rows = removed_rows
+    def __init__(self, removed_rows: list[Row], names_inputs: bool = False) -> None:
+        self.removed_rows, self.names_inputs = removed_rows, names_inputs
         self.new_rows: list[NewRow] = []
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
@@ -63,6 +63,9 @@ class PlanBuilder:
         batch = self.decodes + self._rest
         samples = bytes(self._rest_samples)
         counts = array("i", [1]) * len(self.decodes) + self._rest_counts if self._rest else array("i")
+        inputs = array("i")
+        if self.names_inputs:
+            inputs.extend(request.tokens[start] for request, start in zip(self.decodes, self.decode_starts))
         plan = StepPlan(
             session=session,
             step=step,
@@ -75,6 +78,7 @@ class PlanBuilder:
             new_rows=self.new_rows,
             block_rows=self.block_rows.tobytes(),
             block_ids=self.block_ids.tobytes(),
+            input_ids=inputs.tobytes(),
             planned_ns=now_ns,
         )
         return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, now_ns)

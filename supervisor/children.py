@@ -48,6 +48,7 @@ class Child:
             self._turn, theirs = socket.socketpair()
         descriptors = (theirs.fileno(),) if theirs is not None else ()
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        environment.pop("MESHLM_API_KEY", None)  # it is in mesh.json, for the frontends
         self._process = subprocess.Popen(
             command(config_file, identity, incarnation, *descriptors),
             pass_fds=descriptors,

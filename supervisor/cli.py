@@ -12,7 +12,7 @@ from typing import NoReturn
 from meshlm import __version__
 from meshlm.supervisor.errors import StartError, UsageError
 
-COMMANDS = ("serve", "launch", "scale", "status", "restart", "drain", "bench", "chat", "collect_env")
+COMMANDS = ("serve", "launch", "scale", "status", "restart", "drain", "bench", "chat", "keys", "collect_env")
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -29,6 +29,7 @@ class ProcessStatus(Struct, frozen=True):
     restarts: int
     phase: str = ""
     rss_bytes: int = 0
+    host: str = ""  # in a mesh of several nodes
 
 
 class MeshStatus(Struct, frozen=True):

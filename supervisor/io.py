@@ -17,9 +17,9 @@ from meshlm import __version__
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime.errors import LinkDown
+from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import control, group, rolling, rundir
+from meshlm.supervisor import control, group, layout, network, rolling, rundir
 from meshlm.supervisor.children import Child
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
@@ -32,17 +32,7 @@ STACKS_S = 0.2  # that a stuck process has for writing its stacks
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
 
 
-def identities(config: MeshConfig) -> list[Identity]:
-    """All processes of a single-host mesh, in the order of starting: slow ones first."""
-    parallel, server = config.parallel, config.server
-    counts = {
-        Role.WORKER: parallel.data_parallel_size * parallel.tensor_parallel_size,
-        Role.COORDINATOR: 1,
-        Role.SCHEDULER: parallel.data_parallel_size,
-        Role.DETOKENIZER: server.detokenizers,
-        Role.FRONTEND: server.frontends,
-    }
-    return [Identity(role, index) for role, count in counts.items() for index in range(count)]
+identities = layout.identities
 
 
 class Supervisor:
@@ -68,24 +58,45 @@ class Supervisor:
         self._mesh: Mesh | None = None
         self._status: asyncio.Server | None = None
         self._drain_s = config.run.drain_timeout
-        self._traces = Traces(self._mesh_send)
+        self._traces = Traces(self.send)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._begun = False
+        self._network: network.Head | network.Guest | None = None
+        if config.node is not None:
+            self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
         self._scaling = Scaling(identities)
 
     async def start(self) -> None:
         """Write mesh.json, open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
         rundir.write_config(self._run_dir, self.config)
         incarnation = Incarnation(time.time_ns())
-        self._mesh = Mesh(Identity(Role.SUPERVISOR, 0), incarnation, self.config, self)
-        await self._mesh.open()
+        me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
+        self._mesh = Mesh(me, incarnation, self.config, self)
+        self._mesh.on_refused = self._refused
+        try:
+            await self._mesh.open()
+        except ProcessFatal as error:
+            raise StartError(str(error)) from None
         self._status = await control.serve(self._run_dir, self._answer)
-        self._do(group.Start())
+        if self._network is not None:
+            self._network.begin()
+        else:
+            self.begin()
         self._tick()
+
+    def begin(self) -> None:
+        """Spawn all, once. A node that joins another waits with it for the head's welcome."""
+        if not self._begun:
+            self._begun = True
+            self._do(group.Start())
 
     def stop(self, drain_s: float | None = None) -> None:
         """End all in good order: frontends drain for `drain_s` (--drain-timeout), then the rest."""
         if drain_s is not None:
             self._drain_s = drain_s
+        if not self._begun:
+            self._finish(None)
+            return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
         self._do(group.Stop())
 
@@ -109,6 +120,10 @@ class Supervisor:
     # --- what the mesh tells us (runtime App) ---
 
     def on_message(self, peer: Identity, message: Struct) -> None:
+        if peer.role is Role.SUPERVISOR:
+            if self._network is not None:
+                self._network.on_message(peer, message)
+            return
         child = self._children.get(peer)
         if child is None:
             return
@@ -138,14 +153,18 @@ class Supervisor:
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
         for died in self._dead.values():
-            self._mesh_send(peer, died)
+            self.send(peer, died)
         if peer.role is Role.FRONTEND and self._operations.refusing:
-            self._mesh_send(peer, edge.Refuse(True))
+            self.send(peer, edge.Refuse(True))
+        if peer.role is Role.SUPERVISOR and self._network is not None:
+            self._network.on_up(peer)
         if peer.role is Role.COORDINATOR:
             self._tell_ranks()  # it may have read mesh.json before the last change
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        """Deaths are the pidfds' to see."""
+        """Deaths of children are the pidfds' to see."""
+        if peer.role is Role.SUPERVISOR and self._network is not None:
+            self._network.on_down(peer, reason)
 
     def flush(self) -> None:
         """Nothing is batched here."""
@@ -159,7 +178,7 @@ class Supervisor:
 
     async def _profile_for(self, frontend: Identity, asked: edge.Profile) -> None:
         answer = await self.profile(start=asked.start)
-        self._mesh_send(frontend, msgspec.structs.replace(answer, handle=asked.handle))
+        self.send(frontend, msgspec.structs.replace(answer, handle=asked.handle))
 
     # --- the group's decisions ---
 
@@ -175,8 +194,10 @@ class Supervisor:
                 if not self._group.restarting:
                     leaves = effect.identity not in self._group.processes
                     self._display.line(f"{effect.identity} " + ("has left" if leaves else "died and is started again"))
-                self._dead[effect.identity] = died = edge.Died(effect.identity, effect.incarnation)
-                self._tell_all(died)
+                died = edge.Died(effect.identity, effect.incarnation)
+                self.tell_died(died)
+                if self._network is not None:
+                    self._network.died(died)
             case group.AskToStop() if self._group.stopping:
                 self._ask_to_stop(effect.identity)  # `stop` has set the limit for all
             case group.AskToStop():
@@ -202,6 +223,8 @@ class Supervisor:
             case group.AllReady():
                 self.ready.set()
             case group.AllStopped():
+                if self._network is not None:
+                    self._network.ended()
                 self._finish(None)
             case group.GiveUp():
                 self._finish(effect.message)
@@ -259,7 +282,7 @@ class Supervisor:
     def _refuse(self, on: bool) -> None:
         assert self._mesh is not None
         for peer in self._mesh.peers(Role.FRONTEND):
-            self._mesh_send(peer, edge.Refuse(on))
+            self.send(peer, edge.Refuse(on))
 
     def _ask_to_stop(self, identity: Identity, handover: bool = False) -> None:
         drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
@@ -275,9 +298,10 @@ class Supervisor:
         assert self._mesh is not None
         for role in Role:
             for peer in self._mesh.peers(role):
-                self._mesh_send(peer, message)
+                if role is not Role.SUPERVISOR:
+                    self.send(peer, message)
 
-    def _mesh_send(self, peer: Identity, message: Struct) -> bool:
+    def send(self, peer: Identity, message: Struct) -> bool:
         """False when there is no link: it died too, and its next life is told."""
         assert self._mesh is not None
         try:
@@ -286,8 +310,29 @@ class Supervisor:
             return False
         return True
 
+    # --- what network.py asks for ---
+
+    def line(self, text: str) -> None:
+        self._display.line(text)
+
+    def tell_died(self, died: edge.Died) -> None:
+        """Tell all children of a death, here or on another node; those that come later, too."""
+        self._dead[died.identity] = died
+        self._tell_all(died)
+
+    def fail(self, message: str) -> None:
+        """End with this text."""
+        self._finish(message)
+
+    def _refused(self, peer: Identity, reason: str) -> None:
+        if isinstance(self._network, network.Guest) and peer == network.HEAD:
+            self._network.refused(reason)
+
     def _tick(self) -> None:
-        self._do(group.Tick())
+        if self._begun:
+            self._do(group.Tick())
+        if self._network is not None:
+            self._network.tick()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _finish(self, failure: str | None) -> None:
@@ -336,7 +381,7 @@ class Supervisor:
         self._tell_ranks()
 
     def _tell_ranks(self) -> None:
-        self._mesh_send(Identity(Role.COORDINATOR), edge.SetRanks(self.config.parallel.data_parallel_size))
+        self.send(Identity(Role.COORDINATOR), edge.SetRanks(self.config.parallel.data_parallel_size))
 
     # --- status ---
 
@@ -355,11 +400,19 @@ class Supervisor:
 
     def status(self) -> control.MeshStatus:
         """The state of all processes, the supervisor first."""
-        now = time.time()
+        now, host = time.time(), self.config.node.host if self.config.node else ""
         own_start = psutil.Process().create_time()
         rows = [
             control.ProcessStatus(
-                "supervisor", 0, os.getpid(), int(own_start * 1e9), "ready", now - own_start, 0, "", _rss(os.getpid())
+                role="supervisor",
+                index=self.config.node.index if self.config.node else 0,
+                pid=os.getpid(),
+                incarnation=int(own_start * 1e9),
+                state="ready",
+                uptime_s=now - own_start,
+                restarts=0,
+                rss_bytes=_rss(os.getpid()),
+                host=host,
             )
         ]
         for identity, process in self._group.processes.items():
@@ -375,13 +428,15 @@ class Supervisor:
                     restarts=process.restarts,
                     phase=process.phase,
                     rss_bytes=_rss(child.pid) if child else 0,
+                    host=host,
                 )
             )
+        rows += self._network.rows() if self._network else []
         resolved = self.config.resolved
         return control.MeshStatus(
             processes=rows,
             model=resolved.served_names[0] if resolved else "",
-            port=self.config.server.port,
+            port=0 if self.config.network.headless else self.config.server.port,
             run_dir=str(self._run_dir),
             version=__version__,
             ready=self.ready.is_set() and all(row.state == "ready" for row in rows),

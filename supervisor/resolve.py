@@ -14,7 +14,7 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime import model_files
-from meshlm.supervisor import balancing
+from meshlm.supervisor import balancing, parallel
 from meshlm.supervisor.errors import StartError, UsageError
 
 Device = Literal["cpu", "cuda", "fake"]
@@ -42,8 +42,11 @@ def resolve(config: MeshConfig) -> MeshConfig:
         )
     if config.worker.compile == "inductor" and device != "cuda":
         raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
-    if config.worker.compile == "inductor" and config.parallel.tensor_parallel_size > 1:
-        raise UsageError("--compile inductor: it needs --tensor-parallel-size 1; use none")
+    if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
+        raise UsageError(
+            "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
+        )
+    parallel.check(config.parallel, files.spec, device)
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:

@@ -3,11 +3,13 @@
 By default one directory per port below a per-user base, so that `meshlm status` finds every mesh of this user.
 """
 
+import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -45,6 +47,27 @@ def create(path: Path) -> Path:
         raise StartError(f"--run-dir {path}: {error.strerror}") from None
     check_private(path)
     return path
+
+
+LOCK_FILE = "lock"
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other meshes out of this run directory. StartError when one is in it."""
+    with (path / LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StartError(f"--run-dir {path}: another mesh runs there") from None
+        yield
+
+
+def refuse_held(path: Path) -> None:
+    """StartError when a mesh runs there; its files must not be emptied away."""
+    if (path / LOCK_FILE).exists():
+        with held(path):
+            pass
 
 
 def check_private(path: Path) -> None:

@@ -44,6 +44,8 @@ class Scaling:
             raise UsageError(
                 "--dp: this mesh has its numbers behind an outer balancer; start or end another mesh instead"
             )
+        if config.node is not None:
+            raise UsageError("--dp: this mesh has several nodes; start or end a node with --headless --join instead")
         before = config.parallel.data_parallel_size
         self.failed = ""
         if num_ranks == before:

@@ -2,17 +2,18 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
-import socket
 from pathlib import Path
 
 import msgspec
+import setproctitle
 import uvloop
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime import logs
-from meshlm.supervisor import flags, io, resolve, rundir
+from meshlm.supervisor import flags, io, joining, layout, resolve, rundir
 from meshlm.supervisor.display import StartDisplay
 
 
@@ -30,23 +31,31 @@ def run(arguments: argparse.Namespace) -> int:
     api_key = os.environ.get("MESHLM_API_KEY")
     if api_key and not config.server.api_key:
         config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=(api_key,)))
-    port = resolve.claim_port(config.server.host, config.server.port)
-    with port:
+    layout.check(config)
+    setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
+    headless = config.network.headless
+    with contextlib.nullcontext() if headless else resolve.claim_port(config.server.host, config.server.port):
         config = with_run_dir(resolve.resolve(config))
-        logs.configure(config.run)
-        uvloop.run(_serve(config, port))
+        with rundir.held(Path(config.run.run_dir)):
+            config = layout.with_node(config)
+            logs.configure(config.run)
+            display = StartDisplay()
+            if headless:
+                joining.wait_for_head(config, display)
+            uvloop.run(_serve(config, display))
     return 0
 
 
 def with_run_dir(config: MeshConfig) -> MeshConfig:
     """The tree with a run directory that exists, empty and private."""
-    path = Path(config.run.run_dir) if config.run.run_dir else rundir.base_dir(os.environ) / str(config.server.port)
+    name = f"node-{layout.index(config)}" if config.network.headless else str(config.server.port)
+    path = Path(config.run.run_dir) if config.run.run_dir else rundir.base_dir(os.environ) / name
+    rundir.refuse_held(path)
     rundir.create(path)
     return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
 
 
-async def _serve(config: MeshConfig, port: socket.socket) -> None:
-    display = StartDisplay()
+async def _serve(config: MeshConfig, display: StartDisplay) -> None:
     supervisor = io.Supervisor(config, io.identities(config), display)
     loop = asyncio.get_running_loop()
     stopping = 0
@@ -77,6 +86,9 @@ async def _serve(config: MeshConfig, port: socket.socket) -> None:
 
 async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     await supervisor.ready.wait()
+    if supervisor.config.network.headless:
+        display.line(f"ready: this node serves for {supervisor.config.network.join}   (Ctrl-C stops)")
+        return
     server = supervisor.config.server
     host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "") else server.host
     display.line(f"ready: http://{host}:{server.port}/v1   (Ctrl-C stops)")

@@ -69,11 +69,13 @@ def show(status: control.MeshStatus) -> None:
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
     state = f" ({status.scaling})" if status.scaling else "" if status.ready else " (not ready)"
     table = Table(title=f"{status.model} on port {status.port}{ranks}{state}")
-    for heading in ("process", "state", "pid", "uptime", "restarts", "memory", "doing"):
+    headings = ["process", "host"] if any(process.host for process in status.processes) else ["process"]
+    for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
         table.add_column(heading, justify="right" if heading in ("pid", "uptime", "restarts", "memory") else "left")
     for process in status.processes:
         table.add_row(
             f"{process.role}/{process.index}",
+            *([process.host] if "host" in headings else []),
             process.state,
             str(process.pid or "-"),
             f"{process.uptime_s:.0f} s",

@@ -15,10 +15,12 @@ from msgspec import Struct
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import STEPPING, Profile
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, WorkerReady
+from meshlm.protocol.step_edge import Disband, Reset, Standing, StepFailed, StepPlan, StepResult, WorkerReady
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.engine import Engine, Pending, ProgressReport
+from meshlm.workers.parallel.membership import Membership
+from meshlm.workers.parallel.shard import WHOLE, Shard
 from meshlm.workers.profiler import Profiler
 
 IDLE_AFTER_S = 0.004  # without a plan, background work is done
@@ -34,22 +36,27 @@ def load_ahead(config: MeshConfig) -> None:
         import meshlm.workers.runner  # noqa: F401
 
 
-def make_engine(config: MeshConfig, report: ProgressReport) -> Engine:
-    """The engine of the configured device; torch is imported only where it is needed."""
+def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
+    """The engine of the configured device for worker number `worker`; torch is imported only where it is needed."""
     assert config.resolved is not None
     if config.resolved.device == "fake":
         from meshlm.workers.fake import FakeEngine
 
+        while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
+            pass
         return FakeEngine(config, report)
+    from meshlm.workers.parallel.seat import Seat
+
+    seat = Seat.of(config, worker, membership)
     if config.resolved.device == "cuda":
         from meshlm.workers.cuda.engine import make_cuda_engine
 
-        engine = make_cuda_engine(config, report)
+        engine = make_cuda_engine(config, report, seat)
         if engine is not None:
             return engine
     from meshlm.workers.runner import TorchEngine
 
-    return TorchEngine(config, report)
+    return TorchEngine(config, report, seat)
 
 
 class WorkerApp:
@@ -64,10 +71,14 @@ class WorkerApp:
         self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
         self._launched = self._failed_launches = 0  # steps; the stepper's
         self._completed = 0  # the completer's
+        self._membership = Membership()
+        self._shard: Shard = WHOLE
+        self._last = (0, 0)  # session and step of the last plan that came
         self._phase = "loading"
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
+        self._shard = Shard.of(mesh.config.parallel, mesh.identity.index)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loaded: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         stepper = threading.Thread(target=self._stepper, args=(loaded,), name="stepper", daemon=True)
@@ -99,7 +110,7 @@ class WorkerApp:
                 loaded.set_result(result)
 
         try:
-            engine = make_engine(mesh.config, report)
+            engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
         except BaseException as error:
             loop.call_soon_threadsafe(answer, error)
             return
@@ -164,6 +175,10 @@ class WorkerApp:
             self._mesh.call_soon_threadsafe(self._mesh.fatal, f"the GPU failed: {text.splitlines()[0]}")
             return
         self._log_failure(text)
+        if self._shard.size > 1:  # the other ranks are in the middle of the same step, and wait for this one
+            assert self._mesh is not None
+            self._mesh.call_soon_threadsafe(self._mesh.fatal, f"a step of the group failed: {text.splitlines()[0]}")
+            return
         self._say(StepFailed(plan.session, plan.step, text.splitlines()[0]))
 
     def _log_failure(self, text: str) -> None:
@@ -176,11 +191,12 @@ class WorkerApp:
         while (item := self._pending.get()) is not None:
             plan, pending = item
             try:
-                result: Struct = pending.wait()
+                result: StepResult = pending.wait()
             except Exception as error:
                 self._failed(plan, error)
             else:
-                self._say(result)
+                if self._shard.reports:
+                    self._say(result)
             self._completed += 1
 
     def _say(self, message: Struct) -> None:
@@ -192,9 +208,7 @@ class WorkerApp:
 
     def _send(self, message: Struct) -> None:
         assert self._mesh is not None
-        scheduler = Identity(
-            Role.SCHEDULER, self._mesh.identity.index // self._mesh.config.parallel.tensor_parallel_size
-        )
+        scheduler = Identity(Role.SCHEDULER, self._mesh.identity.index // self._mesh.config.parallel.workers_per_rank)
         try:
             self._mesh.send(scheduler, message)
         except LinkDown:
@@ -203,14 +217,31 @@ class WorkerApp:
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
             case StepPlan():
+                self._last = (message.session, message.step)
                 self._plans.put((message, time.monotonic_ns()))
             case Reset():
-                if self._engine is None:
-                    self._reset = message
-                else:
-                    self._plans.put((message, 0))
+                self._on_reset(message)
             case Profile():  # from the supervisor
                 self._plans.put((message, 0))
+            case Disband():
+                if not self._membership.withdraw():
+                    self._leave(message.reason)
+
+    def _on_reset(self, reset: Reset) -> None:
+        if reset.lives:
+            if not self._membership.offer(reset.lives):
+                self._leave("another worker of the group was started again")
+                return
+            self._send(Standing(reset.session, *self._last))
+        if self._engine is None:
+            self._reset = reset
+        else:
+            self._plans.put((reset, 0))
+
+    def _leave(self, reason: str) -> None:
+        """End this process, whatever its threads wait for; it is started again and meets the new group."""
+        assert self._mesh is not None
+        self._mesh.fatal(f"{self._mesh.identity} leaves its group: {reason}")
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """The scheduler speaks first."""

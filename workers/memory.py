@@ -32,12 +32,15 @@ def cpu_budget() -> int:
     return min(int(free * CPU_SHARE), CPU_MOST)
 
 
-def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype) -> int:
-    """Blocks within `budget` bytes. ProcessFatal when the longest request would not fit, with the one that would."""
+def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype, spec: ModelSpec | None = None) -> int:
+    """Blocks within `budget` bytes, of a worker whose part of the model is `spec` (all of it if not given).
+
+    ProcessFatal when the longest request would not fit, with the one that would.
+    """
     resolved = config.resolved
     assert resolved is not None
     block_size = config.cache.block_size
-    count = room.num_blocks(config, budget, block_bytes(resolved.spec, block_size, dtype))
+    count = room.num_blocks(config, budget, block_bytes(spec or resolved.spec, block_size, dtype))
     return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))
 
 

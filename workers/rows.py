@@ -56,6 +56,11 @@ class RowTable:
             self._take(new)
         if plan.block_rows:
             self._append(np.frombuffer(plan.block_rows, np.int32), np.frombuffer(plan.block_ids, np.int32))
+        if plan.input_ids:
+            ids = np.frombuffer(plan.input_ids, np.int32)
+            rows, at = np.frombuffer(plan.rows, np.int32)[: len(ids)], np.frombuffer(plan.starts, np.int32)[: len(ids)]
+            self.tokens[rows, at] = ids
+            self.num_known[rows] = at + 1
 
     def _take(self, new: NewRow) -> None:
         ids = np.frombuffer(new.token_ids, np.int32)

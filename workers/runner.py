@@ -17,8 +17,10 @@ from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention import backend as attention_backends
+from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.engine import EngineFacts, ProgressReport
+from meshlm.workers.parallel.seat import Seat
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
@@ -53,11 +55,13 @@ class _Launched:
 class TorchEngine:
     """See `meshlm.workers.engine.Engine`."""
 
-    def __init__(self, config: MeshConfig, report: ProgressReport) -> None:
+    def __init__(self, config: MeshConfig, report: ProgressReport, seat: Seat | None = None) -> None:
         resolved = config.resolved
         assert resolved is not None
-        self._config, self._resolved = config, resolved
-        self._device = _device(resolved)
+        seat = seat or Seat()
+        self._config, self._resolved, self._shard = config, resolved, seat.shard
+        self._spec = seat.shard.local(resolved.spec)
+        self._device = _device(resolved, seat)
         torch.set_grad_enabled(False)
         if self._device.type == "cpu":
             torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
@@ -67,10 +71,13 @@ class TorchEngine:
             report("weights", done // MB, total // MB, "MB")
 
         self._attention = attention_backends.choose(
-            config.worker.attention_backend, resolved.spec, self._device, self._dtype, config.cache.block_size
+            config.worker.attention_backend, self._spec, self._device, self._dtype, config.cache.block_size
         )
         memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, self._attention)  # refuses FP8
-        self._model = load_model(resolved, self._device, config.model.seed, progress)
+        self._model = load_model(resolved, self._device, config.model.seed, progress, seat.shard)
+        tokens, hidden = resolved.max_num_batched_tokens, resolved.spec.hidden_size
+        self._comm = seat.connect(self._device, self._dtype, tokens, hidden)
+        self._model.join(self._comm)
         rows = resolved.max_num_seqs
         self._rows = RowTable(rows, resolved.max_model_len, config.cache.block_size)
         self._sampling = SamplingTable(rows)
@@ -97,11 +104,11 @@ class TorchEngine:
             blocks = -(-length // self._config.cache.block_size)
             share = self._config.cache.gpu_memory_utilization
             wanted = memory.profile(share, lambda: self._make_caches(blocks), self._full_step)
-        return memory.num_blocks(self._config, wanted, self._dtype)
+        return memory.num_blocks(self._config, wanted, self._dtype, self._spec)
 
     def _make_caches(self, count: int) -> list[LayerCache]:
         block_size = self._config.cache.block_size
-        return memory.make_caches(self._resolved.spec, count, block_size, self._dtype, self._device)
+        return memory.make_caches(self._spec, count, block_size, self._dtype, self._device)
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self._caches = caches
@@ -132,9 +139,23 @@ class TorchEngine:
             max_decode_len=0,
         )
         attention = self._attention.step(batch, self._config.cache.block_size)
-        hidden = self._model(batch, self._caches, attention)
+        hidden = self._forward(batch, attention)
+        if not self._shard.is_last:
+            return
         logits = self._model.logits(hidden[batch.logits_indices])
         logits.float().softmax(dim=-1).double().cumsum(dim=-1)  # what sampling allocates at most
+
+    def _forward(self, batch: ForwardBatch, attention: StepAttention) -> Tensor:
+        """This stage's part of the model: hidden states [t, hidden], which only the last stage can make logits of."""
+        stream = None
+        if not self._shard.is_first:
+            shape = (len(batch.input_ids), self._spec.hidden_size)
+            stream = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._comm.receive(stream)
+        hidden: Tensor = self._model(batch, self._caches, attention, stream)
+        if not self._shard.is_last:
+            self._comm.send(hidden)
+        return hidden
 
     # --- steps ---
 
@@ -157,11 +178,19 @@ class TorchEngine:
                 ids = torch.frombuffer(bytearray(new.token_ids), dtype=torch.int32).pin_memory()
                 self._tokens[new.row, : len(ids)].copy_(ids, non_blocking=True)
         arrays = self._rows.step(plan)
+        if plan.input_ids and self._device.type == "cuda":
+            known = torch.frombuffer(bytearray(plan.input_ids), dtype=torch.int32).long()
+            rows, starts = (torch.from_numpy(column[: len(known)].astype(np.int64)) for column in arrays[:2])
+            self._tokens[rows.to(self._device), starts.to(self._device)] = known.to(self._device).int()
         batch = self._batch(arrays)
         attention = self._attention.step(batch, self._config.cache.block_size)
-        hidden = self._model(batch, self._caches, attention)
-        of_prompt = self._prompt_logprobs(arrays, hidden)
-        token_ids, found = self._sample(arrays, hidden, batch)
+        hidden = self._forward(batch, attention)
+        of_prompt: dict[int, LogprobColumns] = {}
+        found: dict[int, LogprobColumns] = {}
+        token_ids = torch.empty(0, dtype=torch.int32, device=self._device)
+        if self._shard.is_last:
+            of_prompt = self._prompt_logprobs(arrays, hidden)
+            token_ids, found = self._sample(arrays, hidden, batch)
         launched = time.monotonic_ns()
         result = StepResult(
             session=plan.session,
@@ -251,9 +280,9 @@ class TorchEngine:
         return found
 
 
-def _device(resolved: Resolved) -> torch.device:
+def _device(resolved: Resolved, seat: Seat) -> torch.device:
     if resolved.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ProcessFatal("--device cuda: torch sees no GPU (driver, or a CPU build of torch)")
-    return torch.device("cuda", 0)
+    return seat.take_gpu()

@@ -28,6 +28,11 @@ SHAPES = [
     (4096, 4096, False, False),
     (14336, 4096, True, True),
     (4096, 14336, False, False),
+    # one of two ranks (Llama-3.1-8B)
+    (3072, 4096, False, False),
+    (4096, 2048, False, False),
+    (7168, 4096, True, False),
+    (4096, 7168, False, False),
 ]
 # BLOCK_N, warps, stages, programs per multiprocessor
 CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))

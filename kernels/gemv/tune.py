@@ -23,13 +23,15 @@ from meshlm.kernels.silu_mul.kernel import silu_mul
 
 Shape = tuple[int, int, bool, bool]  # outputs, inputs, gate, norm
 Tile = tuple[int, int, int, int]
-FEW, SOME = 1024, 4096
+FEW, SOME, MANY = 1024, 4096, 8192
 CLASSES: list[dict[str, Any]] = [
     {"inputs_to": FEW, "gate": True},
     {"inputs_to": FEW},
     {"inputs_to": SOME, "gate": True},
+    {"inputs_to": 2 * FEW},
     {"inputs_to": SOME, "outputs_to": SOME},
     {"inputs_to": SOME},
+    {"inputs_to": MANY},
     {},
 ]
 

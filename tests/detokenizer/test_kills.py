@@ -88,7 +88,11 @@ class FakeScheduler:
         return Load(len(self.requests), 0, 100, 100, 0, ended)
 
     def lost(self, peer: Identity, life: Incarnation) -> Sends:
-        return []
+        if peer != DETOKENIZER:
+            return []
+        self.detokenizer = Incarnation(0)
+        gone, self.requests = list(self.requests), {}
+        return [(COORDINATOR, self.load(*gone))] if gone else []
 
     def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends:
         match message:
@@ -204,6 +208,7 @@ class World:
         self.links: dict[tuple[Address, Address], deque[Struct]] = {}
         self.notices: dict[tuple[Identity, Identity], deque[tuple[bool, Incarnation]]] = {}  # (who, about whom): up?
         self.open: dict[tuple[Identity, Identity], Incarnation] = {}
+        self.broken: set[tuple[Identity, Identity]] = set()  # links whose end the first has not noticed yet
         self.num_lives = 1
         for identity in MORTALS:
             self.start(identity)
@@ -235,6 +240,7 @@ class World:
                 del self.links[sender, receiver]
         self.notices = {pair: waiting for pair, waiting in self.notices.items() if pair[0] != identity}
         self.open = {pair: seen for pair, seen in self.open.items() if pair[0] != identity}
+        self.broken = {pair for pair in self.broken if pair[0] != identity}
         for other in self.linked(identity):
             about = self.notices.setdefault((other, identity), deque())
             if (True, life) in about:
@@ -242,9 +248,29 @@ class World:
             else:
                 about.append((False, life))
 
+    def cut(self, one: Identity, other: Identity) -> None:
+        """Both live, but cannot reach each other for a while: what is in flight is lost, and the same lives meet again."""
+        for who, about in ((one, other), (other, one)):
+            self.links.pop(((who, self.life[who]), (about, self.life[about])), None)
+            self.broken.add((who, about))
+            waiting = self.notices.setdefault((who, about), deque())
+            waiting += [(False, self.life[about]), (True, self.life[about])]
+
+    def whole(self) -> list[tuple[Identity, Identity]]:
+        """Links that may be cut: both ends have the other."""
+        pairs = [(one, other) for one in (DETOKENIZER, COORDINATOR) for other in MORTALS if one != other]
+        return [
+            (one, other)
+            for one, other in pairs
+            if self.life.get(one, -1) == self.open.get((other, one))
+            and self.life.get(other, -1) == self.open.get((one, other))
+            and not self.notices.get((one, other))
+            and not self.notices.get((other, one))
+        ]
+
     def send(self, sender: Identity, sends: Sends) -> None:
         for to, message in sends:
-            if (sender, to) in self.open:  # else LinkDown
+            if (sender, to) in self.open and (sender, to) not in self.broken:  # else LinkDown, or lost on its way
                 key = ((sender, self.life[sender]), (to, self.open[sender, to]))
                 self.links.setdefault(key, deque()).append(message)
 
@@ -252,9 +278,8 @@ class World:
         """What may happen next."""
         found: list[tuple[str, object, object]] = [("notice", *key) for key, waiting in self.notices.items() if waiting]
         for (sender, receiver), link in self.links.items():
-            seen = self.open.get((receiver[0], sender[0])) == sender[1]
             coming = (True, sender[1]) in self.notices.get((receiver[0], sender[0]), ())
-            if link and (seen or not coming):
+            if link and not coming:
                 found.append(("deliver", sender, receiver))
         for identity in SCHEDULERS:
             scheduler = self.processes.get(identity)
@@ -283,6 +308,7 @@ class World:
             self.open[who, about] = life
             self.send(who, process.up(about, life))
         else:
+            self.broken.discard((who, about))
             del self.open[who, about]
             self.send(who, process.lost(about, life))
 
@@ -320,6 +346,9 @@ def test_no_death_is_seen_in_what_comes(data: st.DataObject) -> None:
             dead = [identity for identity in MORTALS if identity not in world.processes]
             if dead:
                 world.start(data.draw(st.sampled_from(dead)))
+        elif action == 5 and num_kills < MAX_ATTEMPTS - 1 and (whole := world.whole()):
+            num_kills += 1
+            world.cut(*data.draw(st.sampled_from(whole)))
         elif action in (2, 3) and len(detokenizer.names) < 5:
             world.send(DETOKENIZER, detokenizer.submit(data.draw(st.integers(1, 4))))
         elif action == 4 and detokenizer.names:

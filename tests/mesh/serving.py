@@ -29,13 +29,24 @@ def free_port() -> int:
 class Serving:
     """One `meshlm serve`. `lines` is what it said."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, prefix: tuple[str, ...] = ()) -> None:
         self.port = free_port()
         self.run_dir = tempfile.mkdtemp(prefix="mlm")
         self.lines: list[str] = []
         self._news: Queue[str | None] = Queue()
         self.process = subprocess.Popen(
-            [MESHLM, "serve", "--host", "127.0.0.1", "--port", str(self.port), "--run-dir", self.run_dir, *flags],
+            [
+                *prefix,
+                MESHLM,
+                "serve",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--run-dir",
+                self.run_dir,
+                *flags,
+            ],
             stderr=subprocess.PIPE,
             text=True,
             cwd="/",

@@ -20,7 +20,7 @@ from serving import Serving, serving
 pytestmark = pytest.mark.mesh
 STEP_MS = 10
 NUM_TOKENS = 60
-LONG = 250  # tokens, so that the figures, once a second, show that it runs
+LONG = 300  # tokens, so that the figures, once a second, show that it runs
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,17 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     return {**asked, **more}
 
 
-def holder(server: Serving, local_port: int) -> int:
+def frontends(server: Serving) -> list[int]:
+    """Their pids."""
+    return [int(p["pid"]) for p in server.status()["processes"] if p["role"] == "frontend" and p["pid"]]
+
+
+def holder(pids: list[int], local_port: int) -> int:
     """The pid of the frontend that has this connection."""
-    for process in server.status()["processes"]:
-        if process["role"] == "frontend" and process["pid"]:
-            for link in psutil.Process(process["pid"]).net_connections("tcp"):
-                if link.raddr and link.raddr.port == local_port:
-                    return int(process["pid"])
+    for pid in pids:
+        for link in psutil.Process(pid).net_connections("tcp"):
+            if link.raddr and link.raddr.port == local_port:
+                return pid
     raise AssertionError("no frontend has the connection")
 
 
@@ -97,18 +101,20 @@ def finish(reader: Reader, server: Serving, asked: dict[str, Any], key: str, las
 
 def kill_under(server: Serving, reader: Reader, asked: dict[str, Any], key: str) -> None:
     """Kill the frontend that streams to the reader."""
+    until(lambda: len(frontends(server)) == 2)
+    pids = frontends(server)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read, server, asked, key)
         assert reader.begun.wait(20)
-        os.kill(holder(server, reader.port), signal.SIGKILL)
+        os.kill(holder(pids, reader.port), signal.SIGKILL)
         assert reading.result(timeout=20) is False
 
 
 def test_a_stream_goes_on_after_the_last_event(two: Serving) -> None:
     whole = Reader()
-    asked = body(1)
+    asked = body(1, max_tokens=LONG)
     assert whole.read(two, asked, "undisturbed")
-    assert whole.ids == reference(asked["prompt"], NUM_TOKENS)
+    assert whole.ids == reference(asked["prompt"], LONG)
     first, rest = Reader(), Reader()
     kill_under(two, first, asked, "broken")
     last_id = first.parts[-1][0]
@@ -117,15 +123,15 @@ def test_a_stream_goes_on_after_the_last_event(two: Serving) -> None:
     counts = [int(name.rstrip("ed.")) for name, _ in first.parts + rest.parts]
     assert counts == sorted(counts)
     assert first.ids + rest.ids == whole.ids
-    assert rest.parts[-2][0] == f"{NUM_TOKENS}e"
+    assert rest.parts[-2][0] == f"{LONG}e"
 
 
 def test_a_stream_asked_again_without_the_last_event_comes_whole(two: Serving) -> None:
     first, again = Reader(), Reader()
-    asked = body(2)
+    asked = body(2, max_tokens=LONG)
     kill_under(two, first, asked, "whole")
     finish(again, two, asked, "whole")
-    assert again.ids == reference(asked["prompt"], NUM_TOKENS)
+    assert again.ids == reference(asked["prompt"], LONG)
     assert json.loads(again.parts[0][1])["id"] == json.loads(first.parts[0][1])["id"]
     assert json.loads(again.parts[0][1])["created"] == json.loads(first.parts[0][1])["created"]
 
@@ -165,7 +171,7 @@ def test_an_answer_in_one_piece_is_generated_once(two: Serving) -> None:
         sock.sendall(post(asked, "Idempotency-Key: one piece"))
         with httpx.Client(base_url=two.url) as client:
             until(lambda: metric(client, "num_requests_running") == 1)
-        os.kill(holder(two, sock.getsockname()[1]), signal.SIGKILL)
+        os.kill(holder(frontends(two), sock.getsockname()[1]), signal.SIGKILL)
         assert sock.recv(1) == b""
     answer = ask(two, asked, "one piece")
     assert answer.status_code == 200

@@ -240,6 +240,12 @@ WRONG_FLAGS = [
     (["--block-size", "17"], "--block-size"),
     (["--chat-template", "/no/template"], "--chat-template"),
     (["--port"], "--port"),
+    (["--device", "cpu", "-tp", "2"], "--tensor-parallel-size 2: does not divide the model's 9 attention heads"),
+    (["--device", "cpu", "-pp", "4"], "--pipeline-parallel-size 4: does not divide the model's 30 layers"),
+    (
+        ["--device", "cuda", "-tp", "3", "-dp", "99"],
+        "--tensor-parallel-size 3 x --data-parallel-size 99 needs 297 GPUs",
+    ),
     (["one", "two"], "two"),
     (["--config", "/no/file.toml"], "/no/file.toml"),
 ]

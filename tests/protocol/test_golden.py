@@ -76,7 +76,8 @@ WORK = admit.Work(
     deadline_s=1750000060.5,
     num_crashes=3,
 )
-MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", ready=True)
+MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
+PROCESS = control.ProcessReport(SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27)
 STARTED = admit.Started(RequestId("b"), 48)
 RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
 LOST = admit.SchedulerLife(SCHEDULER, LIFE)
@@ -153,6 +154,7 @@ FULL: tuple[Struct, ...] = (
     admit.AbortRequests((RequestId("a"), RequestId("b"))),
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
+    admit.RankLost(LOST),
     admit.Readmit((Handle(9), Handle(10)), (0, 2)),
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.GiveBack((RequestId("a"),), True),
@@ -176,7 +178,8 @@ FULL: tuple[Struct, ...] = (
     token.AttachTokens(Handle(3), 21),
     token.Disown(pack_i32([3])),
     # scheduler <-> worker
-    step.Reset(77),
+    step.Reset(77, (1, 2)),
+    step.Disband("worker/1 is lost"),
     NEW_ROW,
     step.StepPlan(
         session=77,
@@ -190,10 +193,12 @@ FULL: tuple[Struct, ...] = (
         new_rows=[NEW_ROW],
         block_rows=pack_i32([0]),
         block_ids=pack_i32([12]),
+        input_ids=pack_i32([17]),
         planned_ns=1,
         sent_ns=2,
     ),
     step.WorkerReady(77, 1000, 16, 64, 1024, 49152),
+    step.Standing(77, 76, 5),
     step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5),
     step.StepFailed(77, StepId(5), "out of memory"),
     # everyone <-> supervisor, everyone <-> coordinator
@@ -209,6 +214,11 @@ FULL: tuple[Struct, ...] = (
     control.OpenRequests(3),
     control.Profile(3, True),
     control.Profiled(3, ("/traces/worker-0.json",), "no room"),
+    control.NodeJoin("gpu-7", (1, 2), (4, 8), {"--dtype": "bfloat16"}),
+    control.NodeWelcome(),
+    control.NodeRefused("it differs"),
+    PROCESS,
+    control.NodeReport((PROCESS,)),
     MEMBER,
     control.Join(MEMBER),
     control.Leave(),
@@ -217,7 +227,7 @@ FULL: tuple[Struct, ...] = (
     control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4),
     # carried by several
     SAMPLING,
-    session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0"),
+    session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
 BY_NAME = dict(zip(NAMES, FULL))

@@ -1,19 +1,25 @@
 """Two sessions over a network that drops, delays, repeats, reorders; and lives that end."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.channels import WhenFull
-from meshlm.protocol.frames import unpack
+from meshlm.protocol.frames import Kind, unpack
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.session import (
+    HELLO_EVERY_S,
+    MAX_HELLO_EVERY_S,
     REPLAY_AFTER_S,
     Delivered,
+    Ended,
     Hello,
     Opened,
     Refused,
+    Rival,
     SendQueueFull,
     Session,
     SessionState,
@@ -44,6 +50,7 @@ class Network:
     def deliver(self, index: int, *, keep: bool = False) -> None:
         to, frame = self.flying[index] if keep else self.flying.pop(index)
         header, body = unpack(frame)
+        self.ends[to].heard()
         outcome = self.ends[to].receive(header, body, self.now)
         if isinstance(outcome, Delivered):
             self.got[to].append(bytes(outcome.body))
@@ -116,7 +123,7 @@ def test_a_new_life_replaces_the_old_and_its_late_frames_are_dropped() -> None:
     net.ends[B].tick(net.now)
     hello = net.ends[B].wire.popleft()
     outcome = net.ends[A].receive(*unpack(hello), net.now)
-    assert outcome == Opened(Incarnation(2), Incarnation(1), "ipc://x")
+    assert outcome == Opened(Incarnation(2), Incarnation(1), Hello("d", "ipc://x"))
     assert net.ends[A].receive(*unpack(late[1]), net.now) is None
 
 
@@ -145,11 +152,172 @@ def test_a_replay_greets_a_life_that_nobody_told_of() -> None:
     net.now += REPLAY_AFTER_S
     net.ends[A].tick(net.now)
     hello = net.ends[A].wire.popleft()
-    assert net.ends[B].receive(*unpack(hello), net.now) == Opened(Incarnation(1), None, "ipc://x")
+    assert net.ends[B].receive(*unpack(hello), net.now) == Opened(Incarnation(1), None, Hello("d", "ipc://x"))
     net.ends[A].wire.clear()
     net.collect()
     net.deliver(0)
     assert net.ends[A].peer_incarnation == 2
+
+
+def test_a_lost_peer_is_greeted_anew() -> None:
+    """A lost B, B noticed nothing: what was in flight is gone, then both go on under A's new number."""
+    net = Network(make_remote(A, B, "a"), make_remote(B, A, "b"))
+    net.settle()
+    net.ends[A].send(b"lost", net.now)
+    net.ends[B].send(b"lost too", net.now)
+    net.collect()
+    late, net.flying = net.flying, []
+    assert net.ends[A].lose()
+    assert not net.ends[A].lose()
+    net.ends[A].tick(net.now)
+    hello = net.ends[A].wire.popleft()
+    outcome = net.ends[B].receive(*unpack(hello), net.now)
+    assert isinstance(outcome, Opened)
+    assert outcome.replaced == outcome.incarnation == 1, "the same process, a new session"
+    net.collect()
+    net.flying += late
+    net.settle()
+    for me in (A, B):
+        assert net.ends[me].state is SessionState.OPEN
+        net.ends[me].send(b"new", net.now)
+    net.settle()
+    assert net.got == {A: [b"new"], B: [b"new"]}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_link_that_is_lost_at_any_time_heals(data: st.DataObject) -> None:
+    """What is lost is lost, but never doubled or out of order, and in the end both sides hear each other."""
+    net = Network(make(A, B), make(B, A))
+    for number in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(["send", "send", "deliver", "deliver", "drop", "repeat", "tick", "lose"]))
+        me = data.draw(st.sampled_from([A, B]))
+        if action == "send" and net.ends[me].state is SessionState.OPEN:
+            net.ends[me].send(b"%d" % number, net.now)
+        elif action == "lose":
+            net.ends[me].lose()
+        elif action == "tick":
+            net.now += data.draw(st.sampled_from([0.01, 0.1, 1.5]))
+            net.ends[me].tick(net.now)
+        elif action in ("deliver", "drop", "repeat") and net.flying:
+            index = data.draw(st.integers(0, len(net.flying) - 1))
+            if action == "drop":
+                net.flying.pop(index)
+            else:
+                net.deliver(index, keep=action == "repeat")
+        net.collect()
+        net.check()
+    net.settle()
+    assert all(session.state is SessionState.OPEN for session in net.ends.values())
+    for me, other in ((A, B), (B, A)):
+        net.ends[me].send(b"1000", net.now)
+        net.settle()
+        numbers = [int(body) for body in net.got[other]]
+        assert numbers == sorted(set(numbers)), "doubled or out of order"
+        assert numbers[-1] == 1000
+
+
+def make_remote(me: Identity, peer: Identity, node: str, life: int = 1, silence_s: float = 3.0) -> Session:
+    hello = Hello("d", "ipc://x", f"tcp://{node}:1", node, Incarnation(life))
+    return Session(me, Incarnation(life), peer, hello, 8, 1000, WhenFull.REFUSE, silence_s)
+
+
+def test_silence() -> None:
+    """A peer that says nothing is silent after so long; it is not when it was we who slept."""
+    net = Network(make_remote(A, B, "a"), make_remote(B, A, "b"))
+    net.settle()
+    session = net.ends[A]
+    session.heard()
+    for _ in range(29):
+        net.now += 0.1
+        session.tick(net.now)
+        assert not session.silent
+    keepalives = [unpack(frame)[0].kind for frame in session.wire]
+    assert keepalives
+    assert set(keepalives) == {Kind.ACK}
+    session.heard()
+    net.now += 100.0
+    session.tick(net.now)
+    assert not session.silent
+    for _ in range(30):
+        net.now += 0.1
+        session.tick(net.now)
+    assert session.silent
+    session.lose()
+    assert not session.silent
+
+
+def test_sessions_of_one_node_are_never_silent() -> None:
+    net = Network(make(A, B), make(B, A))
+    net.settle()
+    for _ in range(1000):
+        net.now += 0.1
+        net.ends[A].tick(net.now)
+    assert not net.ends[A].silent
+    assert not net.ends[A].wire
+
+
+def test_a_rival_of_another_node_is_refused_and_the_session_goes_on() -> None:
+    net = Network(make_remote(A, B, "a"), make_remote(B, A, "b"))
+    net.settle()
+    rival = make_remote(B, A, "c", life=7)
+    rival.tick(net.now)
+    outcome = net.ends[A].receive(*unpack(rival.wire.popleft()), net.now)
+    assert isinstance(outcome, Rival)
+    assert outcome.hello.tcp == "tcp://c:1"
+    refused = rival.receive(*unpack(outcome.frame), net.now)
+    assert isinstance(refused, Refused)
+    assert "in this mesh already" in refused.reason
+    assert net.ends[B].receive(*unpack(outcome.frame), net.now) is None, "it is not meant for the real one"
+    assert net.ends[A].peer_incarnation == 1
+    net.ends[B].send(b"still here", net.now)
+    net.settle()
+    assert net.got[A] == [b"still here"]
+
+
+def test_a_rival_of_a_silent_peer_takes_its_place() -> None:
+    net = Network(make_remote(A, B, "a"), make_remote(B, A, "b"))
+    net.settle()
+    for _ in range(40):
+        net.now += 0.1
+        net.ends[A].tick(net.now)
+    net.ends[A].lose()
+    net.ends[B] = make_remote(B, A, "c", life=7)
+    net.settle()
+    assert net.ends[A].peer_incarnation == 7
+
+
+def test_goodbye() -> None:
+    net = Network(make(A, B), make(B, A))
+    net.settle()
+    net.ends[B].bye()
+    bye = net.ends[B].wire.popleft()
+    assert net.ends[A].receive(*unpack(bye), net.now) == Ended(Incarnation(1))
+    assert net.ends[A].state is SessionState.CLOSED
+    assert net.ends[A].receive(*unpack(bye), net.now) is None
+    net.ends[B].tick(net.now + 10)
+    for frame in net.ends[B].wire:
+        assert net.ends[A].receive(*unpack(frame), net.now) is None, "it has ended"
+
+
+def test_a_death_is_of_all_earlier_lives() -> None:
+    """Found by tests/simulation: two lives ended before anybody could be told, and only the last is told of."""
+    net = Network(make(A, B), make(B, A))
+    net.settle()
+    assert net.ends[A].close(Incarnation(5))
+    assert net.ends[A].state is SessionState.CLOSED
+
+
+def test_a_peer_that_never_answers_is_greeted_ever_less_often() -> None:
+    session, at = make(A, B), []
+    for tick in range(6000):
+        session.tick(tick / 100)
+        at += [tick / 100] * len(session.wire)
+        session.wire.clear()
+    gaps = [after - before for before, after in pairwise(at)]
+    assert gaps[0] < 1.5 * HELLO_EVERY_S
+    assert gaps[-1] == pytest.approx(MAX_HELLO_EVERY_S, abs=0.011)
+    assert not session.impatient
 
 
 def test_a_different_schema_is_refused_in_words() -> None:

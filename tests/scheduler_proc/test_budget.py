@@ -27,6 +27,21 @@ def test_a_long_queue_makes_long_steps() -> None:
     assert learned.prefill_limit(64, 50) == int(40000 * budget.LONGEST_TARGET_S) - 64
 
 
+def test_slow_decodes_make_the_longest_step_longer() -> None:
+    learned = StepBudget(8192)
+    learned.learn(256, 256, 0.016)
+    learned.learn(2000, 0, 0.05)
+    assert learned.prefill_limit(256, 200) == int(40000 * budget.LONGEST_STRETCH * 0.016) - 256
+    assert learned.prefill_limit(256, 10) == int(40000 * budget.STRETCH * 0.016) - 256
+
+
+def test_many_decodes_make_the_longest_step_longer() -> None:
+    learned = StepBudget(8192)
+    learned.learn(256, 256, 0.004)
+    learned.learn(2000, 0, 0.05)
+    assert learned.prefill_limit(256, 200) == int(40000 * budget.LONGEST_TARGET_S * 2) - 256
+
+
 def test_only_short_steps_have_a_third_in_flight() -> None:
     learned = StepBudget(8192)
     assert learned.depth(2) == 2

@@ -35,8 +35,8 @@ def extend(state: int, token: int) -> int:
 class Model:
     """Slots hold a rolling hash made from what the slot before really holds."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size, self.num_blocks = block_size, num_blocks
+    def __init__(self, num_blocks: int, block_size: int, pipeline: bool = False) -> None:
+        self.block_size, self.num_blocks, self.pipeline = block_size, num_blocks, pipeline
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
 
@@ -56,6 +56,12 @@ class Model:
         samples = plan.samples or b"\x01" * len(rows)
         assert sum(counts) == plan.num_tokens
         assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
+        inputs = ints(plan.input_ids)
+        assert inputs == [self.rows[row][0][start] for row, start in zip(rows[: len(inputs)], starts)]
+        if self.pipeline:  # the first stage knows no token that the last one sampled
+            assert len(inputs) == sum(
+                count == 1 and bool(sampled) for count, sampled in zip(counts, samples, strict=True)
+            )
         tokens: list[int] = []
         # A layer writes all keys before it reads any, so a prefix may be shared within one step: by position it is in order.
         for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
@@ -89,7 +95,7 @@ class Bench:
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
         self.core = Scheduler(limits)
-        self.model = Model(num_blocks, block_size)
+        self.model = Model(num_blocks, block_size, limits.num_stages > 1)
         self.plans: deque[StepPlan] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason] = {}
@@ -107,7 +113,7 @@ class Bench:
             match send.message:
                 case Reset() as reset:
                     self.plans.clear()
-                    self.model = Model(self.model.num_blocks, self.model.block_size)
+                    self.model = Model(self.model.num_blocks, self.model.block_size, self.model.pipeline)
                     ready = WorkerReady(reset.session, self.model.num_blocks, self.model.block_size, 64, 64, VOCAB)
                     self.event(Received(WORKER, LIFE, ready))
                 case StepPlan() as plan:
@@ -266,6 +272,7 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
             async_depth=draw(st.integers(1, 3)),
             prefix_caching=draw(st.booleans()),
             by_priority=draw(st.booleans()),
+            num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         ),
         num_blocks,
         block_size,

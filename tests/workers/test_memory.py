@@ -14,6 +14,7 @@ from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load
+from meshlm.workers.weights.sources import Mapped
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -82,13 +83,13 @@ def test_scales_are_of_an_fp8_cache_only(spec: ModelSpec) -> None:
 def test_scales_come_from_the_checkpoint(spec: ModelSpec, form: str) -> None:
     with torch.device("meta"):
         model = Decoder(spec, 16)
-    assert load._take_kv_scale(f"model.layers.1.{form}", torch.tensor([0.5]), model)
-    assert load._take_kv_scale("model.layers.1.self_attn.v_scale", torch.tensor(0.25), model)
-    assert not load._take_kv_scale("model.layers.1.self_attn.k_proj.weight", torch.zeros(1), model)
+    assert load._take_kv_scale(f"model.layers.1.{form}", Mapped(torch.tensor([0.5])), model)
+    assert load._take_kv_scale("model.layers.1.self_attn.v_scale", Mapped(torch.tensor(0.25)), model)
+    assert not load._take_kv_scale("model.layers.1.self_attn.k_proj.weight", Mapped(torch.zeros(1)), model)
     assert model.kv_scales()[:2] == [(1.0, 1.0), (0.5, 0.25)]
     for bad in (torch.ones(2), torch.tensor(0.0), torch.tensor(float("nan"))):
         with pytest.raises(ProcessFatal, match=r"layers.0.self_attn.k_scale: one positive number"):
-            load._take_kv_scale("model.layers.0.self_attn.k_scale", bad, model)
+            load._take_kv_scale("model.layers.0.self_attn.k_scale", Mapped(bad), model)
 
 
 def test_a_full_step_is_filled() -> None:

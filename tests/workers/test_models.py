@@ -7,34 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from small_models import SMALL, caches, load, run
 
-from meshlm.protocol.config import Resolved
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import ModelFilesError, resolve_model
-from meshlm.workers.attention.backend import choose
-from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import CompiledParts, use_cache
-from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights.load import load_model
 
-CPU = torch.device("cpu")
-BLOCK = 4
-SMALL = {
-    "vocab_size": 211,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -55,64 +35,6 @@ CASES = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
 }
-
-
-def resolved(path: Path, load_format: str = "auto") -> Resolved:
-    files = resolve_model(str(path), load_format=load_format)
-    return Resolved(
-        spec=files.spec,
-        model_path=str(files.path),
-        tokenizer_path="",
-        chat_template="",
-        served_names=("m",),
-        generation_defaults={},
-        load_format=files.load_format,
-        device="cpu",
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        eos_token_ids=(),
-        digest="",
-    )
-
-
-def load(path: Path, load_format: str = "auto") -> Decoder:
-    with torch.inference_mode():
-        return load_model(resolved(path, load_format), torch.device("cpu"), 0, lambda done, total: None)
-
-
-def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
-    shape = (num_blocks, BLOCK, spec.num_key_value_heads, spec.head_dim)
-    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_hidden_layers)]
-
-
-def run(model: Decoder, kv: list[LayerCache], parts: list[tuple[list[int], int, list[int]]]) -> Tensor:
-    """Logits of all tokens of one step; parts are (token ids, start, block table), decodes first."""
-    ids, positions, slots, tables, lens = [], [], [], [], []
-    for tokens, start, table in parts:
-        ids += tokens
-        positions += range(start, start + len(tokens))
-        slots += [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, start + len(tokens))]
-        lens.append(start + len(tokens))
-        tables.append(table)
-    width = max(map(len, tables))
-    decodes = sum(len(tokens) == 1 for tokens, _, _ in parts)
-    batch = ForwardBatch(
-        input_ids=torch.tensor(ids),
-        positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
-        seq_lens=torch.tensor(lens),
-        logits_indices=torch.arange(len(ids)),
-        num_decodes=decodes,
-        query_lens=tuple(len(tokens) for tokens, _, _ in parts[decodes:]),
-        context_lens=tuple(lens[decodes:]),
-        max_decode_len=max(lens[:decodes], default=0),
-    )
-    with torch.inference_mode():
-        backend = choose("torch" if isinstance(model.ops, TorchOps) else "cpu", model.spec, CPU, torch.float32, BLOCK)
-        return model.logits(model(batch, kv, backend.step(batch, BLOCK)))
 
 
 @pytest.mark.parametrize("kind", ["torch", "cpu"])

@@ -29,10 +29,11 @@ from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.checks import check_gpu
 from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
-from meshlm.workers.cuda.graphs import Dispatcher, Key, graph_keys
+from meshlm.workers.cuda.graphs import MIXED_TOKENS, Dispatcher, Key, graph_keys
 from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.models.decoder import Parts
+from meshlm.workers.parallel.seat import Seat
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
 from meshlm.workers.sampling.table import SamplingTable
@@ -46,9 +47,11 @@ _log = structlog.get_logger()
 class CudaEngine:
     """See `meshlm.workers.engine.Engine`."""
 
-    def __init__(self, config: MeshConfig, backend: Backend, report: ProgressReport) -> None:
+    def __init__(self, config: MeshConfig, backend: Backend, report: ProgressReport, seat: Seat | None = None) -> None:
         resolved = config.resolved
         assert resolved is not None
+        seat = seat or Seat()
+        self._shard, self._spec = seat.shard, seat.shard.local(resolved.spec)
         self._config, self._resolved, self._attention = config, resolved, backend
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._dtype = DTYPES[resolved.dtype]
@@ -58,9 +61,15 @@ class CudaEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self._model = load_model(resolved, self._device, config.model.seed, progress)
+        self._model = load_model(resolved, self._device, config.model.seed, progress, seat.shard)
         if config.worker.compile == "inductor":
             self._model.parts = _compiled(resolved.spec, self._dtype)
+        tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
+        self._comm = seat.connect(self._device, self._dtype, tokens, hidden)
+        self._model.join(self._comm)
+        self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
+        if not (self._shard.is_first and self._shard.is_last):
+            self._stream = torch.zeros(tokens, hidden, dtype=self._dtype, device=self._device)
         rows = resolved.max_num_seqs
         self._rows = DeviceRows(rows, resolved.max_model_len, self._block_size, self._device)
         self._sampling = SamplingTable(rows)
@@ -86,6 +95,8 @@ class CudaEngine:
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
         self.graphs = Dispatcher(keys, self._capture)
         self._warm_up()
+        if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
+            self._capture_all(report)
         self._last = event_now()
         gib = weight_bytes(self._model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
@@ -99,12 +110,11 @@ class CudaEngine:
             report("memory profile", 0, 1, "")
             share = self._config.cache.gpu_memory_utilization
             wanted = memory.profile(share, lambda: self._make_caches(1), self._full_step)
-        return memory.num_blocks(self._config, wanted, self._cache_dtype)
+        return memory.num_blocks(self._config, wanted, self._cache_dtype, self._spec)
 
     def _make_caches(self, count: int) -> list[LayerCache]:
         scales = self._model.kv_scales()
-        spec = self._resolved.spec
-        return memory.make_caches(spec, count, self._block_size, self._cache_dtype, self._device, scales)
+        return memory.make_caches(self._spec, count, self._block_size, self._cache_dtype, self._device, scales)
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self._caches = caches
@@ -143,17 +153,27 @@ class CudaEngine:
 
     def idle(self) -> bool:
         """Capture a graph. Its inputs are padding, so that it computes nothing that counts."""
-        if self.graphs.complete:
+        if self.graphs.complete or self._shard.size > 1:
             return False
+        try:
+            self._capture_next()
+        except torch.OutOfMemoryError as error:
+            self.graphs.abandon()
+            _log.warning("no memory for more CUDA graphs", captured=len(self.graphs.keys), error=str(error)[:100])
+        return True
+
+    def _capture_next(self) -> None:
         padding = np.zeros(4 * aligned(self._rows.max_rows), np.int32)
         self._staging.send(padding, self._inbox)
         with torch.inference_mode():
-            try:
-                self.graphs.background()
-            except torch.OutOfMemoryError as error:
-                self.graphs.abandon()
-                _log.warning("no memory for more CUDA graphs", captured=len(self.graphs.keys), error=str(error)[:100])
-        return True
+            self.graphs.background()
+
+    def _capture_all(self, report: ProgressReport) -> None:
+        """All ranks must have the same graphs: none may do without one for want of memory."""
+        total = len(self.graphs.keys)
+        for done in range(total):
+            self._capture_next()
+            report("CUDA graphs", done + 1, total, "")
 
     def step(self, plan: StepPlan, received_ns: int) -> Launched:
         with torch.inference_mode():
@@ -171,16 +191,21 @@ class CudaEngine:
         else:
             key = self.graphs.find(step.t, step.n, uniform=step.uniform)
         self._send(step, key.requests if key else step.n, changes, segments, places)
+        if not self._shard.is_first:
+            self._comm.receive(self._stream[: step.t])
         begin = event_now()
         of_prompt: dict[int, LogprobColumns] = {}
         if key is not None:
             self.graphs.replay(key)
         else:
             hidden = self._eager(step)
-            of_prompt = self._prompt_logprobs(step, hidden)
+            if self._shard.is_last:
+                of_prompt = self._prompt_logprobs(step, hidden)
+        if not self._shard.is_last:
+            self._comm.send(self._stream[: step.t])
         rows = step.rows[places]
         found = {}
-        if len(places) and self._sampling.needs_torch(rows):
+        if self._shard.is_last and len(places) and self._sampling.needs_torch(rows):
             found = self._sample_by_torch(step, places, rows)
         answer = self._answers[self._num_steps % len(self._answers)][: len(places)]
         self._num_steps += 1
@@ -260,11 +285,22 @@ class CudaEngine:
     def _capture(self, key: Key) -> None:
         """A whole step, from the columns to the sampled tokens."""
         batch = self._batch(key.requests, key.tokens, key.requests if key.uniform else UNKNOWN)
-        hidden = self._model(batch, self._caches, self._attention.step(batch, self._block_size))
+        hidden = self._forward(batch)
+        if not self._shard.is_last:
+            return
         rows, starts, ends, places = self._views(key.requests)
         if not key.uniform:
             hidden = hidden[(ends[places.long()].long() - 1).clamp_(min=0)]
         self._choose(hidden, (rows, starts, ends), None if key.uniform else places)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """This stage's part of the model; what it passes on is in `_stream` afterwards."""
+        stream = self._stream[: len(batch.input_ids)]
+        attention = self._attention.step(batch, self._block_size)
+        hidden: Tensor = self._model(batch, self._caches, attention, None if self._shard.is_first else stream)
+        if not self._shard.is_last:
+            stream.copy_(hidden)
+        return hidden
 
     def _choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
         """Logits of hidden states [l, hidden] and a token for each, as kernels can: temperature, top-k, top-p, min-p."""
@@ -280,9 +316,9 @@ class CudaEngine:
         rows, starts, ends, places = self._views(step.n)
         num_decodes = int(np.argmin(step.counts == 1)) if (step.counts != 1).any() else step.n
         batch = self._batch(step.n, step.t, num_decodes)
-        hidden: Tensor = self._model(batch, self._caches, self._attention.step(batch, self._block_size))
+        hidden = self._forward(batch)
         count = step.n if step.samples is None else int(step.samples.sum())
-        if count:
+        if count and self._shard.is_last:
             places = places[:count]
             last = ends[places.long()].long() - 1
             self._choose(hidden[last], (rows, starts, ends), places)
@@ -331,17 +367,18 @@ def _compiled(spec: ModelSpec, dtype: torch.dtype) -> Parts:
     return compiled.CompiledParts(spec)
 
 
-def make_cuda_engine(config: MeshConfig, report: ProgressReport) -> "CudaEngine | None":
+def make_cuda_engine(config: MeshConfig, report: ProgressReport, seat: Seat | None = None) -> "CudaEngine | None":
     """The engine for this GPU, or None (said once) where only plain torch works."""
     from meshlm.workers.attention import backend as backends
 
     resolved: Resolved | None = config.resolved
     assert resolved is not None
     check_gpu()
-    device = torch.device("cuda", torch.cuda.current_device())
+    seat = seat or Seat()
+    device = seat.take_gpu()
     dtype = DTYPES[resolved.dtype]
     name = config.worker.attention_backend
-    chosen = backends.choose(name, resolved.spec, device, dtype, config.cache.block_size)
+    chosen = backends.choose(name, seat.shard.local(resolved.spec), device, dtype, config.cache.block_size)
     if not chosen.graphs:
         if name == "auto":
             reason = backends.BACKENDS["triton"]().unsupported(resolved.spec, device, dtype, config.cache.block_size)
@@ -349,7 +386,9 @@ def make_cuda_engine(config: MeshConfig, report: ProgressReport) -> "CudaEngine 
         return None
     torch.set_grad_enabled(False)
     try:
-        return kernel_cache.retry_without(lambda: CudaEngine(config, chosen, report), kernel_cache.folder())
+        return kernel_cache.retry_without(
+            lambda: CudaEngine(config, chosen, report, seat), kernel_cache.folder(), alone=seat.shard.size == 1
+        )
     except torch.OutOfMemoryError as error:
         raise ProcessFatal(
             f"the GPU's memory is full: {str(error).splitlines()[0]} Lower --gpu-memory-utilization, "

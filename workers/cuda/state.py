@@ -73,6 +73,19 @@ class DeviceRows:
             more[:, 0], more[:, 1], more[:, 2] = places, np.arange(size, size + len(rows)), 1
             triples = np.concatenate((triples, more))
             data.append(np.frombuffer(plan.block_ids, np.int32))
+            size += len(rows)
+        if plan.input_ids:  # a pipeline: the last stage sampled them
+            ids = np.frombuffer(plan.input_ids, np.int32)
+            rows, at = np.frombuffer(plan.rows, np.int32)[: len(ids)], np.frombuffer(plan.starts, np.int32)[: len(ids)]
+            more = np.empty((len(ids), 3), np.int32)
+            more[:, 0], more[:, 1], more[:, 2] = (
+                self._tokens_at + rows * self._width + at,
+                np.arange(len(ids)) + size,
+                1,
+            )
+            size += len(ids)
+            triples = np.concatenate((triples, more))
+            data.append(ids)
         if not len(triples):
             return np.empty(0, np.int32), 0
         return np.concatenate((triples.ravel(), *data)), len(triples)

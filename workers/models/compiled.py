@@ -58,6 +58,7 @@ class CompiledParts:
     def run(self, model: Decoder, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+        assert model.embed is not None and model.norm is not None  # noqa: PT018
         ids = _dynamic(batch.input_ids)
         qkv, stream = self._first(
             ids, model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)

@@ -1,7 +1,7 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share: pre-norm attention and gated MLP.
 
-`ForwardBatch` says everything about a step, `Ops` how this device computes. Query, key and value projections are one product, gate and
-up projections another.
+`ForwardBatch` says everything about a step, `Ops` how this device computes, `Shard` which heads, columns and layers are here. Query,
+key and value projections are one product, gate and up projections another; a layer has two sums over the tensor-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,9 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops, TorchOps, make_ops
 from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.parallel.communicator import ALONE, Communicator
+from meshlm.workers.parallel.ops import SummingOps
+from meshlm.workers.parallel.shard import WHOLE, Shard
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -34,14 +37,23 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table. Not nn.Embedding: its initialisation imports torch's compiler, two seconds of every start."""
+    """Rows begin to end of a table; the other ranks have the rest. `rows` counts padding too.
 
-    def __init__(self, rows: int, size: int) -> None:
+    Not nn.Embedding: its initialisation imports torch's compiler, two seconds of every start.
+    """
+
+    def __init__(self, rows: int, size: int, begin: int, end: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+        self.begin, self.end = begin, end
+        self.comm: Communicator | None = None  # of several ranks
 
     def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[Tensor, Tensor | None]:
         """The stream, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
+        if self.comm is not None:
+            inside = (ids >= self.begin) & (ids < self.end)
+            found = F.embedding(torch.where(inside, ids - self.begin, 0), self.weight)
+            return self.comm.all_reduce(found.masked_fill_(~inside[:, None], 0.0)), None
         norm = first.input_norm
         return ops.embed(ids, self.weight, (norm.weight, norm.eps), first.attention.qkv.weight)
 
@@ -156,20 +168,26 @@ class Parts(Protocol):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm, head."""
+    """Embedding, layers, norm, head: those that this shard has."""
 
-    def __init__(self, spec: ModelSpec, max_len: int) -> None:
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.spec = spec
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_hidden_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.spec, self.shard, self.local = spec, shard, shard.local(spec)
+        begin, end, rows = shard.vocab(spec.vocab_size)
+        tied = spec.tie_word_embeddings
+        self.embed = (
+            Embedding(rows, spec.hidden_size, begin, end) if shard.is_first or (tied and shard.is_last) else None
+        )
+        self.layers = nn.ModuleList(DecoderLayer(self.local, layer) for layer in range(self.local.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if shard.is_last else None
+        self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.ops: Ops = TorchOps()
         self.parts: Parts | None = None
         self.rope = torch.empty(0)
+        self.comm: Communicator = ALONE
         self._max_len = max_len
         self._head_weight = torch.empty(0)
+        self._head_rows = rows
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """After loading: what is computed once."""
@@ -180,17 +198,38 @@ class Decoder(nn.Module):
                 module.prepare(self.ops)
             elif isinstance(module, Attention):
                 module.prepare()
-        self._head_weight = (self.ops.pack(self.embed.weight) if self.head is None else self.head.weight).data
+        if self.head is not None:
+            self._head_weight = self.head.weight.data
+        elif self.shard.is_last and self.embed is not None:
+            self._head_weight = self.ops.pack(self.embed.weight).data
 
-    def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
-        """Hidden states [t, hidden] after the last norm."""
+    def join(self, comm: Communicator) -> None:
+        """Before the first step: how to reach the other ranks."""
+        self.comm = comm
+        if self.shard.tp_size > 1:
+            self.ops = SummingOps(self.ops, comm)
+            if self.embed is not None:
+                self.embed.comm = comm
+
+    def forward(
+        self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention, stream: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states [t, hidden] after the last norm.
+
+        In a pipeline: the stream of the stage before goes in (it may be changed), what the next stage takes comes out.
+        """
         if self.parts is not None:
             return self.parts.run(self, batch, caches, attention)
         ops = self.ops
         residual: Tensor | None = None
-        first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
-        x, normed = self.embed(batch.input_ids, first, ops)
+        normed: Tensor | None = None
+        if self.shard.is_first:
+            first = self.layers[0]
+            assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
+            x, normed = self.embed(batch.input_ids, first, ops)
+        else:
+            assert stream is not None
+            x = stream
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             norm = layer.input_norm
@@ -198,6 +237,9 @@ class Decoder(nn.Module):
             normed = None
             x, residual = layer.mlp(x, residual, layer.post_norm, ops)
         assert residual is not None
+        if self.norm is None:
+            residual.add_(self.comm.all_reduce(x))
+            return residual
         return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
 
     def kv_scales(self) -> list[tuple[float, float]]:
@@ -206,6 +248,9 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""
+        if self.shard.tp_size > 1:
+            mine = self.ops.linear(hidden, self._head_weight, None, self._head_rows)
+            return self.comm.gather(mine, self.spec.vocab_size, out)
         if out is not None:
             return torch.mm(hidden, self._head_weight.t(), out=out)
         return self.ops.linear(hidden, self._head_weight, None, self.spec.vocab_size)

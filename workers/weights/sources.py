@@ -1,9 +1,13 @@
-"""Where weights come from: tensors with Hugging Face names, one after the other, whatever the file format."""
+"""Where weights come from: tensors with Hugging Face names, one after the other, whatever the file format.
+
+Each is a Source: its shape is known, and a part of it is read only when asked for, so that a rank reads no more than it keeps.
+"""
 
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +15,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 
+DUMMY_STD = 0.02
 _GGUF_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -27,8 +32,24 @@ _GGUF_LAYER = {
 _GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-def tensors(path: Path, load_format: str, spec: ModelSpec, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all weights. ProcessFatal names a file that cannot be read."""
+class Source(Protocol):
+    """One tensor of a model."""
+
+    shape: tuple[int, ...]
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        """Indices begin to end of dimension `dim`. ProcessFatal names a file that cannot be read."""
+        ...
+
+    def whole(self) -> Tensor:
+        """All of it, of whatever shape."""
+        ...
+
+
+def sources(
+    path: Path, load_format: str, spec: ModelSpec, device: torch.device, seed: int
+) -> Iterator[tuple[str, Source]]:
+    """(name, tensor) of all weights; a tensor can be read until the next one is asked for. ProcessFatal."""
     match load_format:
         case "safetensors":
             return _safetensors(path, device)
@@ -36,45 +57,110 @@ def tensors(path: Path, load_format: str, spec: ModelSpec, device: torch.device)
             return _pickled(path)
         case "gguf":
             return _gguf(path, spec)
+        case "dummy":
+            return _dummy(spec, device, seed)
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
 
 
-def _safetensors(path: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+class _Slice:
+    """Of a safetensors file."""
+
+    def __init__(self, opened: Any, name: str) -> None:
+        self._opened, self._name, self._slice = opened, name, opened.get_slice(name)
+        self.shape = tuple(self._slice.get_shape())
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        found: Tensor = self._slice[begin:end] if dim == 0 else self._slice[:, begin:end]
+        return found
+
+    def whole(self) -> Tensor:
+        found: Tensor = self._opened.get_tensor(self._name)
+        return found
+
+
+def _safetensors(path: Path, device: torch.device) -> Iterator[tuple[str, Source]]:
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt", device=str(device)) as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
-                    yield name, opened.get_tensor(name)
+                    yield name, _Slice(opened, name)
         except (SafetensorError, OSError) as error:
             raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
 
 
-def _pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
+class Mapped:
+    """A tensor over a mapped file: only the pages that are copied are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        return self._tensor.narrow(dim, begin, end - begin)
+
+    def whole(self) -> Tensor:
+        return self._tensor
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, Source]]:
     files = sorted(path.glob("*.bin")) or sorted(path.glob("*.pt"))
     for file in files:
         try:
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise ProcessFatal(f"{file}: cannot be read ({str(error).splitlines()[0]})") from None
-        yield from ((name, tensor) for name, tensor in state.items() if isinstance(tensor, Tensor))
+        yield from ((name, Mapped(tensor)) for name, tensor in state.items() if isinstance(tensor, Tensor))
 
 
-def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Any quantisation that the gguf package decodes, as float32."""
+class _Quantised:
+    """A tensor of a .gguf file, decoded as float32. A part is cut out before it is decoded where the quantisation's blocks allow it:
+    rows always, columns at the borders of blocks."""
+
+    def __init__(self, path: Path, tensor: Any, name: str, spec: ModelSpec) -> None:
+        self._path, self._tensor = path, tensor
+        self._head_dim = spec.head_dim if _permuted(name, spec) else 0
+        self.shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        from gguf.constants import GGML_QUANT_SIZES
+        from gguf.quants import dequantize
+
+        data = self._tensor.data
+        block, block_bytes = GGML_QUANT_SIZES[self._tensor.tensor_type]
+        last = len(self.shape) - 1
+        cut = dim < last or block == 1 or (begin % block == 0 and end % block == 0)
+        try:
+            if dim < last or block == 1:
+                data = data[(slice(None),) * dim + (slice(begin, end),)]
+            elif cut:
+                data = data[..., begin // block * block_bytes : end // block * block_bytes]
+            values = torch.from_numpy(dequantize(data, self._tensor.tensor_type).copy())
+        except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+            raise ProcessFatal(f"{self._path}: cannot be read, perhaps cut short ({error})") from None
+        shape = list(self.shape)
+        if cut:
+            shape[dim] = end - begin
+        values = values.reshape(shape)
+        if not cut:
+            values = values.narrow(dim, begin, end - begin)
+        return _unpermute(values, self._head_dim) if self._head_dim else values
+
+    def whole(self) -> Tensor:
+        return self.part(0, 0, self.shape[0])
+
+
+def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:
+    """Any quantisation that the gguf package decodes."""
     from gguf import GGUFReader
-    from gguf.quants import dequantize
 
     try:
         reader = GGUFReader(path)
         for tensor in reader.tensors:
             name = _gguf_name(tensor.name)
-            if name is None:
-                continue
-            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-            values = values.reshape([int(size) for size in reversed(tensor.shape.tolist())])
-            yield name, _unpermute(name, values, spec)
+            if name is not None:
+                yield name, _Quantised(path, tensor, name, spec)
     except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
 
@@ -90,12 +176,70 @@ def _gguf_name(name: str) -> str | None:
     return None
 
 
-def _unpermute(name: str, values: Tensor, spec: ModelSpec) -> Tensor:
+def _permuted(name: str, spec: ModelSpec) -> bool:
     """llama.cpp stores q and k of the llama family for rotating neighbours; we rotate halves."""
     if spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        return values
-    heads = {"q_proj": spec.num_attention_heads, "k_proj": spec.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return values
+        return False
+    return name.split(".")[-2] in ("q_proj", "k_proj")
+
+
+def _unpermute(values: Tensor, head_dim: int) -> Tensor:
+    """Whole heads, each from neighbours to halves."""
     shape = values.shape
-    return values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    return values.reshape(-1, head_dim // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+class _Random:
+    """A dummy weight. On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], device: torch.device, seed: int) -> None:
+        self._name, self.shape, self._device, self._seed = name, shape, device, seed
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        shape, salt = list(self.shape), self._name
+        if self._device.type != "cpu":
+            shape[dim] = end - begin
+            salt = f"{salt} {begin}"
+        if self._name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(self._seed << 32 | zlib.crc32(salt.encode()))
+        made = torch.empty(shape, device=self._device, dtype=torch.get_default_dtype())
+        made.normal_(0.0, DUMMY_STD, generator=generator)
+        return made.narrow(dim, begin, end - begin) if self._device.type == "cpu" else made
+
+    def whole(self) -> Tensor:
+        return self.part(0, 0, self.shape[0])
+
+
+def _dummy(spec: ModelSpec, device: torch.device, seed: int) -> Iterator[tuple[str, Source]]:
+    """Small random weights, the same for the same seed."""
+    for name, shape in shapes(spec):
+        yield name, _Random(name, shape, device, seed)
+
+
+def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a model of this shape."""
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    products = {
+        "self_attn.q_proj": (query, hidden, spec.attention_bias),
+        "self_attn.k_proj": (key, hidden, spec.attention_bias),
+        "self_attn.v_proj": (key, hidden, spec.attention_bias),
+        "self_attn.o_proj": (hidden, query, spec.output_bias),
+        "mlp.gate_proj": (wide, hidden, spec.mlp_bias),
+        "mlp.up_proj": (wide, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, wide, spec.mlp_bias),
+    }
+    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    for layer in range(spec.num_hidden_layers):
+        for stem, (outputs, inputs, bias) in products.items():
+            yield f"model.layers.{layer}.{stem}.weight", (outputs, inputs)
+            if bias:
+                yield f"model.layers.{layer}.{stem}.bias", (outputs,)
+        for norm in ("self_attn.q_norm", "self_attn.k_norm") if spec.qk_norm else ():
+            yield f"model.layers.{layer}.{norm}.weight", (spec.head_dim,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{layer}.{norm}.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not spec.tie_word_embeddings:
+        yield "lm_head.weight", (spec.vocab_size, hidden)

@@ -1,0 +1,74 @@
+"""The workers of one scheduler: which can be reached, which have answered, and whether their group must be made anew. Pure.
+
+Owned by core.py.
+
+Several workers (tensor and pipeline parallelism) compute each step together. When one is lost, the others may wait for it inside a
+collective; when an earlier scheduler died between sending a plan to one and to the next, likewise. Then they are told to disband.
+"""
+
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.step_edge import Disband, Reset, Standing, WorkerReady
+from meshlm.scheduler_proc.events import Limits, Send
+
+
+class Workers:
+    """`session` is the one that they were last asked to begin."""
+
+    def __init__(self, limits: Limits) -> None:
+        first = limits.first_worker
+        self.all = [Identity(Role.WORKER, first + index) for index in range(limits.num_workers)]
+        self.session = 0
+        self._ready: dict[Identity, WorkerReady] = {}
+        self._lives: dict[Identity, Incarnation] = {}  # of those that can be reached
+        self._standings: dict[Identity, tuple[int, int]] = {}
+
+    @property
+    def serving(self) -> bool:
+        """All of them can step."""
+        return len(self._ready) == len(self.all)
+
+    def up(self, worker: Identity, life: Incarnation, now: float) -> list[Send]:
+        """A new session with all, once all can be reached; they answer WorkerReady.
+
+        Its number is the time: what a worker still says to an earlier life of this scheduler must not pass for an answer to us.
+        """
+        self._lives[worker] = life
+        self.forget()
+        self.session = max(self.session + 1, int(now * 1e6))
+        if len(self.all) == 1:
+            return [Send(worker, Reset(self.session))]
+        if len(self._lives) < len(self.all):
+            return []
+        lives = tuple(self._lives[one] for one in self.all)
+        return [Send(one, Reset(self.session, lives)) for one in self.all]
+
+    def lost(self, worker: Identity, life: Incarnation) -> list[Send]:
+        if self._lives.get(worker) == life:
+            del self._lives[worker]
+        return self._disband(f"{worker} is lost")
+
+    def forget(self) -> None:
+        """What they answered in this session."""
+        self._ready.clear()
+        self._standings.clear()
+
+    def _disband(self, reason: str) -> list[Send]:
+        self.forget()
+        return [Send(worker, Disband(reason)) for worker in self._lives if len(self.all) > 1]
+
+    def standing(self, worker: Identity, standing: Standing) -> list[Send]:
+        """All were sent the same plans, or the group must be made anew."""
+        if standing.session != self.session:
+            return []
+        self._standings[worker] = (standing.of_session, standing.step)
+        if len(self._standings) < len(self.all) or len(set(self._standings.values())) == 1:
+            return []
+        self.session += 1  # what they still answer is for nobody
+        return self._disband("its workers were sent different plans")
+
+    def ready(self, worker: Identity, ready: WorkerReady) -> list[WorkerReady]:
+        """The facts of all, when this was the last one to answer."""
+        if ready.session != self.session:
+            return []
+        self._ready[worker] = ready
+        return list(self._ready.values()) if self.serving else []

@@ -1,0 +1,71 @@
+"""The head's pure core for other nodes: who may join, what runs there. Called by network.py with what their supervisors say."""
+
+from dataclasses import dataclass
+
+from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport
+from meshlm.protocol.ids import Identity, Role
+from meshlm.supervisor import agreement
+
+Places = tuple[int, int]  # first and number
+
+
+@dataclass(slots=True)
+class Joined:
+    """A node that was let in. `lost`: its supervisor cannot be reached now."""
+
+    host: str
+    ranks: Places
+    workers: Places
+    processes: tuple[ProcessReport, ...] = ()
+    lost: bool = False
+
+    def has(self, identity: Identity) -> bool:
+        places = {Role.SCHEDULER: self.ranks, Role.WORKER: self.workers}.get(identity.role, (0, 0))
+        return places[0] <= identity.index < places[0] + places[1]
+
+
+class Nodes:
+    """All nodes but the head itself, by the identity of their supervisor."""
+
+    def __init__(self, ranks: Places, workers: Places, facts: dict[str, str]) -> None:
+        self._own, self._facts = Joined("the head", ranks, workers), facts
+        self.joined: dict[Identity, Joined] = {}
+
+    def join(self, supervisor: Identity, node: NodeJoin) -> NodeWelcome | NodeRefused:
+        """Let a node in, for the first time or again, unless it differs or wants what others have."""
+        found = agreement.differences(self._facts, node.facts)
+        if found:
+            return NodeRefused(f"it differs from the head: {found}")
+        for other, known in {Identity(Role.SUPERVISOR, 0): self._own, **self.joined}.items():
+            if other != supervisor and not known.lost and (clash := _clash(known, node)):
+                return NodeRefused(f"{clash} runs on {known.host} already (--data-parallel-start-rank, --node-rank)")
+        before = self.joined.get(supervisor)
+        processes = before.processes if before is not None else ()
+        self.joined[supervisor] = Joined(node.host, node.ranks, node.workers, processes)
+        return NodeWelcome()
+
+    def report(self, supervisor: Identity, report: NodeReport) -> None:
+        node = self.joined.get(supervisor)
+        if node is not None:
+            node.processes = tuple(process for process in report.processes if node.has(process.identity))
+
+    def lost(self, supervisor: Identity) -> Joined | None:
+        """Its supervisor is silent. None when it had not joined."""
+        node = self.joined.get(supervisor)
+        if node is not None:
+            node.lost = True
+        return node
+
+    def is_of(self, supervisor: Identity, identity: Identity) -> bool:
+        """Whether that supervisor may speak of this process."""
+        node = self.joined.get(supervisor)
+        return node is not None and node.has(identity)
+
+
+def _clash(known: Joined, node: NodeJoin) -> str:
+    """What both have, '' for nothing."""
+    for name, ours, theirs in (("rank", known.ranks, node.ranks), ("worker", known.workers, node.workers)):
+        first = max(ours[0], theirs[0])
+        if first < min(ours[0] + ours[1], theirs[0] + theirs[1]):
+            return f"{name} {first}"
+    return ""

@@ -1,0 +1,64 @@
+"""Whether a model and this host can be split as the flags say; asked before any process starts. No torch."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshlm.protocol.config import ParallelConfig
+from meshlm.protocol.model import ModelSpec
+from meshlm.supervisor.errors import UsageError
+
+
+def check(parallel: ParallelConfig, spec: ModelSpec, device: str) -> None:
+    """UsageError names the flag, and what would do."""
+    if device == "fake":
+        return  # it has no weights to split
+    _check_tensor(parallel.tensor_parallel_size, spec)
+    stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
+    if layers % stages:
+        raise UsageError(
+            f"--pipeline-parallel-size {stages}: does not divide the model's {layers} layers; {_divisors(layers)} do"
+        )
+    if device == "cuda":
+        _check_gpus(parallel, count_gpus(os.environ))
+
+
+def _check_tensor(size: int, spec: ModelSpec) -> None:
+    flag = f"--tensor-parallel-size {size}"
+    heads, kv_heads, wide = spec.num_attention_heads, spec.num_key_value_heads, spec.intermediate_size
+    fit = [n for n in range(1, heads + 1) if heads % n == 0 and wide % n == 0 and not (kv_heads % n and n % kv_heads)]
+    if size in fit:
+        return
+    can = f"this model can be split over {', '.join(map(str, fit))}"
+    if heads % size:
+        raise UsageError(f"{flag}: does not divide the model's {heads} attention heads; {can}")
+    if kv_heads % size and size % kv_heads:
+        raise UsageError(f"{flag}: neither divides the model's {kv_heads} key-value heads nor is a multiple; {can}")
+    raise UsageError(f"{flag}: does not divide the model's intermediate size {wide}; {can}")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _check_gpus(parallel: ParallelConfig, have: int) -> None:
+    need = parallel.data_parallel_size * parallel.workers_per_rank
+    if need > have:
+        flags = [
+            f"{flag} {size}"
+            for flag, size in (
+                ("--tensor-parallel-size", parallel.tensor_parallel_size),
+                ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+                ("--data-parallel-size", parallel.data_parallel_size),
+            )
+            if size > 1
+        ]
+        raise UsageError(f"{' x '.join(flags)} needs {need} GPUs, one per worker; this host shows {have}")
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, else all whose device files are here. 1 when nothing says."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1

@@ -1,0 +1,165 @@
+"""Tensor and pipeline parallelism with real processes and gloo: the same greedy tokens as one process, and no death loses a token."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+import torch
+from serving import Serving, serving
+
+from meshlm.supervisor import flags, resolve
+from meshlm.workers import memory
+from meshlm.workers.attention.backend import TorchBackend
+from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.weights.load import load_model
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.02,
+}
+KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+PROMPTS = [[3 + 7 * i % 200 for i in range(length)] for length in (5, 40, 17, 130)]
+COUNT = 24
+FLAGS = ("--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "8M", "--max-num-batched-tokens", "64")
+
+
+def small_model(folder: Path, kind: str) -> str:
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "architectures": [KINDS[kind]], "model_type": kind}))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def greedy(server: Serving, prompts: list[list[int]] = PROMPTS, count: int = COUNT) -> list[list[int]]:
+    """Token ids for all prompts at once."""
+
+    def one(prompt: list[int]) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, prompts))
+
+
+def pids(server: Serving, role: str = "worker") -> list[int]:
+    return [int(process["pid"]) for process in server.status()["processes"] if process["role"] == role]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {kind: small_model(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, str]) -> dict[str, list[list[int]]]:
+    """What the whole model says in this process, each token from a prompt that is computed anew."""
+    found = {kind: [reference(model, prompt) for prompt in PROMPTS] for kind, model in models.items()}
+    for answers in found.values():
+        assert len({token for tokens in answers for token in tokens}) > 20, "tokens that prove something"
+    return found
+
+
+def reference(folder: str, prompt: list[int], load_format: str = "dummy", num_tokens: int = COUNT) -> list[int]:
+    values: dict[str, object] = {"model": folder, "load_format": load_format, "device": "cpu", "max_num_seqs": 4}
+    resolved = resolve.resolve(flags.build(values, None)).resolved
+    assert resolved is not None
+    tokens = list(prompt)
+    with torch.inference_mode():
+        model = load_model(resolved, torch.device("cpu"), 0, lambda done, total: None)
+        kv = memory.make_caches(resolved.spec, 64, 16, torch.float32, torch.device("cpu"))
+        while len(tokens) < len(prompt) + num_tokens:
+            at, count = torch.arange(len(tokens)), len(tokens)
+            table, last = torch.arange(64)[None], torch.tensor([count - 1])
+            lens = torch.tensor([count])
+            batch = ForwardBatch(torch.tensor(tokens), at, at, table, lens, last, 0, (count,), (count,), 0)
+            hidden = model(batch, kv, TorchBackend().step(batch, 16))
+            tokens.append(int(model.logits(hidden[last]).argmax()))
+    return tokens[len(prompt) :]
+
+
+LAYOUTS = [
+    ("llama", ("-tp", "2")),
+    ("qwen3", ("-pp", "2")),
+    ("qwen2", ("-tp", "2", "-pp", "2")),
+    ("llama", ("-dp", "2", "-tp", "2")),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_same_tokens_as_one_process(
+    kind: str, layout: tuple[str, ...], models: dict[str, str], alone: dict[str, list[list[int]]]
+) -> None:
+    with serving(models[kind], "--load-format", "dummy", *FLAGS, *layout) as server:
+        assert greedy(server) == alone[kind]
+        assert greedy(server) == alone[kind], "with a warm prefix cache"
+
+
+def test_smollm2_over_three_ranks(smollm2: Path) -> None:
+    """Nine heads, three key-value heads."""
+    prompt = [1, 504, 3575, 282, 4649, 314]
+    with serving(*FLAGS[:4], "--kv-cache-memory", "256M", "--max-model-len", "1024", "-tp", "3") as server:
+        assert greedy(server, [prompt], 12)[0] == reference(str(smollm2), prompt, "auto", 12)
+
+
+@pytest.fixture(scope="module")
+def group(models: dict[str, str]) -> Iterator[Serving]:
+    """Four workers of one scheduler."""
+    flags = ("--load-format", "dummy", "-tp", "2", "-pp", "2", "--max-restarts", "50")
+    with serving(models["llama"], *FLAGS, *flags) as server:
+        yield server
+
+
+def killed_while_streaming(server: Serving, role: str, index: int) -> list[int]:
+    """A stream of 120 tokens; after 20 of them, kill -9."""
+    victim = pids(server, role)[index]
+    body = {"prompt": PROMPTS[1], "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    ids: list[int] = []
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True, "return_token_ids": True}, timeout=120
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+            if victim and len(ids) >= 20:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+    assert not victim
+    return ids
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_killed_rank_loses_nothing(rank: int, group: Serving, alone: dict[str, list[list[int]]]) -> None:
+    """Under load: the streams pause, the group is made anew, and the tokens are those of an undisturbed run."""
+    before = pids(group)
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(greedy, group, PROMPTS, 60)
+        found = killed_while_streaming(group, "worker", rank)
+        assert [tokens[:COUNT] for tokens in others.result(120)] == alone["llama"]
+    assert found == greedy(group, [PROMPTS[1]], 120)[0]
+    assert found[:COUNT] == alone["llama"][1]
+    assert not set(before) & set(pids(group)), "all ranks of the group are new"
+
+
+def test_a_killed_scheduler_leaves_the_group_as_it_is(group: Serving, alone: dict[str, list[list[int]]]) -> None:
+    before = pids(group)
+    found = killed_while_streaming(group, "scheduler", 0)
+    assert len(found) == 120
+    assert found[:COUNT] == alone["llama"][1]
+    assert set(before) == set(pids(group)), "weights stay"

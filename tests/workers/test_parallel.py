@@ -1,0 +1,246 @@
+"""Shards of a model, each in a thread of its own, give what the whole model gives."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from small_models import BLOCK, CPU, SMALL, batch_of, caches, load, resolved, run
+from torch import Tensor
+
+from meshlm.protocol.config import ParallelConfig
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import choose
+from meshlm.workers.layers import cpu_ops
+from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.parallel.communicator import side_by_side
+from meshlm.workers.parallel.membership import Meeting, Membership, meet
+from meshlm.workers.parallel.ops import SummingOps
+from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.weights.load import load_model
+from meshlm.workers.weights.places import place
+from meshlm.workers.weights.sources import shapes
+
+LIMIT_S = 30
+
+
+class Threads:
+    """A communicator between threads: what they put down, when all have done so, is there for all."""
+
+    def __init__(self, shard: Shard, tables: dict[int, list[Any]], barriers: list[threading.Barrier]) -> None:
+        self._shard, self._table, self._barrier = shard, tables[shard.pp_rank], barriers[shard.pp_rank]
+
+    links: dict[int, "Queue[Tensor]"]
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._table[self._shard.tp_rank] = x.clone()
+        self._barrier.wait(LIMIT_S)
+        parts = list(self._table)
+        self._barrier.wait(LIMIT_S)
+        return parts
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        return None
+
+    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        return side_by_side(self._exchange(x), width, out)
+
+    def send(self, x: Tensor) -> None:
+        self.links[self._shard.rank].put(x.clone())
+
+    def receive(self, into: Tensor) -> None:
+        into.copy_(self.links[self._shard.rank - self._shard.tp_size].get(timeout=LIMIT_S))
+
+
+def shards(tp: int, pp: int) -> list[Shard]:
+    return [Shard(rank, tp, stage, pp) for stage in range(pp) for rank in range(tp)]
+
+
+def together(models: list[Decoder], work: Callable[[Decoder, Threads], Tensor]) -> list[Tensor]:
+    """Every shard's `work` at the same time, with a communicator."""
+    tp, pp = models[0].shard.tp_size, models[0].shard.pp_size
+    tables: dict[int, list[Any]] = {stage: [None] * tp for stage in range(pp)}
+    barriers = [threading.Barrier(tp) for _ in range(pp)]
+    links: dict[int, Queue[Tensor]] = {model.shard.rank: Queue() for model in models}
+
+    def one(model: Decoder) -> Tensor:
+        comm = Threads(model.shard, tables, barriers)
+        comm.links = links
+        model.join(comm)
+        return work(model, comm)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(one, models))
+
+
+def logits_of(model: Decoder, comm: Threads, tokens: list[int]) -> Tensor:
+    """A whole prompt through this shard; logits on the last stage."""
+    table = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
+    batch = batch_of([(tokens, 0, table)])
+    with torch.inference_mode():
+        ops = model.ops.base if isinstance(model.ops, SummingOps) else model.ops
+        backend = choose("torch" if isinstance(ops, TorchOps) else "cpu", model.local, CPU, torch.float32, BLOCK)
+        stream = None
+        if not model.shard.is_first:
+            stream = torch.empty(len(tokens), model.spec.hidden_size)
+            comm.receive(stream)
+        hidden: Tensor = model(batch, caches(model.local, 24), backend.step(batch, BLOCK), stream)
+        if not model.shard.is_last:
+            comm.send(hidden)
+            return hidden
+        return model.logits(hidden)
+
+
+def load_shards(path: Path, tp: int, pp: int, load_format: str = "auto") -> list[Decoder]:
+    found = resolved(path, load_format)
+    with torch.inference_mode():
+        return [load_model(found, CPU, 0, lambda done, total: None, shard) for shard in shards(tp, pp)]
+
+
+CASES = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+}
+LAYOUTS = [(2, 1), (1, 3), (6, 1), (2, 3)]  # six ranks share two key-value heads
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_give_the_logits_of_the_whole(case: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    name, extra = CASES[case]
+    config = getattr(transformers, name)(**{**SMALL, "intermediate_size": 96, **extra})
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    tokens = torch.randint(0, 211, (37,)).tolist()
+    whole_model = load(tmp_path)
+    whole = run(whole_model, caches(whole_model.spec, 24), [(tokens, 0, [7, 3, 11, 0, 5, 9, 1, 2, 8, 4])])
+    for tp, pp in LAYOUTS:
+        found = together(load_shards(tmp_path, tp, pp), lambda model, comm: logits_of(model, comm, tokens))
+        for logits in found[-tp:]:
+            torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-4)
+            assert torch.equal(logits, found[-1]), "the ranks would sample different tokens"
+
+
+def test_shards_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": ["LlamaForCausalLM"]}))
+    monkeypatch.setattr(cpu_ops, "available", lambda: False)
+    tokens = list(range(20))
+    (whole,) = together(load_shards(tmp_path, 1, 1, "dummy"), lambda model, comm: logits_of(model, comm, tokens))
+    found = together(load_shards(tmp_path, 2, 1, "dummy"), lambda model, comm: logits_of(model, comm, tokens))
+    torch.testing.assert_close(found[0], whole, atol=2e-5, rtol=1e-4)
+
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=211,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 2), (6, 3)])
+def test_every_part_of_every_tensor_has_a_place(tp: int, pp: int) -> None:
+    """Ranks together keep each element; only replicated ones more than once. Nobody keeps the whole of what is split."""
+    replicated = ("norm.weight", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+    for name, shape in shapes(SPEC):
+        kept: list[int] = []
+        for shard in shards(tp, pp):
+            found = place(name, SPEC, shard)
+            if found is not None:
+                assert found.shape == shape
+                kept += range(found.begin, found.end)
+        length = shape[1] if ".o_proj.w" in name or ".down_proj.w" in name else shape[0]
+        assert set(kept) == set(range(length)), name
+        if not name.endswith(replicated):
+            assert len(kept) == length, name
+
+
+def test_a_tensor_of_a_layer_that_the_model_has_not() -> None:
+    with pytest.raises(KeyError):
+        place("model.layers.6.mlp.up_proj.weight", SPEC, Shard())
+    assert place("model.layers.5.rotary_emb.inv_freq", SPEC, Shard()) is None
+
+
+def test_numbering_is_stage_by_stage() -> None:
+    parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=3)
+    found = [Shard.of(parallel, worker) for worker in range(12)]
+    assert [shard.rank for shard in found] == [*range(6), *range(6)]
+    assert found[9] == Shard(tp_rank=1, tp_size=2, pp_rank=1, pp_size=3)
+    assert [worker for worker, shard in enumerate(found) if shard.reports] == [4, 10]
+
+
+def test_gguf_parts_are_cut_before_decoding_where_blocks_allow(tmp_path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    from meshlm.workers.weights.sources import sources
+
+    path = tmp_path / "m.gguf"
+    values = np.random.default_rng(0).normal(size=(48, 128)).astype(np.float32)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+        quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = dict(sources(path, "gguf", SPEC, CPU, 0))
+    query, down = (found[f"model.layers.0.{name}.weight"] for name in ("self_attn.q_proj", "mlp.down_proj"))
+    whole_query, whole_down = query.part(0, 0, 48), down.part(0, 0, 48)
+    assert torch.equal(query.part(0, 16, 32), whole_query[16:32])
+    assert torch.equal(down.part(1, 32, 96), whole_down[:, 32:96])  # at borders of blocks of 32
+    assert torch.equal(down.part(1, 10, 75), whole_down[:, 10:75])
+
+
+# --- how the ranks of a group meet ---
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("where", ["file", "address"])
+def test_ranks_meet_once_all_of_the_same_lives_are_there(where: str, tmp_path: Path) -> None:
+    ranks = [Membership() for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        address = ("127.0.0.1", free_port()) if where == "address" else None
+        places = [Meeting(rank, str(tmp_path), address) for rank in range(3)]
+        meeting = [pool.submit(meet, member, place) for member, place in zip(ranks, places, strict=True)]
+        ranks[0].offer((1, 2, 3))
+        ranks[1].offer((1, 2, 3))
+        assert ranks[0].withdraw(), "the third died before it came, and nobody is committed"
+        for member in ranks:
+            assert member.offer((1, 2, 4))
+        for future in meeting:
+            future.result(LIMIT_S)
+    assert [member.committed for member in ranks] == [(1, 2, 4)] * 3
+    assert ranks[0].offer((1, 2, 4))
+    assert not ranks[0].offer((1, 5, 4)), "committed to other lives"
+    assert not ranks[1].withdraw()

@@ -1,0 +1,110 @@
+"""What ranks of a group say to each other during a step: sums, gathered columns, and hidden states from stage to stage.
+
+All ranks of a group run the same plans in the same order, so their calls meet. Called by the thread that steps.
+"""
+
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshlm.workers.parallel.shard import Shard
+
+# torch 2.13 has renamed it
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Communicator(Protocol):
+    """The tensor-parallel ranks of one stage, and the stages before and after it."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the tensor-parallel ranks, the same bits on each; may be x itself, overwritten."""
+        ...
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """residual += the sum of x over the ranks; the norm of that. None, and nothing is changed: not for this size or here."""
+        ...
+
+    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        """[l, w] of each tensor-parallel rank side by side -> [l, width]: what is right of `width` is padding."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """To the next stage. x may be overwritten afterwards."""
+        ...
+
+    def receive(self, into: Tensor) -> None:
+        """From the stage before."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        return None
+
+    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        assert out is None
+        return x
+
+    def send(self, x: Tensor) -> None:
+        raise AssertionError("there is no next stage")
+
+    def receive(self, into: Tensor) -> None:
+        raise AssertionError("there is no stage before")
+
+
+ALONE = Alone()
+
+
+def side_by_side(parts: list[Tensor], width: int, out: Tensor | None) -> Tensor:
+    """[l, w] of each rank -> [l, width]."""
+    if out is None:
+        return torch.cat(parts, dim=1)[:, :width]
+    each = parts[0].shape[1]
+    for rank, part in enumerate(parts):
+        have = min(each, width - rank * each)
+        if have > 0:
+            out[:, rank * each : rank * each + have].copy_(part[:, :have])
+    return out
+
+
+class Distributed:
+    """By torch.distributed: gloo for tensors on the CPU, NCCL on GPUs. `tensor` is the stage's group."""
+
+    def __init__(self, shard: Shard, tensor: "dist.ProcessGroup | None") -> None:
+        self._shard, self._tensor = shard, tensor
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # until they have left
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._shard.tp_size > 1:
+            dist.all_reduce(x, group=self._tensor)
+        return x
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        return None
+
+    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        if self._shard.tp_size == 1:
+            return x if out is None else out.copy_(x)
+        rows, each = x.shape
+        flat = torch.empty(self._shard.tp_size * rows, each, dtype=x.dtype, device=x.device)
+        _all_gather(flat, x.contiguous(), group=self._tensor)
+        return side_by_side(list(flat.chunk(self._shard.tp_size)), width, out)
+
+    def send(self, x: Tensor) -> None:
+        copy = x.clone()
+        self._sent.append((dist.isend(copy, self._shard.rank + self._shard.tp_size), copy))
+        while len(self._sent) > self._shard.pp_size + 1:  # no more steps than that are in flight: it has arrived
+            self._sent.popleft()[0].wait()
+
+    def receive(self, into: Tensor) -> None:
+        work = dist.irecv(into, self._shard.rank - self._shard.tp_size)
+        assert work is not None
+        work.wait()

@@ -1,0 +1,60 @@
+"""Makes a group's communicator once its ranks have met."""
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from meshlm.workers.parallel.communicator import Communicator, Distributed
+from meshlm.workers.parallel.shard import Shard
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast: it needs the fabric manager, and one-shot sums are as fast without
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+TIMEOUT = timedelta(minutes=10)  # of one collective; a peer's death is noticed by the mesh long before
+
+
+def connect(
+    store: "Store", shard: Shard, device: torch.device, dtype: torch.dtype, widest: tuple[int, int], one_host: bool
+) -> Communicator:
+    """Collective: all ranks of the group call it. What is summed is as large as `widest` [tokens, columns].
+
+    one_host: no other host has ranks of the group.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=TIMEOUT)
+    tensor = dist.group.WORLD
+    if shard.pp_size > 1:
+        for stage in range(shard.pp_size):
+            ranks = range(stage * shard.tp_size, (stage + 1) * shard.tp_size)
+            group = dist.new_group(list(ranks), timeout=TIMEOUT)
+            tensor = group if stage == shard.pp_rank else tensor
+    plain = Distributed(shard, tensor)
+    if device.type == "cuda":
+        _say_hello(plain, shard, device, dtype)
+    if device.type == "cpu" or shard.tp_size == 1 or not one_host:
+        return plain
+    from meshlm.workers.parallel.symmetric import make_symmetric
+
+    assert tensor is not None
+    return make_symmetric(shard, tensor, device, dtype, widest, plain)
+
+
+def _say_hello(plain: Distributed, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
+    """NCCL connects two stages when they first speak, which takes a second: no request should wait for it."""
+    line = torch.zeros(8, device=device, dtype=dtype)
+    if not shard.is_first:
+        plain.receive(line)
+    if not shard.is_last:
+        plain.send(line)
+    torch.cuda.synchronize()

@@ -1,0 +1,51 @@
+"""The ops of a worker whose products are parts of sums: the norm that follows such a product sums over the ranks first.
+
+In a decoder each row-parallel product (o, down) is followed by the addition to the residual stream and a norm, so sum, addition and
+norm are one operation here, and one kernel where the communicator has it.
+"""
+
+from torch import Tensor
+
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads, Ops
+from meshlm.workers.parallel.communicator import Communicator
+
+
+class SummingOps:
+    """See `meshlm.workers.layers.ops.Ops`. Where there is a residual, x is this rank's part of a sum."""
+
+    def __init__(self, base: Ops, comm: Communicator) -> None:
+        self.base, self._comm = base, comm
+        self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
+
+    def embed(
+        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.base.embed(ids, table, norm, following)
+
+    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+        return self.base.rope_cache(qkv, batch, table, cache, heads)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = self._comm.sum_norm(x, residual, weight, eps)
+        return self.base.add_rms_norm(self._comm.all_reduce(x), residual, weight, eps) if normed is None else normed
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: tuple[Tensor, float],
+        packed: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        base = self.base
+        if residual is None:
+            return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
+        normed = self._comm.sum_norm(x, residual, *norm)
+        if normed is None:
+            return base.norm_linear(self._comm.all_reduce(x), residual, norm, packed, bias, outputs, gate=gate)
+        out = base.linear(normed, packed, bias, outputs)
+        return (base.silu_mul(out) if gate else out), residual

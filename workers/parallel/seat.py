@@ -1,0 +1,45 @@
+"""A worker's seat in the mesh: its part of the model, its GPU, and how it gets to know the rest of its group."""
+
+import torch
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.workers.parallel.communicator import ALONE, Communicator
+from meshlm.workers.parallel.membership import Meeting, Membership, meet
+from meshlm.workers.parallel.shard import WHOLE, Shard
+
+
+class Seat:
+    """`number` counts the workers of this host; with several, GPUs are dealt out in this order."""
+
+    def __init__(
+        self,
+        shard: Shard = WHOLE,
+        number: int = 0,
+        membership: Membership | None = None,
+        meeting: Meeting | None = None,
+        one_host: bool = True,
+    ) -> None:
+        self.shard, self._number, self._membership, self._meeting = shard, number, membership, meeting
+        self._one_host = one_host  # all of its group
+
+    @classmethod
+    def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "Seat":
+        """Of worker number `worker` of the mesh."""
+        shard = Shard.of(config.parallel, worker)
+        return cls(shard, worker, membership, Meeting(shard.rank, config.run.run_dir))
+
+    def take_gpu(self) -> torch.device:
+        """This thread computes on the seat's GPU from now on (of those that CUDA_VISIBLE_DEVICES shows)."""
+        device = torch.device("cuda", self._number % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def connect(self, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> Communicator:
+        """Meet the other workers of the group. Blocks; collective. What is summed is [up to `tokens`, hidden]."""
+        if self.shard.size == 1:
+            return ALONE
+        from meshlm.workers.parallel.connect import connect
+
+        assert self._membership is not None and self._meeting is not None  # noqa: PT018
+        store = meet(self._membership, self._meeting)
+        return connect(store, self.shard, device, dtype, (tokens, hidden), self._one_host)

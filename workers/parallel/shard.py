@@ -1,0 +1,99 @@
+"""Which part of the model a worker has: its tensor-parallel rank within its pipeline stage. Pure arithmetic.
+
+Workers of a scheduler are numbered stage by stage: worker index = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank, as in vLLM.
+Column-parallel products (query, key, value, gate, up, embedding rows, head) are split by rows of the weight, row-parallel ones (o,
+down) by columns (Shoeybi et al. 2019, "Megatron-LM"). With more ranks than key-value heads, several ranks keep the same head.
+"""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from meshlm.protocol.config import ParallelConfig
+from meshlm.protocol.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One worker's part. The default is the whole model."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, worker: int) -> "Shard":
+        """The part of worker number `worker` of the mesh."""
+        tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        within = worker % parallel.workers_per_rank
+        return cls(within % tp_size, tp_size, within // tp_size, pp_size)
+
+    @property
+    def rank(self) -> int:
+        """Within the group, which has one scheduler."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def size(self) -> int:
+        return self.pp_size * self.tp_size
+
+    @property
+    def is_first(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def reports(self) -> bool:
+        """Sends the group's results to the scheduler."""
+        return self.is_last and self.tp_rank == 0
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of this stage."""
+        each = num_layers // self.pp_size
+        return range(self.pp_rank * each, (self.pp_rank + 1) * each)
+
+    def heads(self, spec: ModelSpec) -> tuple[int, int]:
+        """First query head, and the one after the last."""
+        each = spec.num_attention_heads // self.tp_size
+        return self.tp_rank * each, (self.tp_rank + 1) * each
+
+    def kv_heads(self, spec: ModelSpec) -> tuple[int, int]:
+        """First key-value head, and the one after the last."""
+        count = spec.num_key_value_heads
+        if count >= self.tp_size:
+            each = count // self.tp_size
+            return self.tp_rank * each, (self.tp_rank + 1) * each
+        head = self.tp_rank * count // self.tp_size
+        return head, head + 1
+
+    def part(self, size: int) -> tuple[int, int]:
+        """Begin and end of this rank's part of a dimension that tp_size divides."""
+        each = size // self.tp_size
+        return self.tp_rank * each, (self.tp_rank + 1) * each
+
+    def vocab(self, vocab_size: int) -> tuple[int, int, int]:
+        """Begin and end of this rank's rows of embedding and head, and how many rows a rank has, padding included."""
+        rows = -(-vocab_size // self.tp_size)
+        begin = min(self.tp_rank * rows, vocab_size)
+        return begin, min(begin + rows, vocab_size), rows
+
+    def local(self, spec: ModelSpec) -> ModelSpec:
+        """The shape of this part: its layers, heads and intermediate columns. The vocabulary stays whole."""
+        layers = self.layers(spec.num_hidden_layers)
+        begin, end = self.heads(spec)
+        first, last = self.kv_heads(spec)
+        return replace(
+            spec,
+            num_hidden_layers=len(layers),
+            num_attention_heads=end - begin,
+            num_key_value_heads=last - first,
+            intermediate_size=spec.intermediate_size // self.tp_size,
+            sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
+        )
+
+
+WHOLE = Shard()

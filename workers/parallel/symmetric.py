@@ -1,0 +1,207 @@
+"""Collectives over NVLink through each other's memory (torch symmetric memory), inside CUDA graphs; NCCL for what is too large.
+
+Sums of few rows are one kernel with the addition and the norm behind them (kernels/sum_norm). One-shot: every rank reads all peers'
+inputs and sums them. Two-shot: every rank sums a part and reads the others' sums: less traffic, one more round. Both wait for all ranks
+before and after, so the buffer may be written again at once. Without multicast.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.workers.parallel.communicator import Communicator, Distributed, side_by_side
+from meshlm.workers.parallel.shard import Shard
+
+ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
+BUFFER_BYTES = 64 << 20  # larger tensors go by NCCL
+FUSED_ROWS = 64  # of sums that are one kernel with their norm: each rank sends each row to all others
+ALIGNMENT = 16
+SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
+DTYPES = (torch.bfloat16, torch.float32)  # that it sums
+TEST_POLLS = 1 << 20  # half a second: a peer that does not show up is no reason to hang at start
+
+
+class Symmetric:
+    """See `meshlm.workers.parallel.communicator.Communicator`. Collective: all ranks make it, and the same calls."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        widest: tuple[int, int],
+        plain: Distributed,
+    ) -> None:
+        """widest: tokens and columns of the largest tensor that is summed."""
+        self._size, self._rank, self._group, self._name = shard.tp_size, shard.tp_rank, group, group.group_name
+        self._plain, self.device = plain, device
+        self._one_shot_bytes = ONE_SHOT_BYTES * 2 // shard.tp_size
+        self.send, self.receive = plain.send, plain.receive
+        count = min(widest[0] * widest[1], BUFFER_BYTES // dtype.itemsize)
+        self._buffer, self._handle = self._shared(-(-count // 1024) * 1024, dtype)
+        self._patience, self.fused = TEST_POLLS, True
+        self._make_room(dtype, widest[1])
+
+    def _shared(self, count: int, dtype: torch.dtype) -> "tuple[Tensor, object]":
+        """Memory that all ranks can reach, zeros, and its handle."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        tensor = symm_mem.empty(count, dtype=dtype, device=self.device)
+        tensor.zero_()
+        return tensor, symm_mem.rendezvous(tensor, self._name)
+
+    def _make_room(self, dtype: torch.dtype, columns: int) -> None:
+        from meshlm.kernels.sum_norm import kernel
+
+        self._kernel = kernel
+        inbox, inbox_handle = self._shared(2 * self._size * FUSED_ROWS * columns, dtype)
+        flags, flags_handle = self._shared(self._size * FUSED_ROWS, torch.int32)
+        device = inbox.device
+        addresses = tuple(
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)  # type: ignore[attr-defined]
+            for handle in (inbox_handle, flags_handle)
+        )
+        turns = torch.ones(FUSED_ROWS, dtype=torch.int32, device=device)
+        self._keep = (inbox, flags, inbox_handle, flags_handle)
+        self.room = kernel.Room(self._rank, self._size, FUSED_ROWS, columns, (addresses[0], addresses[1]), turns)
+        torch.cuda.synchronize()  # all flags are zero before this rank says so to the others
+
+    def proved(self, *, fused: bool) -> None:
+        """From now on a peer may take as long as it needs. fused: sum_norm is right too."""
+        self._patience = self._kernel.FOR_EVER
+        self.fused = fused
+
+    def _fits(self, x: Tensor) -> bool:
+        return (
+            x.dtype == self._buffer.dtype
+            and x.numel() <= self._buffer.numel()
+            and x.numel() * x.element_size() % (ALIGNMENT * self._size) == 0
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not self._fits(x):
+            return self._plain.all_reduce(x)
+        x = x.contiguous()
+        room = self._buffer[: x.numel()].view(x.shape)
+        if x.numel() * x.element_size() <= self._one_shot_bytes:
+            out = torch.empty_like(x)
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(room, x, "sum", self._name, out)
+            return out
+        room.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._name, x)
+        return x
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        room = self.room
+        if not self.fused or x.shape[0] > room.rows or x.shape[1] != room.columns or x.dtype != self._buffer.dtype:
+            return None
+        return self._kernel.sum_norm(x, residual, weight, eps, room, self._patience)
+
+    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        rows, each = x.shape
+        fit = self._buffer.numel() // each
+        if x.dtype != self._buffer.dtype or not fit:
+            return self._plain.gather(x, width, out)
+        whole = out if out is not None else torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        handle = self._handle
+        for begin in range(0, rows, fit):
+            part = x[begin : begin + fit]
+            shape = list(part.shape)
+            self._buffer[: part.numel()].view(shape).copy_(part)
+            handle.barrier(channel=0)  # type: ignore[attr-defined]
+            parts = [handle.get_buffer(rank, shape, x.dtype) for rank in range(self._size)]  # type: ignore[attr-defined]
+            side_by_side(parts, width, whole[begin : begin + fit])
+            handle.barrier(channel=0)  # type: ignore[attr-defined] # nobody overwrites what another still reads
+        return whole
+
+
+def make_symmetric(
+    shard: Shard,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    widest: tuple[int, int],
+    plain: Distributed,
+) -> Communicator:
+    """Symmetric memory where all ranks of the group have it and it proves right, else NCCL. Collective."""
+    if shard.tp_size not in SIZES or dtype not in DTYPES:
+        return plain
+    made, failure = None, ""
+    try:
+        made = Symmetric(shard, group, device, dtype, widest, plain)
+    except Exception as error:  # whatever the driver, the topology or torch says: NCCL works without
+        failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if not all_say_yes(made is not None, group):
+        warnings.warn(f"no symmetric memory between these GPUs, NCCL sums: {failure}", RuntimeWarning, stacklevel=2)
+        return plain
+    assert made is not None
+    wrong = _said(lambda: _wrong_sums(made, plain, shard, dtype))
+    if not all_say_yes(not wrong, group):
+        warnings.warn(f"symmetric memory is wrong here, NCCL sums: {wrong}", RuntimeWarning, stacklevel=2)
+        return plain
+    wrong = _said(lambda: _wrong_norms(made, shard, dtype, widest[1]))
+    fused = all_say_yes(not wrong, group)
+    if not fused:
+        warnings.warn(
+            f"kernels/sum_norm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
+        )
+    made.proved(fused=fused)
+    return made
+
+
+def _said(check: Callable[[], str]) -> str:
+    """What a check says, or what ended it."""
+    try:
+        return check()
+    except Exception as error:  # of a compiler or a driver: this rank votes no, and all go another way
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:
+    """Whether every rank says yes. By gloo: the GPU may be what does not work."""
+    votes = torch.tensor([int(yes)])
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
+
+
+def _wrong_sums(made: Symmetric, plain: Distributed, shard: Shard, dtype: torch.dtype) -> str:
+    """Each kind of sum and the gathering against what they must give; "" when all is right.
+
+    Also NCCL's first call, which must not be in a graph.
+    """
+    size, wrong = shard.tp_size, []
+    device = made.device
+    of_all = float(size * (size + 1) // 2)
+    for rows in (1, 3, 4096):
+        x = torch.full((rows, 128 * size), float(shard.tp_rank + 1), dtype=dtype, device=device)
+        if not (made.all_reduce(x.clone()) == of_all).all():
+            wrong.append(f"sum of {rows} rows")
+        found = made.gather(x[:, :128].contiguous(), 128 * size)
+        wanted = torch.arange(1, size + 1, device=device, dtype=dtype).repeat_interleave(128)
+        if not (found == wanted).all():
+            wrong.append(f"gathering of {rows} rows")
+    if not (plain.all_reduce(torch.ones(8, dtype=dtype, device=device)) == size).all():
+        wrong.append("NCCL")
+    return ", ".join(wrong)
+
+
+def _wrong_norms(made: Symmetric, shard: Shard, dtype: torch.dtype, columns: int) -> str:
+    """The same of sums with a norm, in both halves of the inboxes."""
+    size, wrong = shard.tp_size, []
+    device = made.device
+    weight = torch.ones(columns, dtype=dtype, device=device)
+    steps = torch.arange(columns, device=device) % 8
+    for rows in (1, FUSED_ROWS, 2, 1):
+        x = (steps + shard.tp_rank).to(dtype).repeat(rows, 1)
+        residual = torch.ones(rows, columns, dtype=dtype, device=device)
+        normed = made.sum_norm(x, residual, weight, 1e-6)
+        stream = (steps * size + size * (size - 1) // 2 + 1).to(dtype).repeat(rows, 1)
+        near = normed is not None and (normed - F.rms_norm(stream, (columns,), weight, 1e-6)).abs().max() < 0.02
+        if not near or not torch.equal(residual, stream):
+            wrong.append(f"{rows} rows")
+    return ", ".join(wrong)
