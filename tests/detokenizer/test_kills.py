@@ -276,7 +276,9 @@ class World:
 
     def possible(self) -> list[tuple[str, object, object]]:
         """What may happen next."""
-        found: list[tuple[str, object, object]] = [("notice", *key) for key, waiting in self.notices.items() if waiting]
+        found: list[tuple[str, object, object]] = [
+            ("notice", *key) for key, waiting in self.notices.items() if waiting and not self.too_early(*key)
+        ]
         for (sender, receiver), link in self.links.items():
             coming = (True, sender[1]) in self.notices.get((receiver[0], sender[0]), ())
             if link and not coming:
@@ -286,6 +288,11 @@ class World:
             if isinstance(scheduler, FakeScheduler):
                 found += [("step", identity, name) for name in scheduler.requests]
         return found
+
+    def too_early(self, who: Identity, about: Identity) -> bool:
+        """A session is open again when the other end has answered: that knows by then that the one before has ended."""
+        is_up, _ = self.notices[who, about][0]
+        return is_up and (False, self.life[who]) in self.notices.get((about, who), ())
 
     def happen(self, kind: str, one: object, two: object) -> None:
         if kind == "notice":
@@ -314,7 +321,8 @@ class World:
 
     def deliver(self, sender: Address, receiver: Address) -> None:
         message = self.links[sender, receiver].popleft()
-        if self.open.get((receiver[0], sender[0])) == sender[1]:
+        to_this_life = self.life.get(receiver[0]) == receiver[1]  # said before the sender knew that it had died
+        if to_this_life and self.open.get((receiver[0], sender[0])) == sender[1]:
             self.send(receiver[0], self.processes[receiver[0]].heard(*sender, message))
 
     def check(self) -> None:

@@ -27,6 +27,10 @@ class History:
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
         self.clients = [Client(ask) for ask in scenario.asks]
+        everyone = (SUPERVISOR, *scenario.identities)
+        self._peers = {
+            one: [other for other in everyone if linked(one, other) or linked(other, one)] for one in everyone
+        }
         self.faults = list(scenario.faults)
         self.broken: list[int] = []  # tokens that clients had which asked again
         self.fault_at = BEGIN_S + 1.0  # when the last one is over
@@ -137,10 +141,11 @@ class History:
         return ""
 
     def _links(self, process: Process) -> str:
-        for peer, other in self.world.processes.items():
-            if not (linked(process.identity, peer) or linked(peer, process.identity)):
-                continue
-            link = process.mesh._peers.get(peer)
+        processes, links = self.world.processes, process.mesh._peers
+        for peer in self._peers[process.identity]:
+            other, link = processes.get(peer), links.get(peer)
+            if other is None:
+                return f"{peer} is away"
             if link is None or link.session.state is not SessionState.OPEN:
                 return f"no session with {peer}"
             if link.session.peer_incarnation != other.incarnation:
