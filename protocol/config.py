@@ -161,6 +161,12 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         """Workers of one scheduler."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def nodes_of(self, rank: int) -> range:
+        """Of --nnodes, those that have workers of dp rank `rank`: all workers are spread evenly."""
+        here = self.data_parallel_size * self.workers_per_rank // self.nnodes
+        first = rank * self.workers_per_rank
+        return range(first // here, (first + self.workers_per_rank - 1) // here + 1)
+
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
     """HTTP."""
@@ -252,6 +258,7 @@ class Node(Struct, frozen=True, kw_only=True):
     index: int  # its supervisor is supervisor/index; 0 is the head
     id: str  # of host and run directory: processes with the same one reach each other by ipc
     address: str  # numeric, of the private interface: tcp sockets and torch.distributed's store bind to it alone
+    interface: str = ""  # the name of the one that has this address, for gloo and NCCL; empty: none was found
     head: str = ""  # tcp://HOST:PORT of the head's supervisor; its coordinator listens on PORT + 1. Empty on the head
     host: str = ""  # the host's name, for people
     ranks: tuple[int, int] = (0, 0)  # first and number of its schedulers

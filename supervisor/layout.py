@@ -4,11 +4,13 @@ Called by serve.py and io.py. A mesh of one node has no `Node`, and no tcp socke
 """
 
 import hashlib
+import ipaddress
 import os
 import socket
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig
 from meshlm.protocol.ids import Identity, Role
@@ -54,6 +56,35 @@ def _even_places(parallel: ParallelConfig, per_rank: int) -> tuple[range, range]
     return range(-(-workers.start // per_rank), -(-workers.stop // per_rank)), workers
 
 
+def _check_groups(parallel: ParallelConfig) -> None:
+    """A group that spans nodes meets at rank 0's store, and --master-addr is of the head."""
+    found = _misplaced(parallel)
+    if found is None:
+        return
+    num_workers = parallel.data_parallel_size * parallel.workers_per_rank
+    fit = [
+        str(count)
+        for count in range(2, num_workers + 1)
+        if num_workers % count == 0 and _misplaced(msgspec.structs.replace(parallel, nnodes=count)) is None
+    ]
+    raise UsageError(
+        f"--nnodes {parallel.nnodes}: the group of rank {found} would span nodes {parallel.nodes_of(found)[0]} to "
+        f"{parallel.nodes_of(found)[-1]}, but one that spans nodes must begin on node 0, where --master-addr is; "
+        f"with these sizes --nnodes may be {', '.join(fit) or '1'}"
+    )
+
+
+def _misplaced(parallel: ParallelConfig) -> int | None:
+    """A rank whose group spans nodes and does not begin on the head."""
+    groups = {rank: parallel.nodes_of(rank) for rank in range(parallel.data_parallel_size)}
+    return next((rank for rank, nodes in groups.items() if len(nodes) > 1 and nodes[0]), None)
+
+
+def _spanning(parallel: ParallelConfig) -> list[int]:
+    """Ranks whose groups have workers on several nodes."""
+    return [rank for rank in range(parallel.data_parallel_size) if len(parallel.nodes_of(rank)) > 1]
+
+
 def identities(config: MeshConfig) -> list[Identity]:
     """All processes of this node, in the order of starting: slow ones first."""
     ranks, workers = places(config)
@@ -72,6 +103,9 @@ def check(config: MeshConfig) -> None:
     """UsageError unless the flags about nodes fit together."""
     network, parallel = config.network, config.parallel
     ranks, workers = places(config)
+    if parallel.nnodes > 1:
+        _check_groups(parallel)
+        _check_master(parallel)
     if network.headless != bool(network.join):
         raise UsageError("--headless and --join tcp://HOST:PORT belong together")
     for flag, value in (("--listen", network.listen), ("--join", network.join)):
@@ -92,6 +126,16 @@ def check(config: MeshConfig) -> None:
             tcp.parse_range(network.mesh_port_range)
         except tcp.AddressError as error:
             raise UsageError(f"--mesh-port-range {error}") from None
+
+
+def _check_master(parallel: ParallelConfig) -> None:
+    if parallel.master_addr in ("0.0.0.0", "::"):
+        raise UsageError(f"--master-addr {parallel.master_addr}: give the address of the head's private interface")
+    last = parallel.master_port + max(_spanning(parallel), default=0)
+    if last > 65535:
+        raise UsageError(
+            f"--master-port {parallel.master_port}: rank R uses this + R, which makes {last}; at most 65535"
+        )
 
 
 def _check_endpoint(flag: str, value: str, key_file: str) -> None:
@@ -126,6 +170,7 @@ def with_node(config: MeshConfig) -> MeshConfig:
         index=index(config),
         id=_node_id(config.run.run_dir),
         address=address,
+        interface=_interface(address),
         head=network.join,
         host=socket.gethostname(),
         ranks=(ranks.start, len(ranks)),
@@ -133,13 +178,19 @@ def with_node(config: MeshConfig) -> MeshConfig:
     )
     if not network.join:
         port = tcp.parse(network.listen)[1]
-        _claim(network.listen, address, port)
-        _claim(network.listen, address, port + 1)
-    parallel = config.parallel
-    if not parallel.master_addr:
-        master = _resolved(*tcp.parse(network.join or network.listen))
-        parallel = msgspec.structs.replace(parallel, master_addr=master)
-    return msgspec.structs.replace(config, node=node, parallel=parallel)
+        _claim(f"--listen {network.listen}", address, port)
+        _claim(f"--listen {network.listen}", address, port + 1)
+    return msgspec.structs.replace(config, node=node, parallel=_with_master(config))
+
+
+def _with_master(config: MeshConfig) -> ParallelConfig:
+    """Where groups that span nodes meet; StartError when the head cannot listen there."""
+    network, parallel = config.network, config.parallel
+    host = parallel.master_addr or tcp.parse(network.join or network.listen)[0]
+    parallel = msgspec.structs.replace(parallel, master_addr=_resolved(host, parallel.master_port))
+    for rank in _spanning(parallel) if not network.join else ():
+        _claim("--master-addr, --master-port", parallel.master_addr, parallel.master_port + rank)
+    return parallel
 
 
 def index(config: MeshConfig) -> int:
@@ -176,11 +227,19 @@ def _address(listen: str, join: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _claim(listen: str, address: str, port: int) -> None:
+def _interface(address: str) -> str:
+    """The name of the interface that has this address; empty when none says so."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return str(name)
+    return "lo" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else ""  # all of 127.0.0.0/8 is its
+
+
+def _claim(flag: str, address: str, port: int) -> None:
     """StartError when the port cannot be bound; it is bound for good a moment later."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
-            raise StartError(f"--listen {listen}: port {port}: {os.strerror(error.errno or 0)}") from None
+            raise StartError(f"{flag}: {address}, port {port}: {os.strerror(error.errno or 0)}") from None

@@ -9,8 +9,8 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
 
 
-def check(parallel: ParallelConfig, spec: ModelSpec, device: str) -> None:
-    """UsageError names the flag, and what would do."""
+def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int) -> None:
+    """UsageError names the flag, and what would do. `here`: workers of this node."""
     if device == "fake":
         return  # it has no weights to split
     _check_tensor(parallel.tensor_parallel_size, spec)
@@ -20,7 +20,7 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str) -> None:
             f"--pipeline-parallel-size {stages}: does not divide the model's {layers} layers; {_divisors(layers)} do"
         )
     if device == "cuda":
-        _check_gpus(parallel, count_gpus(os.environ))
+        _check_gpus(parallel, here, count_gpus(os.environ))
 
 
 def _check_tensor(size: int, spec: ModelSpec) -> None:
@@ -41,9 +41,9 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _check_gpus(parallel: ParallelConfig, have: int) -> None:
-    need = parallel.data_parallel_size * parallel.workers_per_rank
+def _check_gpus(parallel: ParallelConfig, need: int, have: int) -> None:
     if need > have:
+        everywhere = parallel.data_parallel_size * parallel.workers_per_rank
         flags = [
             f"{flag} {size}"
             for flag, size in (
@@ -53,7 +53,8 @@ def _check_gpus(parallel: ParallelConfig, have: int) -> None:
             )
             if size > 1
         ]
-        raise UsageError(f"{' x '.join(flags)} needs {need} GPUs, one per worker; this host shows {have}")
+        part = f", {need} of them on this node" if need < everywhere else ""
+        raise UsageError(f"{' x '.join(flags)} needs {everywhere} GPUs, one per worker{part}; this host shows {have}")
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:

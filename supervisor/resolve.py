@@ -14,7 +14,7 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime import model_files
-from meshlm.supervisor import balancing, parallel
+from meshlm.supervisor import balancing, layout, parallel
 from meshlm.supervisor.errors import StartError, UsageError
 
 Device = Literal["cpu", "cuda", "fake"]
@@ -46,7 +46,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError(
             "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
         )
-    parallel.check(config.parallel, files.spec, device)
+    parallel.check(config.parallel, files.spec, device, len(layout.places(config)[1]))
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:

@@ -148,6 +148,17 @@ def free_ports(*hosts: str) -> int:
             return first
 
 
+class LoopbackLink:
+    """Two addresses of the loopback interface, and nothing that could be cut."""
+
+    def __init__(self) -> None:
+        self.prefix: tuple[str, ...] = ()
+        self.address = HEAD
+        port = free_ports(HEAD)
+        self.head_flags = ("--listen", f"tcp://{HEAD}:{port}")
+        self.node_flags = ("--join", f"tcp://{HEAD}:{port}", "--listen", f"tcp://{NODE}:{free_ports(NODE)}")
+
+
 class NamespaceLink:
     """A network namespace; needs the right to make one."""
 
@@ -155,6 +166,7 @@ class NamespaceLink:
         number = os.getpid() % 250
         self._name, self._here, self._there = f"mlm{os.getpid()}", f"mlh{os.getpid()}", f"mln{os.getpid()}"
         head, node = f"10.213.{number}.1", f"10.213.{number}.2"
+        self.address = head
         port = free_ports(HEAD)
         self.prefix = ("ip", "netns", "exec", self._name)
         self.head_flags = ("--listen", f"tcp://{head}:{port}")
@@ -230,9 +242,12 @@ def reference(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def stream(server: Serving, prompt: list[int], count: int, begun: Callable[[], None] = lambda: None) -> list[int]:
-    """The token ids of a streamed completion that ends as it should. `begun` is called at the first."""
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
+def stream(
+    server: Serving, prompt: list[int], count: int, begun: Callable[[], None] = lambda: None, **fields: object
+) -> list[int]:
+    """The token ids of a streamed completion that ends as it should. `begun` is called at each piece."""
+    asked = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    body = {**asked, **fields}
     ids: list[int] = []
     reasons: list[str] = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:

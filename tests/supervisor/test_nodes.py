@@ -48,6 +48,19 @@ def test_groups_that_span_nodes() -> None:
             assert all(rank * per_rank in workers for rank in ranks)
 
 
+def test_which_nodes_a_group_spans() -> None:
+    parallel = ParallelConfig(data_parallel_size=3, tensor_parallel_size=4, nnodes=2)
+    assert [list(parallel.nodes_of(rank)) for rank in range(3)] == [[0], [0, 1], [1]]
+    assert list(ParallelConfig(pipeline_parallel_size=4, nnodes=4).nodes_of(0)) == [0, 1, 2, 3]
+    assert list(ParallelConfig(data_parallel_size=5).nodes_of(4)) == [0]
+
+
+def test_the_private_interface_has_a_name() -> None:
+    """gloo and NCCL take a name where everything else takes an address."""
+    assert layout._interface("127.0.0.1") == layout._interface("127.0.0.3") == "lo"
+    assert layout._interface("203.0.113.77") == "", "none of this host"
+
+
 LISTEN, JOIN = {"listen": "tcp://127.0.0.1:5600"}, {"join": "tcp://127.0.0.1:5600", "headless": True}
 
 
@@ -61,6 +74,14 @@ LISTEN, JOIN = {"listen": "tcp://127.0.0.1:5600"}, {"join": "tcp://127.0.0.1:560
         ({}, {"nnodes": 2, "tensor_parallel_size": 3}, "--nnodes 2: 3 workers"),
         ({}, {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "--node-rank 2"),
         ({}, {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size_local": 1}, "--nnodes: not together"),
+        (
+            {},
+            {"nnodes": 4, "tensor_parallel_size": 2, "data_parallel_size": 2},
+            "--nnodes 4: the group of rank 1 would",
+        ),
+        ({}, {"nnodes": 4, "tensor_parallel_size": 2, "data_parallel_size": 2}, "--nnodes may be 2"),
+        ({}, {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"}, "--master-addr 0.0.0.0"),
+        ({}, {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 3, "master_port": 65535}, "makes 65536"),
         ({"headless": True}, {}, "--headless and --join"),
         ({"join": "tcp://a:1"}, {}, "--headless and --join"),
         ({"listen": "10.0.0.1:5600"}, {}, "--listen '10.0.0.1:5600' is not tcp://HOST:PORT"),

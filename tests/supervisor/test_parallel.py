@@ -41,14 +41,21 @@ def config(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelConfig:
 def test_refused(given: ParallelConfig, device: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(UsageError, match=text):
-        parallel.check(given, SMOLLM2, device)
+        parallel.check(given, SMOLLM2, device, given.data_parallel_size * given.workers_per_rank)
 
 
 def test_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7,8,9")
-    parallel.check(config(tp=3, pp=2), SMOLLM2, "cuda")
-    parallel.check(config(tp=3, pp=30, dp=7), SMOLLM2, "cpu")
-    parallel.check(config(tp=2, pp=7), SMOLLM2, "fake")
+    parallel.check(config(tp=3, pp=2), SMOLLM2, "cuda", 6)
+    parallel.check(config(tp=3, pp=30, dp=7), SMOLLM2, "cpu", 630)
+    parallel.check(config(tp=2, pp=7), SMOLLM2, "fake", 14)
+
+
+def test_a_node_needs_gpus_for_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    parallel.check(config(tp=3, dp=4), SMOLLM2, "cuda", 3)
+    with pytest.raises(UsageError, match="needs 12 GPUs, one per worker, 6 of them on this node; this host shows 3"):
+        parallel.check(config(tp=3, dp=4), SMOLLM2, "cuda", 6)
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("2", 1), ("GPU-8f2e,MIG-1", 2)])

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +16,18 @@ import torch
 from small_models import BLOCK, CPU, SMALL, batch_of, caches, load, resolved, run
 from torch import Tensor
 
-from meshlm.protocol.config import ParallelConfig
+from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.parallel.communicator import side_by_side
+from meshlm.workers.parallel.connect import _interface_names
 from meshlm.workers.parallel.membership import Meeting, Membership, meet
 from meshlm.workers.parallel.ops import SummingOps
+from meshlm.workers.parallel.seat import Seat
 from meshlm.workers.parallel.shard import Shard
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.places import place
@@ -244,3 +249,84 @@ def test_ranks_meet_once_all_of_the_same_lives_are_there(where: str, tmp_path: P
     assert ranks[0].offer((1, 2, 4))
     assert not ranks[0].offer((1, 5, 4)), "committed to other lives"
     assert not ranks[1].withdraw()
+
+
+def test_the_store_listens_at_its_address_alone(tmp_path: Path) -> None:
+    port = free_port()
+    store = Meeting(0, str(tmp_path), ("127.0.0.2", port)).open((1, 2))
+    assert store is not None
+    socket.create_connection(("127.0.0.2", port), LIMIT_S).close()
+    for other in ("127.0.0.1", "127.0.0.3"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), LIMIT_S)
+
+
+def test_a_store_whose_port_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port: int = taken.getsockname()[1]
+        with pytest.raises(ProcessFatal, match=f"--master-port: port {port}: Address already in use"):
+            Meeting(0, str(tmp_path), ("127.0.0.2", port)).open((1, 2))
+
+
+REMOTE_KEEPER = """
+import sys
+from meshlm.workers.parallel.membership import Meeting, Membership, meet
+member = Membership()
+member.offer(tuple(map(int, sys.argv[2:])))
+print("begins", flush=True)
+store = meet(member, Meeting(0, "/nowhere", ("127.0.0.2", int(sys.argv[1]))))
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_rank_0_is_killed_while_the_others_wait_in_its_store(tmp_path: Path) -> None:
+    """Its next life listens at the same port, and they find it."""
+    port = free_port()
+    member = Membership()
+
+    def keeper(*lives: int) -> "subprocess.Popen[str]":
+        words = [sys.executable, "-P", "-c", REMOTE_KEEPER, str(port), *map(str, lives)]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    place = Meeting(1, str(tmp_path), ("127.0.0.2", port))
+    with ThreadPoolExecutor(1) as pool, keeper(1, 2, 3) as first:  # the third never comes
+        assert first.stdout is not None
+        assert first.stdout.readline() == "begins\n"
+        member.offer((1, 2, 3))
+        met = pool.submit(meet, member, place)
+        while place._store is None:
+            assert not met.done()
+        first.kill()
+        first.wait(LIMIT_S)
+        member.withdraw()
+        with keeper(4, 2) as second:
+            member.offer((4, 2))
+            met.result(LIMIT_S)
+            assert second.stdout is not None
+            assert second.stdout.read(11) == "begins\nmet\n"
+            second.kill()
+    assert member.committed == (4, 2)
+
+
+def test_seats_of_a_group_that_spans_nodes() -> None:
+    """dp 3 x tp 4 over two nodes: rank 1 has two workers on each."""
+    parallel = ParallelConfig(
+        data_parallel_size=3, tensor_parallel_size=4, nnodes=2, master_addr="10.0.0.1", master_port=700
+    )
+    node = Node(index=1, id="b", address="10.0.0.2", interface="eth7", workers=(6, 6))
+    config = MeshConfig(parallel=parallel, node=node, run=RunConfig(run_dir="/run/x"))
+    spanning, within = Seat.of(config, 6, Membership()), Seat.of(config, 9, Membership())
+    assert spanning._meeting is not None
+    assert within._meeting is not None
+    assert (spanning._meeting._address, spanning._interface, spanning._number) == (("10.0.0.1", 701), "eth7", 0)
+    assert spanning.shard == Shard(tp_rank=2, tp_size=4)
+    assert (within._meeting._address, within._interface, within._number) == (None, None, 3)
+
+
+def test_gloo_and_nccl_use_the_private_interface() -> None:
+    assert _interface_names("eth7") == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "=eth7"}
+    assert _interface_names(None) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert _interface_names("") == {}, "a network without names: they choose"

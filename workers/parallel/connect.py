@@ -21,16 +21,19 @@ TIMEOUT = timedelta(minutes=10)  # of one collective; a peer's death is noticed 
 
 
 def connect(
-    store: "Store", shard: Shard, device: torch.device, dtype: torch.dtype, widest: tuple[int, int], one_host: bool
+    store: "Store",
+    shard: Shard,
+    device: torch.device,
+    dtype: torch.dtype,
+    widest: tuple[int, int],
+    interface: str | None = None,
 ) -> Communicator:
     """Collective: all ranks of the group call it. What is summed is as large as `widest` [tokens, columns].
 
-    one_host: no other host has ranks of the group.
+    interface: by which this host's ranks speak with those of other hosts. None: no other host has ranks of the group.
     """
-    for name, value in ENVIRONMENT.items():
+    for name, value in {**ENVIRONMENT, **_interface_names(interface)}.items():
         os.environ.setdefault(name, value)
-    if one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=TIMEOUT)
     tensor = dist.group.WORLD
@@ -42,12 +45,21 @@ def connect(
     plain = Distributed(shard, tensor)
     if device.type == "cuda":
         _say_hello(plain, shard, device, dtype)
-    if device.type == "cpu" or shard.tp_size == 1 or not one_host:
+    if device.type == "cpu" or shard.tp_size == 1 or interface is not None:
         return plain
     from meshlm.workers.parallel.symmetric import make_symmetric
 
     assert tensor is not None
     return make_symmetric(shard, tensor, device, dtype, widest, plain)
+
+
+def _interface_names(interface: str | None) -> dict[str, str]:
+    """What makes gloo and NCCL listen on the private interface alone."""
+    if interface is None:
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    if not interface:  # they choose
+        return {}
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without "=" a prefix of names
 
 
 def _say_hello(plain: Distributed, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:

@@ -7,9 +7,12 @@ died may have left it waiting inside a collective, from which there is no way ou
 new lives meet. Torch is imported only where a store is opened.
 """
 
+import socket
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from meshlm.runtime.errors import ProcessFatal
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 Lives = tuple[int, ...]  # incarnations of the group's workers, by rank
 POLL_S = 0.01
 CONNECT = timedelta(seconds=2)
+CONNECTED = timedelta(minutes=5)  # what one rank waits for another's word in the store: they connect at the same time
 
 
 class Membership:
@@ -76,38 +80,82 @@ class Meeting:
     """
 
     def __init__(self, rank: int, run_dir: str, address: tuple[str, int] | None = None) -> None:
-        """address: rank 0 listens there, the others connect."""
+        """address: rank 0 listens there and nowhere else, the others connect."""
         self.rank, self._run_dir, self._address = rank, run_dir, address
         self._store: Store | None = None
+        self._keeper = 0  # the life of rank 0 that keeps it
 
     def open(self, lives: Lives) -> "Store | None":
-        """The store of exactly these lives; None while rank 0 cannot be reached."""
-        from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
-        from torch.distributed import DistError
+        """The store of exactly these lives; None while rank 0 cannot be reached. DistError when it is lost meanwhile."""
+        from torch._C._distributed_c10d import FileStore, PrefixStore
 
         name = "-".join(f"{life:x}" for life in lives)
-        if (
-            self._address is None
-        ):  # a file of its own: a rank that died may have left a line of an older one half written
+        if self._address is None:
+            # a file of its own: a rank that died may have left a line of an older one half written
             return FileStore(f"{self._run_dir}/group-{name}.store")
+        if self._keeper != lives[0]:
+            self.forget()
         if self._store is None:
-            host, port = self._address
-            try:
-                self._store = TCPStore(host, port, None, self.rank == 0, CONNECT, wait_for_workers=False)
-            except DistError:
-                return None
-        return PrefixStore(name, self._store)
+            self._store = _listen(*self._address) if self.rank == 0 else _connect(*self._address)
+            self._keeper = lives[0]
+        return PrefixStore(name, self._store) if self._store is not None else None
+
+    def forget(self) -> None:
+        """The connection to rank 0's store is of no more use. Rank 0's own store is as old as its process."""
+        if self.rank:
+            self._store = None
+
+
+def _listen(host: str, port: int) -> "Store":
+    """A store that is reached at this address alone: left to itself, torch would listen on all. ProcessFatal when it is taken."""
+    from torch._C._distributed_c10d import TCPStore
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier life may linger
+            listener.bind(address)
+            descriptor = listener.detach()  # the store closes it
+    except OSError as error:
+        raise ProcessFatal(f"--master-addr {host} --master-port: port {port}: {error.strerror or error}") from None
+    store = TCPStore(host, port, None, True, CONNECT, wait_for_workers=False, master_listen_fd=descriptor)
+    store.set_timeout(CONNECTED)
+    return store
+
+
+def _connect(host: str, port: int) -> "Store | None":
+    """The store that rank 0 keeps; None while there is none."""
+    from torch._C._distributed_c10d import TCPStore
+
+    try:
+        socket.create_connection((host, port), CONNECT.total_seconds()).close()  # torch would log each attempt
+    except OSError:
+        return None
+    store = TCPStore(host, port, None, False, CONNECT, wait_for_workers=False)
+    store.set_timeout(CONNECTED)
+    return store
 
 
 def meet(membership: Membership, meeting: Meeting) -> "Store":
     """Wait until all lives of a group have announced themselves and commit to it; their store. Blocks."""
+    from torch.distributed import DistError
+
     while True:
         lives = membership.wait()
-        store = meeting.open(lives)
-        if store is None:
-            continue
-        store.set(f"here-{meeting.rank}", "")
-        everyone = [f"here-{other}" for other in range(len(lives))]
-        while membership.still(lives):
-            if store.check(everyone) and membership.commit(lives):
+        try:
+            store = meeting.open(lives)
+            if store is not None and _all_come(store, lives, membership, meeting.rank):
                 return store
+        except DistError:  # rank 0 ended, or its host cannot be reached
+            meeting.forget()
+        membership.still(lives)
+
+
+def _all_come(store: "Store", lives: Lives, membership: Membership, rank: int) -> bool:
+    """Committed to these lives. False: others are on offer."""
+    store.set(f"here-{rank}", "")
+    everyone = [f"here-{other}" for other in range(len(lives))]
+    while membership.still(lives):
+        if store.check(everyone) and membership.commit(lives):
+            return True
+    return False

@@ -9,7 +9,7 @@ from meshlm.workers.parallel.shard import WHOLE, Shard
 
 
 class Seat:
-    """`number` counts the workers of this host; with several, GPUs are dealt out in this order."""
+    """`number` counts the workers of this node; with several, GPUs are dealt out in this order."""
 
     def __init__(
         self,
@@ -17,16 +17,22 @@ class Seat:
         number: int = 0,
         membership: Membership | None = None,
         meeting: Meeting | None = None,
-        one_host: bool = True,
+        interface: str | None = None,
     ) -> None:
         self.shard, self._number, self._membership, self._meeting = shard, number, membership, meeting
-        self._one_host = one_host  # all of its group
+        self._interface = interface  # by which the other hosts of its group are reached; None: all of it is here
 
     @classmethod
     def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "Seat":
         """Of worker number `worker` of the mesh."""
-        shard = Shard.of(config.parallel, worker)
-        return cls(shard, worker, membership, Meeting(shard.rank, config.run.run_dir))
+        parallel, node = config.parallel, config.node
+        shard = Shard.of(parallel, worker)
+        number = worker - (node.workers[0] if node else 0)
+        rank = worker // parallel.workers_per_rank
+        if node is None or len(parallel.nodes_of(rank)) == 1:
+            return cls(shard, number, membership, Meeting(shard.rank, config.run.run_dir))
+        address = (parallel.master_addr, parallel.master_port + rank)
+        return cls(shard, number, membership, Meeting(shard.rank, config.run.run_dir, address), node.interface)
 
     def take_gpu(self) -> torch.device:
         """This thread computes on the seat's GPU from now on (of those that CUDA_VISIBLE_DEVICES shows)."""
@@ -42,4 +48,4 @@ class Seat:
 
         assert self._membership is not None and self._meeting is not None  # noqa: PT018
         store = meet(self._membership, self._meeting)
-        return connect(store, self.shard, device, dtype, (tokens, hidden), self._one_host)
+        return connect(store, self.shard, device, dtype, (tokens, hidden), self._interface)

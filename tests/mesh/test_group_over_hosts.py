@@ -1,0 +1,113 @@
+"""A tensor-parallel group with a worker on each of two hosts: the tokens of one process, and no death or cut loses one.
+
+Network namespaces where they may be made; else two loopback addresses, and no cut.
+"""
+
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hosts import LINKS, LoopbackLink, NamespaceLink, free_ports, link_of, made_keys, states, stream, until
+from serving import Serving
+from test_parallel import FLAGS, PROMPTS, greedy, reference, small_model
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+GROUP = ("--load-format", "dummy", "-tp", "2", "--nnodes", "2", "--max-restarts", "50", "--peer-timeout", "1")
+LONG = 120
+
+
+class TwoHosts:
+    """The head with worker 0, the node with worker 1."""
+
+    def __init__(self, link: LoopbackLink | NamespaceLink, key_file: str, model: str) -> None:
+        self.link, self.master_port = link, free_ports("127.0.0.1")
+        flags = (*FLAGS, *GROUP, "--model", model, "--key-file", key_file, "--master-port", str(self.master_port))
+        self.head = Serving(*flags, *link.head_flags)
+        self.node = Serving(*flags, "--headless", "--node-rank", "1", *link.node_flags, prefix=link.prefix)
+        self.head.wait_for("ready: http")
+
+    def stop(self) -> None:
+        self.head.stop()
+        self.node.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return small_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[TwoHosts]:
+    key_file = made_keys(tmp_path_factory.mktemp("keys") / "mesh.key")
+    if "netns" not in LINKS:
+        mesh = TwoHosts(LoopbackLink(), key_file, model)
+        yield mesh
+        return mesh.stop()
+    with link_of("netns") as link:
+        assert isinstance(link, NamespaceLink)
+        mesh = TwoHosts(link, key_file, model)
+        try:
+            yield mesh
+        finally:
+            mesh.stop()
+
+
+def streamed(hosts: TwoHosts, at_20: Callable[[], None]) -> list[int]:
+    """A long greedy stream. `at_20` is called at its 20th piece."""
+    pieces = itertools.count(1)
+
+    def piece() -> None:
+        if next(pieces) == 20:
+            at_20()
+
+    found = stream(hosts.head, PROMPTS[1], LONG, piece, temperature=0)
+    assert next(pieces) > 20
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hosts: TwoHosts) -> list[int]:
+    return streamed(hosts, lambda: None)
+
+
+def workers(hosts: TwoHosts) -> set[int]:
+    return {hosts.head.pid("worker"), hosts.node.pid("worker")}
+
+
+def test_same_tokens_as_one_process(hosts: TwoHosts, model: str) -> None:
+    assert greedy(hosts.head) == [reference(model, prompt) for prompt in PROMPTS]
+    until(lambda: states(hosts.head).get("worker/1") == "ready")
+    assert sorted(states(hosts.node)) == ["supervisor/1", "worker/1"]
+
+
+def test_the_store_is_at_the_private_address_alone(hosts: TwoHosts) -> None:
+    socket.create_connection((hosts.link.address, hosts.master_port), 10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", hosts.master_port), 10)
+
+
+@pytest.mark.parametrize("of", ["node", "head"])
+def test_a_killed_worker_loses_nothing(hosts: TwoHosts, undisturbed: list[int], of: str) -> None:
+    """The remote one, then rank 0 with its store: the group is made anew and the stream goes on."""
+    host, before = getattr(hosts, of), workers(hosts)
+    victim = host.pid("worker")
+    assert streamed(hosts, lambda: os.kill(victim, signal.SIGKILL)) == undisturbed
+    assert not before & workers(hosts), "both are new"
+
+
+if "netns" in LINKS:
+
+    def test_a_cut_link_loses_nothing(hosts: TwoHosts, undisturbed: list[int]) -> None:
+        """For longer than --peer-timeout: worker 1 lives on without its group, and leaves it when it is heard again."""
+        link, before = hosts.link, workers(hosts)
+        assert isinstance(link, NamespaceLink)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(streamed, hosts, link.cut)
+            hosts.head.wait_for("is lost: silent for 1 s")
+            link.restore()
+            assert answer.result(60) == undisturbed
+        assert not before & workers(hosts), "both are new"
