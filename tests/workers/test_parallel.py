@@ -23,6 +23,7 @@ from meshlm.workers.attention.backend import choose
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.parallel import membership
 from meshlm.workers.parallel.communicator import side_by_side
 from meshlm.workers.parallel.connect import _interface_names
 from meshlm.workers.parallel.membership import Meeting, Membership, meet
@@ -268,6 +269,16 @@ def test_a_store_whose_port_is_taken(tmp_path: Path) -> None:
         port: int = taken.getsockname()[1]
         with pytest.raises(ProcessFatal, match=f"--master-port: port {port}: Address already in use"):
             Meeting(0, str(tmp_path), ("127.0.0.2", port)).open((1, 2))
+
+
+def test_a_worker_that_is_stuck_in_a_store_takes_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of rank 0 is gone without a word, and TCP waits for it: only a new process gets out."""
+    member = Membership()
+    assert member.offer((1, 2))
+    assert member.wait() == (1, 2)
+    assert member.offer((3, 2)), "it has just looked"
+    monkeypatch.setattr(membership, "STUCK_S", -1.0)
+    assert not member.offer((4, 2))
 
 
 REMOTE_KEEPER = """

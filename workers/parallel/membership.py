@@ -9,6 +9,7 @@ new lives meet. Torch is imported only where a store is opened.
 
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Lives = tuple[int, ...]  # incarnations of the group's workers, by rank
 POLL_S = 0.01
 CONNECT = timedelta(seconds=2)
+STUCK_S = 10.0  # a question to a store takes milliseconds, unless its host is gone; TCP would wait for minutes
 CONNECTED = timedelta(minutes=5)  # what one rank waits for another's word in the store: they connect at the same time
 
 
@@ -30,6 +32,7 @@ class Membership:
         self._changed = threading.Condition()
         self._offered: Lives | None = None
         self._committed: Lives | None = None
+        self._looked: float | None = None  # when the thread that meets the others last looked at what is on offer
 
     @property
     def committed(self) -> Lives | None:
@@ -37,10 +40,12 @@ class Membership:
         return self._committed
 
     def offer(self, lives: Lives) -> bool:
-        """The group as it is now. False: this process is committed to other lives and must end."""
+        """The group as it is now. False: this process is committed to other lives, or stuck in a store, and must end."""
         with self._changed:
             if self._committed is not None:
                 return self._committed == lives
+            if self._looked is not None and time.monotonic() - self._looked > STUCK_S:
+                return False
             self._offered = lives
             self._changed.notify_all()
             return True
@@ -54,14 +59,17 @@ class Membership:
     def wait(self) -> Lives:
         """Until a group is offered."""
         with self._changed:
+            self._looked = None  # however long it takes
             while self._offered is None:
                 self._changed.wait()
+            self._looked = time.monotonic()
             return self._offered
 
     def still(self, lives: Lives) -> bool:
         """Whether these are on offer; waits a little."""
         with self._changed:
             self._changed.wait_for(lambda: self._offered != lives, POLL_S)
+            self._looked = time.monotonic()
             return self._offered == lives
 
     def commit(self, lives: Lives) -> bool:
