@@ -19,7 +19,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import control, group, layout, network, rolling, rundir
+from meshlm.supervisor import control, events, group, layout, network, rolling, rundir
 from meshlm.supervisor.children import Child
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
@@ -88,7 +88,7 @@ class Supervisor:
         """Spawn all, once. A node that joins another waits with it for the head's welcome."""
         if not self._begun:
             self._begun = True
-            self._do(group.Start())
+            self._do(events.Start())
 
     def stop(self, drain_s: float | None = None) -> None:
         """End all in good order: frontends drain for `drain_s` (--drain-timeout), then the rest."""
@@ -98,7 +98,7 @@ class Supervisor:
             self._finish(None)
             return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
-        self._do(group.Stop())
+        self._do(events.Stop())
 
     def kill(self) -> None:
         """End all at once."""
@@ -134,12 +134,12 @@ class Supervisor:
             case edge.Ready():
                 facts = ", ".join(f"{name} {value}" for name, value in message.facts.items())
                 self._display.line(f"{peer} is ready" + (f": {facts}" if facts else ""))
-                self._do(group.BecameReady(peer, life))
+                self._do(events.BecameReady(peer, life))
             case edge.Failed():
-                self._do(group.SaidFailed(peer, life, message.message))
+                self._do(events.SaidFailed(peer, life, message.message))
             case edge.Beat():
                 self._beats[peer] = message
-                self._do(group.Beaten(peer, life, message.step, message.phase))
+                self._do(events.Beaten(peer, life, message.step, message.phase))
             case edge.OpenRequests():
                 self._operations.num_open[peer] = message.num_open
             case edge.Profile():
@@ -148,7 +148,7 @@ class Supervisor:
             case edge.Profiled():
                 self._traces.answered(peer, message)
             case edge.RankDrained():
-                self._do(group.Drained(self._scaling.of_rank(message.dp_rank)))
+                self._do(events.Drained(self._scaling.of_rank(message.dp_rank)))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
@@ -188,9 +188,9 @@ class Supervisor:
 
     def _perform(self, effect: rolling.Effect) -> None:
         match effect:
-            case group.Spawn():
+            case events.Spawn():
                 self._spawn(effect.identity, effect.incarnation)
-            case group.TellDied():
+            case events.TellDied():
                 if not self._group.restarting:
                     leaves = effect.identity not in self._group.processes
                     self._display.line(f"{effect.identity} " + ("has left" if leaves else "died and is started again"))
@@ -198,16 +198,16 @@ class Supervisor:
                 self.tell_died(died)
                 if self._network is not None:
                     self._network.died(died)
-            case group.AskToStop() if self._group.stopping:
+            case events.AskToStop() if self._group.stopping:
                 self._ask_to_stop(effect.identity)  # `stop` has set the limit for all
-            case group.AskToStop():
+            case events.AskToStop():
                 self._ask_to_leave(effect.identity)
-            case group.Replace():
+            case events.Replace():
                 self._replace(effect)
-            case group.Kill():
+            case events.Kill():
                 if effect.identity in self._children:
                     self._children[effect.identity].kill()
-            case group.Changed():
+            case events.Changed():
                 self._changed(effect.failure)
             case rolling.Prepare():
                 self._prepare(effect.identity)
@@ -220,13 +220,13 @@ class Supervisor:
                 self._operations.over(effect.failure)
                 for standby in self._standbys.values():
                     standby.kill()
-            case group.AllReady():
+            case events.AllReady():
                 self.ready.set()
-            case group.AllStopped():
+            case events.AllStopped():
                 if self._network is not None:
                     self._network.ended()
                 self._finish(None)
-            case group.GiveUp():
+            case events.GiveUp():
                 self._finish(effect.message)
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
@@ -239,7 +239,7 @@ class Supervisor:
         self._children[identity] = child = Child(identity, incarnation, self._run_dir / rundir.CONFIG_FILE)
         child.watch(self._loop, self._exited)
 
-    def _replace(self, effect: group.Replace) -> None:
+    def _replace(self, effect: events.Replace) -> None:
         """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far."""
         child = self._children[effect.identity]
         stopped = ", stopped by a signal" if child.is_stopped() else ""
@@ -265,7 +265,7 @@ class Supervisor:
             del self._children[child.identity]
             self._traces.lost(child.identity)
         # Its last words may still be in our inbox: let the loop read them first.
-        self._loop.call_soon(self._do, group.Exited(child.identity, child.incarnation, code))
+        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code))
 
     def _ask_to_leave(self, identity: Identity) -> None:
         """Another process is there for it, or the mesh is to be smaller; it is killed when it takes too long."""
@@ -330,7 +330,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         if self._begun:
-            self._do(group.Tick())
+            self._do(events.Tick())
         if self._network is not None:
             self._network.tick()
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -361,9 +361,9 @@ class Supervisor:
             self._display.line(self._scaling.doing)
             self._set_config(change.config)
             if change.added:
-                self._do(group.Add(change.added))
+                self._do(events.Add(change.added))
             else:
-                self._do(group.Retire(change.removed, time.time() + change.drain_s))
+                self._do(events.Retire(change.removed, time.time() + change.drain_s))
         return ""
 
     def _changed(self, failure: str) -> None:
