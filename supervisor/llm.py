@@ -23,7 +23,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import flags, io, resolve, rundir
+from meshlm.supervisor import flags, io, layout, resolve, rundir
 from meshlm.supervisor.client import Client, CompletionOutput, RequestOutput
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError
@@ -158,7 +158,7 @@ class LLM:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> tuple[io.Supervisor, Client]:
-        members = [identity for identity in io.identities(self._config) if identity.role is not Role.FRONTEND]
+        members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
         supervisor = io.Supervisor(self._config, members, StartDisplay())
         client = Client()
         await supervisor.start()
