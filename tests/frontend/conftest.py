@@ -1,4 +1,4 @@
-"""Frontend tests share answering.py."""
+"""Frontend tests share answering.py and parsing.py."""
 
 import sys
 from pathlib import Path
