@@ -1,4 +1,4 @@
-"""Child processes: spawn, notice their end, signal. Called by io.py only.
+"""Child processes: spawn, notice their end, signal. Called by lives.py only.
 
 Children are separate programs, never forks of this one, in sessions of their own (a Ctrl-C in the terminal is for the
 supervisor alone), and ask the kernel to kill them when the supervisor dies.
@@ -67,6 +67,9 @@ class Child:
         def gone() -> None:
             loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
+            if self._turn is not None:
+                loop.remove_reader(self._turn)
+                self._turn.close()
             on_exit(self, self._process.wait())
 
         loop.add_reader(self._pidfd, gone)

@@ -1,38 +1,32 @@
-"""The supervisor's processes, links and timers. The decisions are group.py's.
+"""The supervisor's links and timers: hands what happens to the group (rolling.py) and does what it decides.
 
 Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 """
 
 import asyncio
-import os
 import signal
 import time
 from pathlib import Path
 
 import msgspec
-import psutil
 from msgspec import Struct
 
-from meshlm import __version__
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import control, group, layout, network, rolling, rundir
-from meshlm.supervisor.children import Child
+from meshlm.supervisor import control, events, network, report, rolling, rundir
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.layout import identities
+from meshlm.supervisor.lives import Lives
 from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.scaling import Scaling
 from meshlm.supervisor.traces import Traces
 
 TICK_S = 0.1
-STACKS_S = 0.2  # that a stuck process has for writing its stacks
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
-
-
-identities = layout.identities
 
 
 class Supervisor:
@@ -44,10 +38,7 @@ class Supervisor:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._display = display
         self._run_dir = Path(config.run.run_dir)
-        self._children: dict[Identity, Child] = {}
-        self._beats: dict[Identity, edge.Beat] = {}
         self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
-        self._standbys: dict[Identity, Child] = {}
         run = config.run
         self._group = rolling.Rolling(
             members, run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout
@@ -59,6 +50,7 @@ class Supervisor:
         self._status: asyncio.Server | None = None
         self._drain_s = config.run.drain_timeout
         self._traces = Traces(self.send)
+        self._lives = Lives(self._run_dir / rundir.CONFIG_FILE, self._do, self._traces.lost)
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun = False
         self._network: network.Head | network.Guest | None = None
@@ -88,7 +80,7 @@ class Supervisor:
         """Spawn all, once. A node that joins another waits with it for the head's welcome."""
         if not self._begun:
             self._begun = True
-            self._do(group.Start())
+            self._do(events.Start())
 
     def stop(self, drain_s: float | None = None) -> None:
         """End all in good order: frontends drain for `drain_s` (--drain-timeout), then the rest."""
@@ -98,20 +90,18 @@ class Supervisor:
             self._finish(None)
             return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
-        self._do(group.Stop())
+        self._do(events.Stop())
 
     def kill(self) -> None:
         """End all at once."""
-        for child in (*self._children.values(), *self._standbys.values()):
-            child.kill()
+        self._lives.kill_all()
         self._finish(None)
 
     async def close(self) -> None:
         """Release sockets and files, after `ended`."""
         if self._timer:
             self._timer.cancel()
-        for child in (*self._children.values(), *self._standbys.values()):
-            child.kill()
+        self._lives.kill_all()
         if self._status:
             self._status.close()
         if self._mesh:
@@ -124,7 +114,7 @@ class Supervisor:
             if self._network is not None:
                 self._network.on_message(peer, message)
             return
-        child = self._children.get(peer)
+        child = self._lives.of(peer)
         if child is None:
             return
         life = child.incarnation
@@ -134,12 +124,11 @@ class Supervisor:
             case edge.Ready():
                 facts = ", ".join(f"{name} {value}" for name, value in message.facts.items())
                 self._display.line(f"{peer} is ready" + (f": {facts}" if facts else ""))
-                self._do(group.BecameReady(peer, life))
+                self._do(events.BecameReady(peer, life))
             case edge.Failed():
-                self._do(group.SaidFailed(peer, life, message.message))
+                self._do(events.SaidFailed(peer, life, message.message))
             case edge.Beat():
-                self._beats[peer] = message
-                self._do(group.Beaten(peer, life, message.step, message.phase))
+                self._do(events.Beaten(peer, life, message.step, message.phase))
             case edge.OpenRequests():
                 self._operations.num_open[peer] = message.num_open
             case edge.Profile():
@@ -148,7 +137,7 @@ class Supervisor:
             case edge.Profiled():
                 self._traces.answered(peer, message)
             case edge.RankDrained():
-                self._do(group.Drained(self._scaling.of_rank(message.dp_rank)))
+                self._do(events.Drained(self._scaling.of_rank(message.dp_rank)))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
@@ -188,9 +177,9 @@ class Supervisor:
 
     def _perform(self, effect: rolling.Effect) -> None:
         match effect:
-            case group.Spawn():
+            case events.Spawn():
                 self._spawn(effect.identity, effect.incarnation)
-            case group.TellDied():
+            case events.TellDied():
                 if not self._group.restarting:
                     leaves = effect.identity not in self._group.processes
                     self._display.line(f"{effect.identity} " + ("has left" if leaves else "died and is started again"))
@@ -198,19 +187,18 @@ class Supervisor:
                 self.tell_died(died)
                 if self._network is not None:
                     self._network.died(died)
-            case group.AskToStop() if self._group.stopping:
+            case events.AskToStop() if self._group.stopping:
                 self._ask_to_stop(effect.identity)  # `stop` has set the limit for all
-            case group.AskToStop():
+            case events.AskToStop():
                 self._ask_to_leave(effect.identity)
-            case group.Replace():
+            case events.Replace():
                 self._replace(effect)
-            case group.Kill():
-                if effect.identity in self._children:
-                    self._children[effect.identity].kill()
-            case group.Changed():
+            case events.Kill():
+                self._lives.kill(effect.identity)
+            case events.Changed():
                 self._changed(effect.failure)
             case rolling.Prepare():
-                self._prepare(effect.identity)
+                self._lives.prepare(effect.identity)
             case rolling.AskToLeave():
                 self._ask_to_leave(effect.identity)
             case rolling.Say():
@@ -218,62 +206,30 @@ class Supervisor:
             case rolling.Outcome():
                 self._say(effect.failure or "all were replaced")
                 self._operations.over(effect.failure)
-                for standby in self._standbys.values():
-                    standby.kill()
-            case group.AllReady():
+                self._lives.kill_standbys()
+            case events.AllReady():
                 self.ready.set()
-            case group.AllStopped():
+            case events.AllStopped():
                 if self._network is not None:
                     self._network.ended()
                 self._finish(None)
-            case group.GiveUp():
+            case events.GiveUp():
                 self._finish(effect.message)
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
-        self._beats.pop(identity, None)
         self._operations.num_open.pop(identity, None)
-        standby = self._standbys.pop(identity, None)
-        if standby is not None and standby.take_turn(self._loop, incarnation):
-            self._children[identity] = standby
-            return
-        self._children[identity] = child = Child(identity, incarnation, self._run_dir / rundir.CONFIG_FILE)
-        child.watch(self._loop, self._exited)
+        self._lives.spawn(identity, incarnation)
 
-    def _replace(self, effect: group.Replace) -> None:
-        """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far."""
-        child = self._children[effect.identity]
-        stopped = ", stopped by a signal" if child.is_stopped() else ""
+    def _replace(self, effect: events.Replace) -> None:
+        stopped = ", stopped by a signal" if self._lives.end_stuck(effect.identity) else ""
         name = rundir.stacks_file(effect.identity)
         self._display.line(f"{effect.identity} is replaced: {effect.reason}{stopped}; its stacks: {name}")
-        child.send_signal(signal.SIGUSR1)
-        child.send_signal(signal.SIGCONT)
-        self._loop.call_later(STACKS_S, child.kill)
-
-    def _prepare(self, identity: Identity) -> None:
-        self._standbys[identity] = child = Child(
-            identity, Incarnation(0), self._run_dir / rundir.CONFIG_FILE, standby=True
-        )
-        child.watch(self._loop, self._exited)
-        child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
-
-    def _exited(self, child: Child, code: int) -> None:
-        if self._standbys.get(child.identity) is child:
-            del self._standbys[child.identity]
-            self._do(rolling.Prepared(child.identity, group.exit_text(code)))
-            return
-        if self._children.get(child.identity) is child:
-            del self._children[child.identity]
-            self._traces.lost(child.identity)
-        # Its last words may still be in our inbox: let the loop read them first.
-        self._loop.call_soon(self._do, group.Exited(child.identity, child.incarnation, code))
 
     def _ask_to_leave(self, identity: Identity) -> None:
         """Another process is there for it, or the mesh is to be smaller; it is killed when it takes too long."""
         self._ask_to_stop(identity, handover=identity.role is Role.FRONTEND)
-        child = self._children.get(identity)
-        if child is not None:
-            drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
-            self._loop.call_later(drain_s + KILL_AFTER_S, child.kill)
+        drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
+        self._lives.kill_in(identity, drain_s + KILL_AFTER_S)
 
     def _say(self, text: str) -> None:
         self._display.line(text)
@@ -286,7 +242,7 @@ class Supervisor:
 
     def _ask_to_stop(self, identity: Identity, handover: bool = False) -> None:
         drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
-        child = self._children.get(identity)
+        child = self._lives.of(identity)
         if child is None:
             return
         if self._mesh is not None and self._mesh.incarnation_of(identity) == child.incarnation:
@@ -330,7 +286,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         if self._begun:
-            self._do(group.Tick())
+            self._do(events.Tick())
         if self._network is not None:
             self._network.tick()
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -361,9 +317,9 @@ class Supervisor:
             self._display.line(self._scaling.doing)
             self._set_config(change.config)
             if change.added:
-                self._do(group.Add(change.added))
+                self._do(events.Add(change.added))
             else:
-                self._do(group.Retire(change.removed, time.time() + change.drain_s))
+                self._do(events.Retire(change.removed, time.time() + change.drain_s))
         return ""
 
     def _changed(self, failure: str) -> None:
@@ -400,54 +356,11 @@ class Supervisor:
 
     def status(self) -> control.MeshStatus:
         """The state of all processes, the supervisor first."""
-        now, host = time.time(), self.config.node.host if self.config.node else ""
-        own_start = psutil.Process().create_time()
-        rows = [
-            control.ProcessStatus(
-                role="supervisor",
-                index=self.config.node.index if self.config.node else 0,
-                pid=os.getpid(),
-                incarnation=int(own_start * 1e9),
-                state="ready",
-                uptime_s=now - own_start,
-                restarts=0,
-                rss_bytes=_rss(os.getpid()),
-                host=host,
-            )
-        ]
-        for identity, process in self._group.processes.items():
-            child = self._children.get(identity)
-            rows.append(
-                control.ProcessStatus(
-                    role=identity.role.value,
-                    index=identity.index,
-                    pid=child.pid if child else 0,
-                    incarnation=process.incarnation,
-                    state=process.state.value,
-                    uptime_s=round(now - process.started_at, 3) if child else 0.0,
-                    restarts=process.restarts,
-                    phase=process.phase,
-                    rss_bytes=_rss(child.pid) if child else 0,
-                    host=host,
-                )
-            )
-        rows += self._network.rows() if self._network else []
-        resolved = self.config.resolved
-        return control.MeshStatus(
-            processes=rows,
-            model=resolved.served_names[0] if resolved else "",
-            port=0 if self.config.network.headless else self.config.server.port,
-            run_dir=str(self._run_dir),
-            version=__version__,
-            ready=self.ready.is_set() and all(row.state == "ready" for row in rows),
-            data_parallel_size=self.config.parallel.data_parallel_size,
-            scaling=self._scaling.doing,
-            scaling_failed=self._scaling.failed,
+        return report.mesh_status(
+            self.config,
+            self._group.processes.values(),
+            self._lives.pids(),
+            self._network.rows() if self._network else [],
+            self._scaling,
+            was_ready=self.ready.is_set(),
         )
-
-
-def _rss(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return 0

@@ -1,6 +1,6 @@
 """Which processes are of which node, and where a node is: from the flags, before anything starts.
 
-Called by serve.py and io.py. A mesh of one node has no `Node`, and no tcp socket.
+Called by serve.py, llm.py and io.py. A mesh of one node has no `Node`, and no tcp socket.
 """
 
 import hashlib

@@ -13,8 +13,8 @@ from enum import Enum
 from msgspec import Struct
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.supervisor import group
-from meshlm.supervisor.group import Group, Process, State
+from meshlm.supervisor import events
+from meshlm.supervisor.group import Group, Process, State, exit_text
 
 SPARE_INDEX = 1000
 SETTLE_S = 0.5  # between two replacements: links are opened and requests move
@@ -59,8 +59,8 @@ class Outcome(Struct, frozen=True, tag="outcome"):
     failure: str = ""
 
 
-Event = group.Event | Restart | Prepared
-Effect = group.Effect | Prepare | AskToLeave | Say | Outcome
+Event = events.Event | Restart | Prepared
+Effect = events.Effect | Prepare | AskToLeave | Say | Outcome
 
 
 class Stage(Enum):
@@ -142,7 +142,7 @@ class Rolling(Group):
         self.processes[spare].state = State.STOPPING
         return [Say(f"{spare}: finishing its connections"), AskToLeave(spare)]
 
-    def _exited(self, process: Process, code: int, now: float) -> list[group.Effect]:
+    def _exited(self, process: Process, code: int, now: float) -> list[events.Effect]:
         """Those that were asked to leave did not die."""
         step = self._step
         if self.stopping or step is None or process.identity not in (step.identity, step.spare):
@@ -151,14 +151,14 @@ class Rolling(Group):
             del self.processes[step.spare]
             step.spare = None
             if step.stage is Stage.PREPARING:
-                words = process.last_words or group.exit_text(code)
+                words = process.last_words or exit_text(code)
                 text = f"{step.identity} was not replaced: the spare {process.identity} ended: {words}"
                 self._said += self._fail(text, now)
-            return [group.TellDied(process.identity, process.incarnation)]
+            return [events.TellDied(process.identity, process.incarnation)]
         if process.state is not State.STOPPING:
             return super()._exited(process, code, now)
         process.restarts += 1
-        return [group.TellDied(process.identity, process.incarnation), self._spawn(process, now)]
+        return [events.TellDied(process.identity, process.incarnation), self._spawn(process, now)]
 
     # --- one step after the other ---
 

@@ -56,7 +56,7 @@ def with_run_dir(config: MeshConfig) -> MeshConfig:
 
 
 async def _serve(config: MeshConfig, display: StartDisplay) -> None:
-    supervisor = io.Supervisor(config, io.identities(config), display)
+    supervisor = io.Supervisor(config, layout.identities(config), display)
     loop = asyncio.get_running_loop()
     stopping = 0
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.kernel import Columns, Rope, decode, prefill
+from meshlm.kernels.attention.decode import Rope, decode
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, prefill_tiles
 
 PAGE = 16

@@ -1,4 +1,4 @@
-"""What attention/kernel.py computes, in plain torch and float32."""
+"""What attention/prefill.py and attention/decode.py compute, in plain torch and float32."""
 
 import torch
 from torch import Tensor

@@ -17,7 +17,8 @@ import torch
 
 from meshlm.kernels import tables
 from meshlm.kernels.attention import bench
-from meshlm.kernels.attention.kernel import Rope, decode, prefill
+from meshlm.kernels.attention.decode import Rope, decode
+from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import MAX_SPLITS, splits_of
 
 SHORT_CONTEXT = 8192  # a lone request up to here is bound by latency

@@ -1,88 +1,22 @@
 """Every field of the request bodies: what is taken, and what is refused by name, in OpenAI's error form."""
 
-import contextlib
 import json
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from parsing import ENDPOINTS, EOS, RESOLVED, USER, ask, asked, body_of, refused
 
 from meshlm.frontend import parse
 from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import Ask
 from meshlm.frontend.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.submits import build as build_submits
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.config import Resolved
 from meshlm.protocol.ids import Handle
-from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import ChatPrompt, TextPrompt, TokenPrompt
-
-VOCAB, MAX_LOGPROBS, EOS = 1000, 20, (2,)
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-)
-RESOLVED = Resolved(
-    spec=SPEC,
-    model_path="/models/tiny",
-    tokenizer_path="/models/tiny",
-    chat_template="",
-    served_names=("tiny",),
-    generation_defaults={},
-    load_format="dummy",
-    device="fake",
-    dtype="float32",
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    eos_token_ids=EOS,
-    digest="0",
-)
-USER = {"role": "user", "content": "hi"}
-LEAST: dict[str, dict[str, object]] = {"text": {"prompt": "hi"}, "chat": {"messages": [USER]}}
-ENDPOINTS = ("text", "chat")
-
-
-def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED) -> Ask:
-    """What the endpoint's route does with a body."""
-    if endpoint == "text":
-        completion, unknown = parse.decode(body, CompletionRequest)
-        return parse.completion(completion, unknown, resolved, MAX_LOGPROBS)
-    chat, unknown = parse.decode(body, ChatRequest)
-    return parse.chat(chat, unknown, resolved, MAX_LOGPROBS)
-
-
-def body_of(endpoint: str, fields: dict[str, object]) -> bytes:
-    """The least body of the endpoint, and these fields."""
-    return json.dumps({**LEAST[endpoint], **fields}).encode()
-
-
-def ask(endpoint: str, **fields: object) -> Ask:
-    return asked(endpoint, body_of(endpoint, fields))
-
-
-def refused(endpoint: str, fields: dict[str, object]) -> tuple[HttpError, dict[str, object]]:
-    """The error, and the object that the client reads."""
-    with pytest.raises(HttpError) as caught:
-        ask(endpoint, **fields)
-    (name, error), *rest = json.loads(caught.value.body()).items()
-    assert (name, rest) == ("error", [])
-    return caught.value, error
-
 
 # --- what is taken ---
 
@@ -459,106 +393,6 @@ def test_required(endpoint: str, field: str) -> None:
     with pytest.raises(HttpError) as caught:
         asked(endpoint, b"{}")
     assert (caught.value.status, caught.value.param) == (400, field)
-
-
-# --- bodies that are no JSON object ---
-
-BROKEN: list[tuple[bytes, str]] = [
-    (b"", "JSON"),
-    (b" ", "JSON"),
-    (b"nonsense", "JSON"),
-    (b'{"prompt": "a"', "JSON"),
-    (b'{"prompt": "a"} trailing', "JSON"),
-    (b"{'prompt': 'a'}", "JSON"),
-    (b'{"prompt": "a", "temperature": NaN}', "JSON"),
-    (b'{"prompt": "a", "temperature": 1e999}', "JSON"),
-    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "JSON"),
-    (b'{"prompt": "\\ud800"}', "JSON"),  # half a surrogate pair
-    (b'{"prompt": "\\ud800 and more"}', "JSON"),
-    (b'{"prompt": "\\udc00 and more"}', "JSON"),
-    (b'{"prompt": "a\x00b"}', "JSON"),
-    (b"\xef\xbb\xbf{}", "JSON"),
-    (b'{"prompt": "\xff"}', "UTF-8"),
-    (b'{"prompt": "\xc3"}', "UTF-8"),
-    (b'{"\xff": 1}', "UTF-8"),
-    (b'{"prompt": "\xed\xa0\x80"}', "UTF-8"),
-    (b"null", "object"),
-    (b"[]", "object"),
-    (b'"prompt"', "object"),
-    (b"3", "object"),
-]
-
-
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-@pytest.mark.parametrize(("body", "word"), BROKEN, ids=lambda value: repr(value)[:40])
-def test_broken_body(endpoint: str, body: bytes, word: str) -> None:
-    with pytest.raises(HttpError, match=word) as caught:
-        asked(endpoint, body)
-    error = json.loads(caught.value.body())["error"]
-    assert (caught.value.status, error["param"], error["type"]) == (400, None, "invalid_request_error")
-
-
-def test_invalid_utf8_is_where_the_error_says() -> None:
-    body = b'{"prompt": "ab\xff"}'
-    with pytest.raises(HttpError, match=f"byte {body.index(0xFF)}$"):
-        asked("text", body)
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"x":' * 100_000, b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}"])
-def test_deep_nesting(body: bytes) -> None:
-    with pytest.raises(HttpError, match="nested too deeply") as caught:
-        asked("text", body)
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize("depth", range(900, 1000, 3))
-def test_nesting_that_some_of_us_still_take(depth: int) -> None:
-    """How deep is too deep depends on the stack: what could be read may not be written again."""
-    body = b'{"messages": [{"role": "user", "content": "hi", "x": ' + b"[" * depth + b"]" * depth + b"}]}"
-    prompts: Sequence[object] = ()
-    with contextlib.suppress(HttpError):
-        prompts = asked("chat", body).prompts
-    for prompt in prompts:
-        assert isinstance(prompt, ChatPrompt)
-        assert prompt.messages_json.count(b"[") == depth + 1
-
-
-# --- anything at all ---
-
-numbers = st.integers(-(1 << 66), 1 << 66) | st.integers(-3, 130) | st.floats(allow_nan=False, allow_infinity=False)
-scalars = st.none() | st.booleans() | numbers | st.text(max_size=5)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(ENDPOINTS), st.data())
-def test_any_values_are_taken_or_refused_by_name(endpoint: str, data: st.DataObject) -> None:
-    kind = CompletionRequest if endpoint == "text" else ChatRequest
-    fields: dict[str, object] = data.draw(st.dictionaries(st.sampled_from(kind.__struct_fields__), values, max_size=3))
-    got: Ask | HttpError
-    try:
-        got = ask(endpoint, **fields)
-    except HttpError as error:
-        got = error
-    if isinstance(got, HttpError):
-        assert got.status == 400
-        assert got.param.partition(".")[0] in kind.__struct_fields__
-    else:
-        assert 1 <= got.num_returned <= got.num_choices
-        assert got.prompts
-        assert max(got.logprobs, got.prompt_logprobs) <= MAX_LOGPROBS
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(ENDPOINTS), st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
-def test_any_bytes_are_refused(endpoint: str, body: bytes) -> None:
-    with pytest.raises(HttpError) as caught:
-        asked(endpoint, body)
-    assert caught.value.status == 400
 
 
 # --- /tokenize, /detokenize ---

@@ -5,7 +5,9 @@ import torch
 from device import DEVICE, DTYPES, MARKS, WIDE, near, near_in_fp8, needs_fp8
 
 from meshlm.kernels import fp8
-from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, Rope, decode, prefill
+from meshlm.kernels.attention.decode import Rope, decode
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
+from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.reference import attention
 from meshlm.kernels.rope_cache.reference import rope_cache
 

@@ -5,7 +5,7 @@ import pytest
 from meshlm.supervisor import flags
 from meshlm.supervisor.balancing import own_part
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.io import identities
+from meshlm.supervisor.layout import identities
 from meshlm.supervisor.scaling import Scaling
 
 

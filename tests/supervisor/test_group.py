@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.supervisor.group import (
+from meshlm.supervisor.events import (
     Add,
     AllReady,
     AllStopped,
@@ -16,18 +16,17 @@ from meshlm.supervisor.group import (
     Effect,
     Exited,
     GiveUp,
-    Group,
     Kill,
     Replace,
     Retire,
     SaidFailed,
     Spawn,
     Start,
-    State,
     Stop,
     TellDied,
     Tick,
 )
+from meshlm.supervisor.group import Group, State
 
 FRONTEND, WORKER = Identity(Role.FRONTEND), Identity(Role.WORKER)
 

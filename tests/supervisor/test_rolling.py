@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.supervisor.group import (
+from meshlm.supervisor.events import (
     Add,
     AskToStop,
     BecameReady,
@@ -17,11 +17,11 @@ from meshlm.supervisor.group import (
     SaidFailed,
     Spawn,
     Start,
-    State,
     Stop,
     TellDied,
     Tick,
 )
+from meshlm.supervisor.group import State
 from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.rolling import (
     SETTLE_S,

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from meshlm.kernels.attention import kernel
+from meshlm.kernels.attention.decode import Rope, decode
+from meshlm.kernels.attention.kernel import Columns, Extras
+from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
@@ -36,7 +38,7 @@ class TritonAttention:
         self._longest = batch.columns.blocks.shape[1] * block_size
         columns = batch.columns
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
-        self._decodes = kernel.Columns(columns.rows, columns.starts, columns.ends, self._num, columns.blocks)
+        self._decodes = Columns(columns.rows, columns.starts, columns.ends, self._num, columns.blocks)
 
     def attend(
         self,
@@ -49,22 +51,22 @@ class TritonAttention:
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:
-        extras = kernel.Extras(window=sliding_window, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        extras = Extras(window=sliding_window, k_scale=cache.k_scale, v_scale=cache.v_scale)
         decodes, columns = self._batch.num_decodes, self._columns
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
-            rope = kernel.Rope(table, heads.norms, heads.eps, heads.num_heads)
+            rope = Rope(table, heads.norms, heads.eps, heads.num_heads)
             self._decode(qkv, cache, scale, out, extras, heads, rope)
             return out
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         out = torch.empty_like(query)
         if decodes == UNKNOWN:  # a graph: each kernel leaves the other's requests alone
             self._decode(query, cache, scale, out, extras, heads, None)
-            kernel.prefill(query, cache.keys, cache.values, columns, scale, out, 0, extras, qkv=qkv, fewest=2)
+            prefill(query, cache.keys, cache.values, columns, scale, out, 0, extras, qkv=qkv, fewest=2)
             return out
         if decodes:
             self._decode(query, cache, scale, out, extras, heads, None)
-        kernel.prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras, qkv=qkv)
+        prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras, qkv=qkv)
         return out
 
     def _decode(
@@ -73,14 +75,14 @@ class TritonAttention:
         cache: LayerCache,
         scale: float,
         out: Tensor,
-        extras: kernel.Extras,
+        extras: Extras,
         heads: Heads,
-        rope: kernel.Rope | None,
+        rope: Rope | None,
     ) -> None:
         requests = self._num
         splits, block_n, warps, stages = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
         room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
-        kernel.decode(
+        decode(
             query,
             cache.keys,
             cache.values,

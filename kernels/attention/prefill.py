@@ -1,0 +1,172 @@
+"""Attention of prompts and their chunks: a program for each tile of queries. The formula is kernel.py's.
+
+A tile's keys of earlier steps come from their pages; those of its own step do too, or are read from the projection in one piece.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
+from meshlm.kernels.attention.tiles import prefill_tiles
+
+
+@triton.jit
+def _dense_tile(
+    q, m, l, acc, first, last, nth_q, step, before, kv, scale, cap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Like paged_tile, for the keys of this step's own tokens first .. last - 1 of the request, which lie in one piece."""
+    for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        k = step.load([before + begin, (HEADS + kv) * DIM])
+        s = tl.dot(q, k.T)
+        factor = scale * 1.4426950408889634
+        if CAP:
+            s = cap * (2.0 * tl.sigmoid(2.0 * s * scale / cap) - 1.0)
+            factor = 1.4426950408889634
+        if MASK:
+            at = begin + tl.arange(0, BLOCK_N)
+            seen = at[None, :] <= nth_q[:, None]
+            if WINDOW:
+                seen = seen & (at[None, :] > nth_q[:, None] - window)
+            # A row that sees nothing here sums nonsense, which its own key, in a later tile, fades to nothing.
+            s = tl.where(seen, s * factor, -1.0e30)
+            factor = 1.0
+        top = tl.maximum(m, tl.max(s, axis=1) * factor)
+        p = tl.exp2(s * factor - top[:, None])
+        fade = tl.exp2(m - top)
+        l = l * fade + tl.sum(p, axis=1)
+        v = step.load([before + begin, (HEADS + KV_HEADS + kv) * DIM])
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+        m = top
+    return m, l, acc
+
+
+@triton.jit(do_not_specialize=["n", "skip", "fewest"])
+def _prefill(
+    query, step, keys, values, out, blocks, blocks_stride, rows, starts, ends, sinks, n, skip, fewest, scale, k_scale, v_scale,
+    cap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    DENSE: tl.constexpr, WINDOW: tl.constexpr, SEARCH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Late tiles of a prompt have the most keys: they go first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv = tl.program_id(0)
+    low = skip - 1  # becomes the last request whose first tile is not after this one
+    for base in range(skip, n, SEARCH):
+        nth_request = base + tl.arange(0, SEARCH)
+        begins = tl.load(ends + nth_request - 1, mask=(nth_request > 0) & (nth_request < n), other=0)
+        fits = ((begins - skip) // BLOCK_Q + nth_request - skip <= tile) & (nth_request < n)
+        low += tl.sum(fits.to(tl.int32), axis=0)
+    before = tl.load(ends + low - 1, mask=low > 0, other=0)
+    count = tl.load(ends + low) - before
+    nth = (tile - ((before - skip) // BLOCK_Q + low - skip)) * BLOCK_Q
+    if (nth < 0) | (nth >= count) | (count < fewest):
+        return
+    start = tl.load(starts + low)
+    table = blocks + tl.load(rows + low).to(tl.int64) * blocks_stride
+    m_at = tl.arange(0, BLOCK_Q * GROUP)
+    nth_q = nth + m_at // GROUP
+    head = kv * (HEADS // KV_HEADS) + m_at % GROUP
+    real = (nth_q < count) & (m_at % GROUP < HEADS // KV_HEADS)
+    d = tl.arange(0, BLOCK_D)
+    where = ((before + nth_q).to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    inside = real[:, None] & (d < DIM)[None, :]
+    q = tl.load(query + where, mask=inside, other=0.0)
+    query_at = start + nth_q
+    if SINKS:
+        m = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+    else:
+        m = tl.full((BLOCK_Q * GROUP,), float("-inf"), tl.float32)
+        l = tl.zeros((BLOCK_Q * GROUP,), tl.float32)
+    acc = tl.zeros((BLOCK_Q * GROUP, BLOCK_D), tl.float32)
+    last = tl.minimum(start + nth + BLOCK_Q, start + count)
+    if DENSE:
+        last = start
+    whole = tl.minimum(start + nth + 1, last) // BLOCK_N * BLOCK_N  # keys below are seen by every query of the tile
+    first = 0
+    if WINDOW:
+        first = tl.minimum(last, tl.maximum(0, start + nth - window + 1) // BLOCK_N * BLOCK_N)
+        edge = tl.minimum(whole, tl.cdiv(tl.maximum(0, start + nth + BLOCK_Q - window), BLOCK_N) * BLOCK_N)
+        edge = tl.maximum(first, edge)
+        m, l, acc = paged_tile(
+            q, m, l, acc, first, edge, query_at, table, keys, values, kv, scale * k_scale, cap, window,
+            PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
+        )  # fmt: skip
+        first = edge
+    m, l, acc = paged_tile(
+        q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale * k_scale, cap, window,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, WINDOW,
+    )  # fmt: skip
+    m, l, acc = paged_tile(
+        q, m, l, acc, tl.maximum(first, whole), last, query_at, table, keys, values, kv, scale * k_scale, cap, window,
+        PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
+    )  # fmt: skip
+    acc = acc * v_scale
+    if DENSE:
+        whole = (nth + 1) // BLOCK_N * BLOCK_N
+        first = 0
+        if WINDOW:
+            first = tl.maximum(0, nth - window + 1) // BLOCK_N * BLOCK_N
+            whole = first
+        m, l, acc = _dense_tile(
+            q, m, l, acc, first, whole, nth_q, step, before, kv, scale, cap, window,
+            HEADS, KV_HEADS, DIM, BLOCK_N, False, CAP, WINDOW, STAGES,
+        )  # fmt: skip
+        m, l, acc = _dense_tile(
+            q, m, l, acc, whole, tl.minimum(nth + BLOCK_Q, count), nth_q, step, before, kv, scale, cap, window,
+            HEADS, KV_HEADS, DIM, BLOCK_N, True, CAP, WINDOW, STAGES,
+        )  # fmt: skip
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def dense(dim: int, device: torch.device) -> bool:
+    """Whether `prefill` reads a step's own keys and values from the projection: tiles by bulk copies (TMA) on Hopper and later."""
+    if dim < 16 or dim & (dim - 1):
+        return False
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    at: Columns,
+    scale: float,
+    out: Tensor,
+    skip: int = 0,
+    extras: Extras = PLAIN,
+    *,
+    qkv: Tensor | None = None,
+    fewest: int = 1,
+    tiles: tuple[int, int, int, int] | None = None,
+) -> None:
+    """query, out [t, heads, d] of requests skip .. n - 1 of the columns; keys, values [blocks, page, kv_heads, d].
+
+    The first `skip` requests have one token each and are left out (see `decode`), and so are all with fewer than `fewest` tokens.
+    qkv [t, (heads + 2 kv_heads) d]: the projection with its keys rotated (kernels/rope_cache). With it the keys and values of this
+    step's tokens are read there, in one piece, and only those of earlier steps from their pages.
+    """
+    tokens, heads, dim = query.shape
+    _, page, kv_heads, _ = keys.shape
+    group = triton.next_power_of_2(heads // kv_heads)
+    from_step = qkv is not None and dense(dim, query.device)
+    rows, block_n, warps, stages = tiles or prefill_tiles(tokens * group * kv_heads)
+    block_q = max(1, rows // group)
+    step: Tensor | TensorDescriptor = query  # not read
+    if qkv is not None and from_step:
+        step = TensorDescriptor(qkv, list(qkv.shape), [qkv.stride(0), 1], [block_n, dim])
+    _prefill[(kv_heads, (tokens - skip) // block_q + at.n - skip)](
+        query, step, keys, values, out, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
+        query if extras.sinks is None else extras.sinks, at.n, skip, fewest, scale, extras.k_scale, extras.v_scale,
+        extras.cap, extras.window,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, BLOCK_Q=block_q, BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(dim), CAP=extras.cap > 0, SINKS=extras.sinks is not None, DENSE=from_step,
+        WINDOW=extras.window > 0, SEARCH=256, STAGES=stages, num_warps=warps, num_stages=stages,
+    )  # fmt: skip

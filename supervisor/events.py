@@ -1,0 +1,119 @@
+"""What the process group is told and what it answers: the events and effects of group.py. rolling.py adds its own."""
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Identity, Incarnation
+
+
+class Exited(Struct, frozen=True, tag="exited"):
+    """The operating system says that this life is over. `code` < 0: killed by that signal."""
+
+    identity: Identity
+    incarnation: Incarnation
+    code: int
+
+
+class BecameReady(Struct, frozen=True, tag="ready"):
+    identity: Identity
+    incarnation: Incarnation
+
+
+class Beaten(Struct, frozen=True, tag="beat"):
+    identity: Identity
+    incarnation: Incarnation
+    step: int
+    phase: str
+
+
+class SaidFailed(Struct, frozen=True, tag="failed"):
+    """The process's last words."""
+
+    identity: Identity
+    incarnation: Incarnation
+    message: str
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """Start everything."""
+
+
+class Add(Struct, frozen=True, tag="add"):
+    """Start these too."""
+
+    identities: tuple[Identity, ...]
+
+
+class Retire(Struct, frozen=True, tag="retire"):
+    """Take these out, when they are drained or at `deadline`."""
+
+    identities: tuple[Identity, ...]
+    deadline: float
+
+
+class Drained(Struct, frozen=True, tag="drained"):
+    """These have nothing left to do. Those that do not leave are ignored."""
+
+    identities: tuple[Identity, ...]
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """End everything in good order."""
+
+
+class Tick(Struct, frozen=True, tag="tick"):
+    """Time went on."""
+
+
+Event = Exited | BecameReady | Beaten | SaidFailed | Start | Add | Retire | Drained | Stop | Tick
+
+
+class Spawn(Struct, frozen=True, tag="spawn"):
+    identity: Identity
+    incarnation: Incarnation
+
+
+class TellDied(Struct, frozen=True, tag="tell_died"):
+    """Tell every other process."""
+
+    identity: Identity
+    incarnation: Incarnation
+
+
+class AskToStop(Struct, frozen=True, tag="ask_to_stop"):
+    identity: Identity
+
+
+class Replace(Struct, frozen=True, tag="replace"):
+    """Stuck: dump its stacks, then kill it; its Exited follows."""
+
+    identity: Identity
+    reason: str
+
+
+class Kill(Struct, frozen=True, tag="kill"):
+    """At once; its Exited follows."""
+
+    identity: Identity
+
+
+class Changed(Struct, frozen=True, tag="changed"):
+    """What was added is ready, or what left is gone. With a failure: what was added is taken away again, and this is why."""
+
+    failure: str = ""
+
+
+class AllReady(Struct, frozen=True, tag="all_ready"):
+    """Every process was ready at the same time, for the first time."""
+
+
+class AllStopped(Struct, frozen=True, tag="all_stopped"):
+    pass
+
+
+class GiveUp(Struct, frozen=True, tag="give_up"):
+    """Kill all and end with this text."""
+
+    message: str
+
+
+Effect = Spawn | TellDied | AskToStop | Replace | Kill | Changed | AllReady | AllStopped | GiveUp

@@ -1,0 +1,87 @@
+"""The lives of this host's processes: who is in which place, and the standbys that wait for one. Owned by io.py.
+
+Does what the group decided and tells it what became of that. Asking a process over the mesh to end is io.py's.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.supervisor import events, group, rolling
+from meshlm.supervisor.children import Child
+
+STACKS_S = 0.2  # that a stuck process has for writing its stacks
+
+
+class Lives:
+    """`do` hands an event to the group, `lost` hears of each process that is gone from its place."""
+
+    def __init__(
+        self, config_file: Path, do: Callable[[rolling.Event], None], lost: Callable[[Identity], None]
+    ) -> None:
+        self._config_file, self._do, self._lost = config_file, do, lost
+        self._loop = asyncio.get_running_loop()
+        self._children: dict[Identity, Child] = {}
+        self._standbys: dict[Identity, Child] = {}
+
+    def of(self, identity: Identity) -> Child | None:
+        """Who is in that place now."""
+        return self._children.get(identity)
+
+    def pids(self) -> dict[Identity, int]:
+        return {identity: child.pid for identity, child in self._children.items()}
+
+    def spawn(self, identity: Identity, incarnation: Incarnation) -> None:
+        """Give the place to its standby, where one is alive, else to a new process."""
+        standby = self._standbys.pop(identity, None)
+        if standby is not None and standby.take_turn(self._loop, incarnation):
+            self._children[identity] = standby
+            return
+        self._children[identity] = child = Child(identity, incarnation, self._config_file)
+        child.watch(self._loop, self._exited)
+
+    def prepare(self, identity: Identity) -> None:
+        """Load a standby."""
+        self._standbys[identity] = child = Child(identity, Incarnation(0), self._config_file, standby=True)
+        child.watch(self._loop, self._exited)
+        child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
+
+    def end_stuck(self, identity: Identity) -> bool:
+        """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far. Was it stopped?"""
+        child = self._children[identity]
+        stopped = child.is_stopped()
+        child.send_signal(signal.SIGUSR1)
+        child.send_signal(signal.SIGCONT)
+        self._loop.call_later(STACKS_S, child.kill)
+        return stopped
+
+    def kill(self, identity: Identity) -> None:
+        if identity in self._children:
+            self._children[identity].kill()
+
+    def kill_in(self, identity: Identity, delay_s: float) -> None:
+        """Kill this life then; the place's next life is left alone."""
+        child = self._children.get(identity)
+        if child is not None:
+            self._loop.call_later(delay_s, child.kill)
+
+    def kill_standbys(self) -> None:
+        for standby in self._standbys.values():
+            standby.kill()
+
+    def kill_all(self) -> None:
+        for child in (*self._children.values(), *self._standbys.values()):
+            child.kill()
+
+    def _exited(self, child: Child, code: int) -> None:
+        if self._standbys.get(child.identity) is child:
+            del self._standbys[child.identity]
+            self._do(rolling.Prepared(child.identity, group.exit_text(code)))
+            return
+        if self._children.get(child.identity) is child:
+            del self._children[child.identity]
+            self._lost(child.identity)
+        # Its last words may still be in the inbox: let the loop read them first.
+        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code))

@@ -1,0 +1,81 @@
+"""The state of a mesh as `meshlm status` prints it: this host's processes, and what other nodes reported. Called by io.py.
+
+Looks at the processes; changes nothing.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+
+import psutil
+
+from meshlm import __version__
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity
+from meshlm.supervisor.control import MeshStatus, ProcessStatus
+from meshlm.supervisor.group import Process
+from meshlm.supervisor.scaling import Scaling
+
+
+def mesh_status(
+    config: MeshConfig,
+    processes: Iterable[Process],
+    pids: Mapping[Identity, int],
+    elsewhere: Iterable[ProcessStatus],
+    scaling: Scaling,
+    *,
+    was_ready: bool,
+) -> MeshStatus:
+    """The supervisor first, then this host's, then other nodes'. `pids` has those that are alive."""
+    host = config.node.host if config.node else ""
+    rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host) for process in processes)]
+    rows += elsewhere
+    resolved = config.resolved
+    return MeshStatus(
+        processes=rows,
+        model=resolved.served_names[0] if resolved else "",
+        port=0 if config.network.headless else config.server.port,
+        run_dir=config.run.run_dir,
+        version=__version__,
+        ready=was_ready and all(row.state == "ready" for row in rows),
+        data_parallel_size=config.parallel.data_parallel_size,
+        scaling=scaling.doing,
+        scaling_failed=scaling.failed,
+    )
+
+
+def _own(config: MeshConfig, host: str) -> ProcessStatus:
+    started = psutil.Process().create_time()
+    return ProcessStatus(
+        role="supervisor",
+        index=config.node.index if config.node else 0,
+        pid=os.getpid(),
+        incarnation=int(started * 1e9),
+        state="ready",
+        uptime_s=time.time() - started,
+        restarts=0,
+        rss_bytes=_rss(os.getpid()),
+        host=host,
+    )
+
+
+def _child(process: Process, pid: int, host: str) -> ProcessStatus:
+    return ProcessStatus(
+        role=process.identity.role.value,
+        index=process.identity.index,
+        pid=pid,
+        incarnation=process.incarnation,
+        state=process.state.value,
+        uptime_s=round(time.time() - process.started_at, 3) if pid else 0.0,
+        restarts=process.restarts,
+        phase=process.phase,
+        rss_bytes=_rss(pid) if pid else 0,
+        host=host,
+    )
+
+
+def _rss(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

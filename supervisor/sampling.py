@@ -1,0 +1,79 @@
+"""`SamplingParams` of the Python API: vLLM's names, checked and turned into what the mesh knows. Used by llm.py."""
+
+import os
+from dataclasses import dataclass
+
+from meshlm.protocol.sampling import SamplingParams as WireParams
+from meshlm.protocol.text_edge import TextParams
+
+
+@dataclass
+class SamplingParams:
+    """How to sample; names, meanings and defaults are vLLM's."""
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def wire(self, eos: tuple[int, ...]) -> WireParams:
+        """As the mesh knows them. ValueError names a value that is not allowed."""
+        self._check()
+        return WireParams(
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            seed=int.from_bytes(os.urandom(8), "little") >> 1 if self.seed is None else self.seed & (2**63 - 1),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            eos_token_ids=() if self.ignore_eos else eos,
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            logprobs=-1 if self.logprobs is None else self.logprobs,
+            prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
+        )
+
+    def _check(self) -> None:
+        allowed = {
+            "n": self.n >= 1,
+            "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
+            "min_tokens": self.min_tokens >= 0,
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= -1,
+            "min_p": 0 <= self.min_p <= 1,
+            "presence_penalty": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        wrong = [name for name, fine in allowed.items() if not fine]
+        if wrong:
+            raise ValueError(f"SamplingParams.{wrong[0]}: {getattr(self, wrong[0])} is not allowed")
+
+    def text(self) -> TextParams:
+        stop = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        return TextParams(
+            stop=tuple(stop),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+        )

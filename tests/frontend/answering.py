@@ -1,0 +1,202 @@
+"""An answer fed by hand, and what a client then reads: shared by the tests of whole and of streamed answers."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
+from meshlm.frontend.desk import Choice
+from meshlm.frontend.parse import Ask
+from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.ids import FinishReason, Handle, RequestId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import (
+    Accepted,
+    Finished,
+    PositionLogprobs,
+    Submit,
+    TextParams,
+    TextPrompt,
+    TokenLogprob,
+)
+
+Json = dict[str, Any]
+FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}
+PROMPT_IDS, PROMPT_TEXT, PROMPT_STRINGS = [5, 6], "Hi you", ("Hi", " you")
+STOP = Finished(0, FinishReason.STOP)
+LENGTH = Finished(0, FinishReason.LENGTH)
+
+
+def asking(is_chat: bool, **changes: object) -> Ask:
+    """An Ask with nothing special, and these changes."""
+    plain = Ask(
+        prompts=[TextPrompt(PROMPT_TEXT)],
+        sampling=SamplingParams(),
+        seed=None,
+        text=TextParams(),
+        max_tokens=16,
+        num_choices=1,
+        num_returned=1,
+        stream=False,
+        include_usage=False,
+        continuous_usage=False,
+        echo=False,
+        logprobs=-1,
+        prompt_logprobs=-1,
+        return_token_ids=False,
+        priority=0,
+        cache_salt="",
+        timeout_s=0.0,
+        is_chat=is_chat,
+        unknown_fields=(),
+    )
+    return plain._replace(**changes)  # type: ignore[arg-type]
+
+
+class Ends:
+    """Counts the calls of on_end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+Kind = TypeVar("Kind", bound=Answer)
+
+
+def filled(answer: Kind, num_prompts: int = 1) -> Kind:
+    """The answer with its choices, their prompts accepted; as server.py and desk.py do it."""
+    n = answer.ask.num_choices
+    for index in range(num_prompts * n):
+        submit = Submit((Handle(index + 1),), (RequestId(str(index)),), TextPrompt(PROMPT_TEXT), SamplingParams())
+        answer.choices.append(Choice(answer, index, index // n, submit, Handle(index + 1)))  # type: ignore[arg-type]
+    for choice in answer.choices[::n]:
+        answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32(PROMPT_IDS), PROMPT_TEXT, PROMPT_STRINGS))
+    return answer
+
+
+def whole(ask: Ask, num_prompts: int = 1) -> tuple[WholeAnswer, Ends]:
+    ends = Ends()
+    return filled(WholeAnswer(ask, "cmpl-1", 1700000000, "tiny", ends), num_prompts), ends
+
+
+def streamed(ask: Ask, num_prompts: int = 1) -> tuple[StreamAnswer, list[bytes], Ends]:
+    ends, events = Ends(), list[bytes]()
+    answer = StreamAnswer(ask._replace(stream=True), "cmpl-1", 1700000000, "tiny", ends, events.append)
+    return filled(answer, num_prompts), events, ends
+
+
+def give(
+    answer: WholeAnswer | StreamAnswer,
+    index: int,
+    token_ids: Sequence[int],
+    text: str,
+    finished: Finished | None = None,
+    logprobs: list[PositionLogprobs] | None = None,
+    prompt_logprobs: list[PositionLogprobs | None] | None = None,
+    num_cached: int | None = None,
+) -> None:
+    """One row of deltas, as desk.py hands it on."""
+    choice = answer.choices[index]
+    ids = unpack_i32(pack_i32(token_ids))
+    choice.token_ids.extend(ids)
+    if finished is None and logprobs is None and prompt_logprobs is None and num_cached is None:
+        answer.text(choice, ids, text)
+        return
+    if finished is not None:
+        choice.finished = finished
+    answer.row(choice, ids, text, finished, logprobs, prompt_logprobs, num_cached)
+
+
+def body(answer: WholeAnswer) -> Json:
+    """The answer, in the form of OpenAI's own models."""
+    found: Json = json.loads(answer.body())
+    if answer.ask.is_chat:
+        ChatCompletion.model_validate(found)
+    elif not answer.ask.echo:  # of an echo's first token OpenAI answers null, which their model has no place for
+        Completion.model_validate(found)
+    return found
+
+
+def chunks(events: Sequence[bytes], is_chat: bool) -> list[Json]:
+    """The JSON of each event; the events are well-formed."""
+    found: list[Json] = []
+    for event in events:
+        assert event.startswith(b"data: {")
+        assert event.endswith(b"}\n\n")
+        assert b"\n" not in event[:-2]
+        chunk: Json = json.loads(event.removeprefix(b"data: "))
+        if is_chat:
+            ChatCompletionChunk.model_validate(chunk)
+        assert {key: chunk[key] for key in FRAME} == FRAME
+        assert chunk["object"] == ("chat.completion.chunk" if is_chat else "text_completion")
+        found.append(chunk)
+    return found
+
+
+def usage(prompt: int, output: int, cached: int = 0) -> Json:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def logprob(token_id: int, value: float, text: str, rank: int = 1) -> TokenLogprob:
+    return TokenLogprob(token_id, value, rank, text, text.encode())
+
+
+HELLO = PositionLogprobs(logprob(7, -0.25, "Hé"), (logprob(7, -0.25, "Hé"), logprob(8, -1.5, "Oh", 2)))
+WORLD = PositionLogprobs(logprob(9, -2.0, " w", 2), (logprob(3, -0.5, " x"), logprob(4, float("-inf"), " y", 2)))
+OF_PROMPT: list[PositionLogprobs | None] = [
+    None,
+    PositionLogprobs(logprob(6, -3.0, " you", 4), (logprob(2, -0.5, " me"),)),
+]
+HELLO_CHAT = {
+    "token": "Hé",
+    "logprob": -0.25,
+    "bytes": [72, 195, 169],
+    "top_logprobs": [
+        {"token": "Hé", "logprob": -0.25, "bytes": [72, 195, 169]},
+        {"token": "Oh", "logprob": -1.5, "bytes": [79, 104]},
+    ],
+}
+WORLD_CHAT = {
+    "token": " w",
+    "logprob": -2.0,
+    "bytes": [32, 119],
+    "top_logprobs": [
+        {"token": " x", "logprob": -0.5, "bytes": [32, 120]},
+        {"token": " y", "logprob": -9999.0, "bytes": [32, 121]},
+    ],
+}
+BOTH_TEXT = {
+    "tokens": ["Hé", " w"],
+    "token_logprobs": [-0.25, -2.0],
+    "top_logprobs": [{"Hé": -0.25, "Oh": -1.5}, {" x": -0.5, " y": -9999.0, " w": -2.0}],
+    "text_offset": [0, 2],
+}
+PROMPT_JSON = [
+    None,
+    {
+        "2": {"logprob": -0.5, "rank": 1, "decoded_token": " me"},
+        "6": {"logprob": -3.0, "rank": 4, "decoded_token": " you"},
+    },
+]
+
+
+def echoed_logprobs() -> Json:
+    answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
+    give(answer, 0, [7], "Hé", prompt_logprobs=OF_PROMPT, logprobs=[HELLO])
+    give(answer, 0, [9], " w", STOP, logprobs=[WORLD])
+    (choice,) = body(answer)["choices"]
+    assert choice["text"] == "Hi youHé w"
+    assert "prompt_logprobs" not in choice
+    found: Json = choice["logprobs"]
+    return found

@@ -1,0 +1,71 @@
+"""A model, the least bodies that it takes, and what becomes of a body: shared by the tests of parse.py."""
+
+import json
+
+import pytest
+
+from meshlm.frontend import parse
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import Ask
+from meshlm.frontend.schema import ChatRequest, CompletionRequest
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.model import ModelSpec
+
+VOCAB, MAX_LOGPROBS, EOS = 1000, 20, (2,)
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+RESOLVED = Resolved(
+    spec=SPEC,
+    model_path="/models/tiny",
+    tokenizer_path="/models/tiny",
+    chat_template="",
+    served_names=("tiny",),
+    generation_defaults={},
+    load_format="dummy",
+    device="fake",
+    dtype="float32",
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    eos_token_ids=EOS,
+    digest="0",
+)
+USER = {"role": "user", "content": "hi"}
+LEAST: dict[str, dict[str, object]] = {"text": {"prompt": "hi"}, "chat": {"messages": [USER]}}
+ENDPOINTS = ("text", "chat")
+
+
+def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED) -> Ask:
+    """What the endpoint's route does with a body."""
+    if endpoint == "text":
+        completion, unknown = parse.decode(body, CompletionRequest)
+        return parse.completion(completion, unknown, resolved, MAX_LOGPROBS)
+    chat, unknown = parse.decode(body, ChatRequest)
+    return parse.chat(chat, unknown, resolved, MAX_LOGPROBS)
+
+
+def body_of(endpoint: str, fields: dict[str, object]) -> bytes:
+    """The least body of the endpoint, and these fields."""
+    return json.dumps({**LEAST[endpoint], **fields}).encode()
+
+
+def ask(endpoint: str, **fields: object) -> Ask:
+    return asked(endpoint, body_of(endpoint, fields))
+
+
+def refused(endpoint: str, fields: dict[str, object]) -> tuple[HttpError, dict[str, object]]:
+    """The error, and the object that the client reads."""
+    with pytest.raises(HttpError) as caught:
+        ask(endpoint, **fields)
+    (name, error), *rest = json.loads(caught.value.body()).items()
+    assert (name, rest) == ("error", [])
+    return caught.value, error

@@ -1,0 +1,221 @@
+"""What the client reads at once, text and chat: logprobs, token ids, echo, n > 1, best_of, errors."""
+
+import pytest
+from answering import (
+    BOTH_TEXT,
+    FRAME,
+    HELLO,
+    HELLO_CHAT,
+    LENGTH,
+    OF_PROMPT,
+    PROMPT_IDS,
+    PROMPT_JSON,
+    STOP,
+    WORLD,
+    WORLD_CHAT,
+    asking,
+    body,
+    echoed_logprobs,
+    give,
+    logprob,
+    usage,
+    whole,
+)
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
+from meshlm.protocol.text_edge import (
+    Accepted,
+    Finished,
+    PositionLogprobs,
+)
+
+
+def test_whole_chat() -> None:
+    answer, ends = whole(asking(True))
+    give(answer, 0, [7], "Hé", num_cached=1)
+    give(answer, 0, [9], " w")
+    assert ends.count == 0
+    give(answer, 0, [2], "", STOP)
+    assert ends.count == 1
+    assert answer.error is None
+    assert body(answer) == {
+        **FRAME,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hé w", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": usage(2, 3, 1),
+        "system_fingerprint": None,
+    }
+
+
+def test_whole_text() -> None:
+    answer, ends = whole(asking(False))
+    give(answer, 0, [7, 9], "Hé w", LENGTH)
+    assert ends.count == 1
+    assert body(answer) == {
+        **FRAME,
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": "Hé w", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "usage": usage(2, 2),
+        "system_fingerprint": None,
+    }
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("reason", [None, "###", 2])
+def test_whole_says_what_stopped_it(is_chat: bool, reason: str | int | None) -> None:
+    answer, _ = whole(asking(is_chat))
+    give(answer, 0, [], "", Finished(0, FinishReason.STOP, reason))
+    assert body(answer)["choices"][0]["stop_reason"] == reason
+
+
+def test_whole_chat_logprobs() -> None:
+    answer, _ = whole(asking(True, logprobs=2))
+    give(answer, 0, [7], "Hé", logprobs=[HELLO])
+    give(answer, 0, [9], " w", LENGTH, logprobs=[WORLD])
+    assert body(answer)["choices"][0]["logprobs"] == {"content": [HELLO_CHAT, WORLD_CHAT]}
+
+
+def test_whole_text_logprobs() -> None:
+    answer, _ = whole(asking(False, logprobs=2))
+    give(answer, 0, [7], "Hé", logprobs=[HELLO])
+    give(answer, 0, [9], " w", LENGTH, logprobs=[WORLD])
+    assert body(answer)["choices"][0]["logprobs"] == BOTH_TEXT
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_whole_choices_in_order_whatever_comes_first(is_chat: bool) -> None:
+    answer, ends = whole(asking(is_chat, num_choices=2, num_returned=2), num_prompts=2)
+    for index in (3, 0, 2, 1):
+        give(answer, index, [index], f"<{index}", num_cached=index)
+    for index in (1, 3, 0, 2):
+        assert ends.count == 0
+        give(answer, index, [9], f"{index}>", STOP if index % 2 else LENGTH)
+    assert ends.count == 1
+    got = body(answer)
+    assert [choice["index"] for choice in got["choices"]] == [0, 1, 2, 3]
+    texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in got["choices"]]
+    assert texts == ["<00>", "<11>", "<22>", "<33>"]
+    assert [choice["finish_reason"] for choice in got["choices"]] == ["length", "stop"] * 2
+    assert (got["usage"]["prompt_tokens"], got["usage"]["completion_tokens"]) == (4, 8)
+
+
+def test_whole_best_of_returns_the_likeliest_and_counts_all() -> None:
+    answer, _ = whole(asking(False, num_choices=3, num_returned=2), num_prompts=2)
+    for index, value in enumerate((-3.0, -1.0, -2.0, -0.5, -9.0, -0.1)):
+        at = [PositionLogprobs(logprob(7, value, "a")), PositionLogprobs(logprob(7, value, "a"))]
+        give(answer, index, [1, 2], str(index), LENGTH, logprobs=at)
+    got = body(answer)
+    assert [(choice["index"], choice["text"]) for choice in got["choices"]] == [(0, "1"), (1, "2"), (2, "5"), (3, "3")]
+    assert {choice["logprobs"] for choice in got["choices"]} == {None}
+    assert got["usage"] == usage(4, 12)
+
+
+def test_whole_best_of_with_logprobs() -> None:
+    answer, _ = whole(asking(False, num_choices=2, num_returned=1, logprobs=2))
+    give(answer, 0, [7, 9], "Hé w", LENGTH, logprobs=[HELLO, WORLD])
+    give(answer, 1, [9, 9], " w w", LENGTH, logprobs=[WORLD, WORLD])
+    assert body(answer)["choices"][0]["logprobs"] == BOTH_TEXT
+
+
+def test_whole_echo() -> None:
+    answer, _ = whole(asking(False, echo=True, num_choices=2, num_returned=2))
+    give(answer, 0, [7], " a", STOP)
+    give(answer, 1, [8], " b", STOP)
+    assert [choice["text"] for choice in body(answer)["choices"]] == ["Hi you a", "Hi you b"]
+
+
+def test_whole_echo_with_logprobs_begins_with_the_prompts() -> None:
+    found = echoed_logprobs()
+    assert found["tokens"] == ["Hi", " you", "Hé", " w"]
+    assert found["token_logprobs"] == [None, -3.0, -0.25, -2.0]
+    assert found["top_logprobs"][:2] == [None, {" me": -0.5, " you": -3.0}]
+    assert found["top_logprobs"][2:] == BOTH_TEXT["top_logprobs"]
+
+
+def test_whole_echo_offsets_point_into_the_text() -> None:
+    assert echoed_logprobs()["text_offset"] == [0, 2, 6, 8]
+
+
+def test_whole_echo_with_logprobs_of_a_prompt_of_one_token() -> None:
+    answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
+    answer.accepted(answer.choices[0], Accepted((Handle(1),), 1, pack_i32([5]), "Hi", ("Hi",)))
+    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO])
+    (choice,) = body(answer)["choices"]
+    assert choice["text"] == "HiHé"
+    assert choice["logprobs"]["tokens"] == ["Hi", "Hé"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.25]
+
+
+def test_whole_text_prompt_logprobs() -> None:
+    answer, _ = whole(asking(False, prompt_logprobs=1))
+    give(answer, 0, [7], "Hé", LENGTH, prompt_logprobs=OF_PROMPT)
+    assert body(answer)["choices"][0]["prompt_logprobs"] == PROMPT_JSON
+
+
+def test_whole_echo_with_prompt_logprobs_only() -> None:
+    answer, _ = whole(asking(False, echo=True, prompt_logprobs=1))
+    give(answer, 0, [7], "Hé", LENGTH, prompt_logprobs=OF_PROMPT)
+    assert body(answer)["choices"][0]["prompt_logprobs"] == PROMPT_JSON
+
+
+def test_whole_text_token_ids() -> None:
+    answer, _ = whole(asking(False, return_token_ids=True))
+    give(answer, 0, [7], "Hé")
+    give(answer, 0, [9, 2], " w", STOP)
+    (choice,) = body(answer)["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([7, 9, 2], [5, 6])
+
+
+def test_whole_chat_token_ids() -> None:
+    answer, _ = whole(asking(True, return_token_ids=True))
+    give(answer, 0, [7, 2], "Hé", STOP)
+    assert body(answer)["choices"][0]["token_ids"] == [7, 2]
+
+
+@pytest.mark.parametrize("key", ["prompt_token_ids", "prompt_logprobs"])
+def test_whole_chat_prompt_stands_beside_the_choices(key: str) -> None:
+    answer, _ = whole(asking(True, return_token_ids=True, prompt_logprobs=1))
+    give(answer, 0, [7], "Hé", STOP, prompt_logprobs=OF_PROMPT)
+    got = body(answer)
+    assert got.get(key) == {"prompt_token_ids": PROMPT_IDS, "prompt_logprobs": PROMPT_JSON}[key]
+    assert key not in got["choices"][0]
+
+
+def test_nothing_unasked_for() -> None:
+    answer, _ = whole(asking(True))
+    give(answer, 0, [7], "Hé", STOP)
+    got = body(answer)
+    assert set(got) == {*FRAME, "object", "choices", "usage", "system_fingerprint"}
+    assert set(got["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [(ErrorKind.INVALID, 400), (ErrorKind.OVERLOADED, 503), (ErrorKind.TIMEOUT, 504)]
+)
+def test_the_first_failure_is_the_answers_error(kind: ErrorKind, status: int) -> None:
+    answer, ends = whole(asking(False, num_choices=2, num_returned=2))
+    answer.failed(answer.choices[0], kind, "too long", "prompt")
+    assert ends.count == 0
+    answer.failed(answer.choices[1], ErrorKind.INTERNAL, "later", "")
+    assert ends.count == 1
+    assert answer.error is not None
+    assert (answer.error.status, answer.error.message, answer.error.param) == (status, "too long", "prompt")
+    assert answer.error.kind == kind.value
+    assert answer.error.headers() == ({"Retry-After": "1"} if status == 503 else {})
+
+
+def test_an_end_by_error_is_the_answers_error() -> None:
+    answer, ends = whole(asking(True))
+    give(answer, 0, [7], "Hé", Finished(0, FinishReason.ERROR, None, 1, "its scheduler died 5 times"))
+    assert ends.count == 1
+    assert answer.error is not None
+    assert (answer.error.status, answer.error.message) == (500, "its scheduler died 5 times")
