@@ -75,14 +75,17 @@ def unharmed(mesh: Mesh) -> Iterator[None]:
     assert mesh.pids() == before
 
 
-def push(context: "zmq.Context[zmq.Socket[bytes]]", port: int, server: bytes, own: Keys | None) -> "zmq.Socket[bytes]":
+def push(
+    context: "zmq.Context[zmq.Socket[bytes]]", port: int, server: bytes, own: Keys | None, *, connect: bool = True
+) -> "zmq.Socket[bytes]":
     sock = context.socket(zmq.PUSH)
     sock.setsockopt(zmq.LINGER, 0)
     if own is not None:
         sock.setsockopt(zmq.CURVE_SERVERKEY, server)
         sock.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
         sock.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-    sock.connect(f"tcp://127.0.0.1:{port}")
+    if connect:
+        sock.connect(f"tcp://127.0.0.1:{port}")
     return sock
 
 
@@ -150,11 +153,13 @@ def test_without_the_key(mesh: Mesh, tmp_path: Path) -> None:
     with zmq.Context() as context:
         for port in mesh.sockets().values():
             for server, own in ((b"", None), (stranger.public, stranger), (mesh.keys.public, stranger)):
-                with push(context, port, server, own) as sock:
-                    monitor = sock.get_monitor_socket(failed)
+                with (
+                    push(context, port, server, own, connect=False) as sock,
+                    sock.get_monitor_socket(failed) as monitor,
+                ):
+                    sock.connect(f"tcp://127.0.0.1:{port}")  # now that nothing can be missed
                     assert monitor.poll(1000 * LIMIT_S), "the connection was not refused"
                     sock.disable_monitor()
-                    monitor.close(0)
     until(lambda: any("connection refused" in line and "its key is unknown" in line for line in list(mesh.head.lines)))
 
 
