@@ -3,6 +3,7 @@
 `handle(event, now)` gets messages with their senders, and answers with messages to send. Called by io.py.
 """
 
+import sys
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -79,7 +80,8 @@ def _patience_s(admit: Admit) -> float:
 class Coordinator:
     """State and rules; see the module docstring. `num_ranks` are configured, whether or not they are there yet.
 
-    Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer.
+    Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer. `places`: requests that
+    run at a time in a rank.
     """
 
     def __init__(
@@ -89,16 +91,16 @@ class Coordinator:
         policy: Policy = "cache-aware",
         prefix_caching: bool = True,
         first_rank: int = 0,
+        places: int = sys.maxsize,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
         self.epoch = 0
-        self.router = Router(policy, prefix_caching)
+        self.router = Router(policy, prefix_caching, places)
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
-        self.moving: dict[
-            RequestId, float
-        ] = {}  # asked back, or known to be nowhere: their detokenizer admits them again
+        # Asked back, or known to be nowhere: their detokenizer admits them again.
+        self.moving: dict[RequestId, float] = {}
         self._stranded: set[Identity] = set()  # ranks with requests and without workers
         self._rescue_at = 0.0
         self._seen_changes = 0
@@ -228,7 +230,7 @@ class Coordinator:
             return Refused(work.handle, ErrorKind.INVALID, text, name)
         if work.attempt or work.emitted or admit.again:
             return None  # it was let in before, and its client may read already
-        if len(self.held) + self.router.num_waiting >= self.max_waiting:
+        if self.router.full(self.max_waiting - len(self.held)):
             text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
             return Refused(work.handle, ErrorKind.OVERLOADED, text)
         return None

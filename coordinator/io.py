@@ -1,6 +1,7 @@
 """The coordinator's links and timers."""
 
 import asyncio
+import sys
 import time
 
 from msgspec import Struct
@@ -30,6 +31,7 @@ class CoordinatorApp:
             config.parallel.dp_routing,
             config.cache.enable_prefix_caching,
             config.parallel.data_parallel_rank or 0,
+            config.resolved.max_num_seqs if config.resolved else sys.maxsize,
         )
         self._tick()
         return {}

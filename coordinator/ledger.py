@@ -39,6 +39,7 @@ class Rank:
     decode_tokens: int = 0
     unknown_tokens: int = 0  # of requests that an earlier life of the coordinator dispatched
     num_unstarted: int = 0
+    num_fresh: int = 0  # dispatched since its last word
     score: float = 0.0
     in_order: bool = False
 
@@ -71,6 +72,13 @@ class Rank:
         """What its KV cache holds."""
         return self.load.num_blocks * self.load.block_size if self.load is not None else 0
 
+    def waiting(self, places: int) -> int:
+        """Requests in its queue, of which `places` run at a time; those that it has not spoken of since take free places first."""
+        load = self.load
+        if load is None:
+            return 0
+        return load.num_waiting + max(0, self.num_fresh - max(0, places - load.num_running))
+
     @property
     def idle(self) -> bool:
         """Nothing is there, by its own word and by the ledger."""
@@ -83,6 +91,7 @@ class Rank:
         self.prefill_tokens += entry.prefill
         self.decode_tokens += entry.output
         self.num_unstarted += 1
+        self.num_fresh += 1
 
     def started(self, request_id: RequestId) -> Entry | None:
         """Its prompt is computed."""

@@ -5,6 +5,7 @@ Load only corrects it. A rank's score is the work that is ahead of it, in decode
 prompt tokens that it would have to compute there is least. Candidates are kept sorted, so that a choice does not look at all.
 """
 
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Literal
@@ -39,12 +40,14 @@ class Choice(Struct, frozen=True):
 class Router:
     """All ranks that the coordinator knows, and their loads."""
 
-    def __init__(self, policy: Policy, prefix_caching: bool) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, prefix_caching: bool, places: int = sys.maxsize) -> None:
+        """`places`: requests that run at a time in a rank."""
+        self.policy, self.places = policy, places
         self.ranks: dict[Identity, Rank] = {}
         self.index = PrefixIndex() if policy == "cache-aware" and prefix_caching else None
         self.mean_output = DEFAULT_OUTPUT
-        self.num_waiting = 0  # by the ranks' own word
+        self.num_waiting = 0  # by the ranks' own word ...
+        self.num_fresh = 0  # ... and what was dispatched since
         self.changes = 0  # counts when other ranks take requests than before
         self._order: list[tuple[float, int]] = []  # (score, number) of those that take requests
         self._by_number: dict[int, Rank] = {}
@@ -63,6 +66,7 @@ class Router:
         self._out_of_order(rank)
         self.changes += 1
         self.num_waiting -= rank.load.num_waiting if rank.load is not None else 0
+        self.num_fresh -= rank.num_fresh
         del self._by_number[rank.number]
         if self.index is not None:
             self.index.forget(rank.number)
@@ -154,6 +158,7 @@ class Router:
         prefill = given - choice.cached
         entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation, given)
         rank.add(work.request_id, entry)
+        self.num_fresh += 1
         self._reorder(rank)
 
     def _output(self, work: Work) -> int:
@@ -172,6 +177,8 @@ class Router:
     def load(self, rank: Rank, load: Load) -> None:
         """The rank's own word."""
         before, rank.load = rank.load, load
+        self.num_fresh -= rank.num_fresh
+        rank.num_fresh = 0
         if self.index is not None and before is not None and before.serving and not load.serving:
             self.index.forget(rank.number)  # its cache is gone with its workers
         self.num_waiting += load.num_waiting - (before.num_waiting if before is not None else 0)
@@ -185,6 +192,12 @@ class Router:
         unknown = max(0, load.num_running + load.num_waiting - len(rank.requests))
         rank.unknown_tokens = unknown * round(self.mean_output)
         self._reorder(rank)
+
+    def full(self, most: int) -> bool:
+        """Whether at least so many requests wait in queues. Ranks report a moment late; a burst does not slip through meanwhile."""
+        if self.num_waiting + self.num_fresh < most:
+            return False
+        return sum(rank.waiting(self.places) for rank in self.ranks.values()) >= most
 
     def _started(self, rank: Rank, started: Started) -> None:
         entry = rank.started(started.request_id)
@@ -214,6 +227,7 @@ class Router:
         assert self._order == sorted((rank.score, rank.number) for rank in self.ranks.values() if rank.open)
         loads = [rank.load for rank in self.ranks.values() if rank.load is not None]
         assert self.num_waiting == sum(load.num_waiting for load in loads)
+        assert self.num_fresh == sum(rank.num_fresh for rank in self.ranks.values())
         assert {id(rank) for rank in self.ranks.values()} == {id(rank) for rank in self._by_number.values()}
         for rank in self.ranks.values():
             rank.check()

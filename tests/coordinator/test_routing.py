@@ -273,3 +273,22 @@ def test_the_ledger_is_the_sum_of_its_requests(history: list[tuple[str, str, int
         else:
             rank.remove(RequestId(name))
         rank.check()
+
+
+# --- the queues' limit ---
+
+
+def test_a_burst_counts_before_the_ranks_report() -> None:
+    where = Router("least-loaded", prefix_caching=False, places=4)
+    rank = Rank(Identity(Role.SCHEDULER, 0), LIFE)
+    where.add(rank)
+    where.load(rank, load())
+    for _ in range(4 + 7):  # four start at once
+        send(where, work(range(10)))
+    assert not where.full(8)
+    send(where, work(range(10)))
+    assert where.full(8)
+    where.load(rank, Load(4, 3, 10_000, 9_000, 0))
+    assert not where.full(4), "what the rank has spoken of counts by its own word"
+    send(where, work(range(10)))
+    assert where.full(4)
