@@ -8,16 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from meshlm.coordinator.core import (
-    HOLD_S,
-    RESUME_HOLD_S,
-    SUPERVISOR,
-    Coordinator,
-    PeerLost,
-    Received,
-    Send,
-    Tick,
-)
+from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S, SUPERVISOR, Coordinator
+from meshlm.coordinator.events import PeerLost, Received, Send, Tick
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
