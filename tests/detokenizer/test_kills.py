@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models
 
 from meshlm.coordinator import events as coordinator_events
 from meshlm.coordinator.core import Coordinator
-from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
+from meshlm.detokenizer.attempts import COORDINATOR, MAX_ATTEMPTS
+from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
