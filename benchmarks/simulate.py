@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.coordinator import core as coordinator
+from meshlm.coordinator import events as coordinator_events
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import Admit, CoordinatorToScheduler, DetokenizerToCoordinator, Load, Readmit, Work
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
@@ -138,7 +139,7 @@ class Rank:
                 world.tokens(send.to, message)
             elif type(message) is Load:
                 world.count("scheduler > coordinator", message)
-                world.at(HOP_S, world.coordinate, coordinator.Received(self.identity, LIFE, message))
+                world.at(HOP_S, world.coordinate, coordinator_events.Received(self.identity, LIFE, message))
         self.pump()
 
     def pump(self) -> None:
@@ -188,13 +189,15 @@ class World:
         self.left = num_requests
         for detokenizer in self.detokenizers:
             self.coordinate(
-                coordinator.Received(detokenizer, LIFE, control.Join(control.Member(detokenizer, LIFE, "", True)))
+                coordinator_events.Received(
+                    detokenizer, LIFE, control.Join(control.Member(detokenizer, LIFE, "", True))
+                )
             )
         self.ranks: list[Rank] = []
         for number in range(num_ranks):
             identity = Identity(Role.SCHEDULER, number)
             self.coordinate(
-                coordinator.Received(identity, LIFE, control.Join(control.Member(identity, LIFE, "", True)))
+                coordinator_events.Received(identity, LIFE, control.Join(control.Member(identity, LIFE, "", True)))
             )
             self.ranks.append(Rank(self, number, options.kv_tokens // BLOCK_SIZE))
         while self._queue:
@@ -269,7 +272,7 @@ class World:
         sender = self.detokenizers[work.handle % len(self.detokenizers)]
         message = Admit(work)
         self.count("detokenizer > coordinator", message)
-        self.at(HOP_S, self.coordinate, coordinator.Received(sender, LIFE, message))
+        self.at(HOP_S, self.coordinate, coordinator_events.Received(sender, LIFE, message))
 
     def tokens(self, detokenizer: Identity, deltas: TokenDeltas) -> None:
         self.messages["scheduler > detokenizer"] += 1
@@ -299,8 +302,8 @@ class World:
 
     # --- the coordinator ---
 
-    def coordinate(self, event: coordinator.Event) -> None:
-        kind = type(event.message).__name__ if isinstance(event, coordinator.Received) else type(event).__name__
+    def coordinate(self, event: coordinator_events.Event) -> None:
+        kind = type(event.message).__name__ if isinstance(event, coordinator_events.Received) else type(event).__name__
         begun = time.thread_time()  # what other programs take from this machine does not count
         sends = self.core.handle(event, self.now)
         self.cpu[kind] += time.thread_time() - begun
@@ -323,7 +326,7 @@ class World:
         self.ranks[number].handle(events.Received(scheduler.COORDINATOR, LIFE, message))
 
     def tick(self) -> None:
-        self.coordinate(coordinator.Tick(self.now))
+        self.coordinate(coordinator_events.Tick(self.now))
         outstanding = [len(rank.core.requests) for rank in self.ranks]
         if any(outstanding) and self.left > 0:  # at the end the mean goes to nothing
             self.outstanding.append(max(outstanding) / statistics.mean(outstanding))

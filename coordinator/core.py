@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from meshlm.coordinator import rehome
+from meshlm.coordinator.events import Event, PeerLost, Received, Send, Tick
 from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
@@ -30,40 +31,7 @@ from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, Request
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
 RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
-MOVE_S = 3.0  # a request that should have moved and did not may be asked for again after this
-RESCUE_S = 0.1  # between two looks for room for what has no workers
 SUPERVISOR = Identity(Role.SUPERVISOR, 0)
-
-
-class Received(Struct, frozen=True):
-    """A message of a member."""
-
-    sender: Identity
-    incarnation: Incarnation
-    message: Struct
-
-
-class PeerLost(Struct, frozen=True):
-    """This life of a member is over."""
-
-    identity: Identity
-    incarnation: Incarnation
-
-
-class Tick(Struct, frozen=True):
-    """Once a second; `wall_s` is the wall clock, for deadlines."""
-
-    wall_s: float
-
-
-Event = Received | PeerLost | Tick
-
-
-class Send(Struct, frozen=True):
-    """Send `message` to `to`."""
-
-    to: Identity
-    message: Struct
 
 
 class _Held(Struct, frozen=True):
@@ -80,8 +48,8 @@ def _patience_s(admit: Admit) -> float:
 class Coordinator:
     """State and rules; see the module docstring. `num_ranks` are configured, whether or not they are there yet.
 
-    Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer. `places`: requests that
-    run at a time in a rank.
+    Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer.
+    `places`: requests that run at a time in a rank.
     """
 
     def __init__(
@@ -99,10 +67,7 @@ class Coordinator:
         self.router = Router(policy, prefix_caching, places)
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
-        # Asked back, or known to be nowhere: their detokenizer admits them again.
-        self.moving: dict[RequestId, float] = {}
-        self._stranded: set[Identity] = set()  # ranks with requests and without workers
-        self._rescue_at = 0.0
+        self.moving = Moves(self.router)
         self._seen_changes = 0
         self._serving = False
 
@@ -117,13 +82,17 @@ class Coordinator:
             case PeerLost():
                 effects = self._lost(event, now)
             case Tick():
-                effects = [*self._expire(now, event.wall_s), *self._rebalance(now), *self._drained(), *self._stats()]
+                effects = [
+                    *self._expire(now, event.wall_s),
+                    *self.moving.rebalance(now),
+                    *self._drained(),
+                    *self._stats(),
+                ]
         if self.router.changes != self._seen_changes:
-            self._seen_changes, self._rescue_at = self.router.changes, now
-            effects += [*self._release(), *self._rebalance(now)]
-        if self._stranded and now >= self._rescue_at:
-            effects += self._rescue(now)
-        return effects
+            self._seen_changes = self.router.changes
+            self.moving.look_again(now)
+            effects += [*self._release(), *self.moving.rebalance(now)]
+        return effects + self.moving.rescue(now)
 
     def _received(self, event: Received, now: float) -> list[Send]:
         match event.message:
@@ -169,10 +138,11 @@ class Coordinator:
             return []
         del self.members[lost.identity]
         if lost.identity.role is Role.SCHEDULER:
-            self._stranded.discard(lost.identity)
-            for request_id in self.router.remove(lost.identity).requests:
-                del self.owner[request_id]  # its detokenizer admits it again
-                self.moving[request_id] = now + MOVE_S
+            self.moving.lost(lost.identity)
+            requests = self.router.remove(lost.identity).requests
+            for request_id in requests:
+                del self.owner[request_id]
+            self.moving.begin(requests, now)
             told = RankLost(SchedulerLife(lost.identity, lost.incarnation))
             news = [Send(identity, told) for identity in self.members if identity.role is Role.DETOKENIZER]
             return news + self._announce() + self._serving_change()
@@ -248,7 +218,7 @@ class Coordinator:
 
     def _leave_others(self, work: Work, rank: Rank) -> list[Send]:
         """An earlier attempt ends where it is: no request has two ranks. `rank` itself sees which attempt is newer."""
-        nowhere = self.moving.pop(work.request_id, None) is not None
+        nowhere = self.moving.end(work.request_id)
         before = self.owner.get(work.request_id)
         if before is not None:
             self.router.drop(self.ranks[before], work.request_id)
@@ -263,7 +233,7 @@ class Coordinator:
         by_rank: dict[Identity, list[RequestId]] = {}
         for request_id in request_ids:
             self.held.pop(request_id, None)
-            self.moving.pop(request_id, None)
+            self.moving.end(request_id)
             owner = self.owner.get(request_id)
             # Unknown after a restart of this process: every rank is asked, the one that has it acts.
             for identity in (owner,) if owner is not None else tuple(self.ranks):
@@ -278,27 +248,17 @@ class Coordinator:
         effects = self._returned(rank, load.returned, now)
         if self.moving:
             for started in load.started:
-                self.moving.pop(started.request_id, None)  # asked for too late
+                self.moving.end(started.request_id)  # asked for too late
         for request_id in load.ended:
-            self.moving.pop(request_id, None)
+            self.moving.end(request_id)
             if self.owner.get(request_id) == sender:
                 del self.owner[request_id]
         self.router.load(rank, load)
-        self._look_for_workers(rank, could, now)
+        self.moving.loaded(rank, could, now)
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now
             effects += [Send(sender, GiveBack((), everything=True))] if first or lost else self._drained()
         return effects + (self._serving_change() if rank.serving is not self._serving else [])
-
-    def _look_for_workers(self, rank: Rank, could: bool, now: float) -> None:
-        if rank.serving:
-            self._stranded.discard(rank.identity)
-            if not could:
-                for request_id in rank.requests:
-                    self.moving.pop(request_id, None)  # asked for too late
-        elif rank.requests and rank.identity not in self._stranded:
-            self._stranded.add(rank.identity)
-            self._rescue_at = now
 
     def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
@@ -308,31 +268,11 @@ class Coordinator:
             if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
                 self.router.drop(rank, one.request_id)
                 del self.owner[one.request_id]
-                self.moving[one.request_id] = now + MOVE_S
+                self.moving.begin((one.request_id,), now)
             member = self.members.get(one.detokenizer)
             if member is not None and member.incarnation == one.incarnation:
                 found.setdefault(one.detokenizer, []).append(one)
         return [Send(identity, _readmit(back)) for identity, back in found.items()]
-
-    def _rebalance(self, now: float) -> list[Send]:
-        """Ask back what waits at a full rank while another is free."""
-        if not self.router.num_waiting or self.router.num_open < 2 or self.moving:
-            return []  # while some are on their way, the ledger does not show where the room will be
-        effects: list[Send] = []
-        for identity, request_ids in rehome.plan(self.ranks.values()).items():
-            self.moving.update(dict.fromkeys(request_ids, now + MOVE_S))
-            effects.append(Send(identity, GiveBack(tuple(request_ids))))
-        return effects
-
-    def _rescue(self, now: float) -> list[Send]:
-        """Ask a rank back what it cannot run without its workers, as far as other ranks have room."""
-        self._rescue_at = now + RESCUE_S
-        if not self.router.num_open or self.moving:
-            return []
-        asked = rehome.rescue([self.ranks[identity] for identity in self._stranded], self.ranks.values())
-        for request_ids in asked.values():
-            self.moving.update(dict.fromkeys(request_ids, now + MOVE_S))
-        return [Send(identity, GiveBack(tuple(request_ids))) for identity, request_ids in asked.items()]
 
     def _release(self) -> list[Send]:
         """When other ranks serve than before: send on what may go there, in the order of arrival."""
@@ -345,8 +285,8 @@ class Coordinator:
         return effects
 
     def _expire(self, now: float, wall_s: float) -> list[Send]:
+        self.moving.expire(now)
         effects: list[Send] = []
-        self.moving = {name: until for name, until in self.moving.items() if until > now}
         for request_id, held in list(self.held.items()):
             handle = held.admit.work.handle
             if 0 < held.admit.work.deadline_s <= wall_s:
@@ -402,14 +342,13 @@ class Coordinator:
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.router.check()
+        self.moving.check()
         for rank in self.ranks.values():
             assert rank.identity in self.members, "a rank that is no member"
             for request_id in rank.requests:
                 assert self.owner.get(request_id) == rank.identity, "a request with two ranks"
         for request_id, identity in self.owner.items():
             assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
-        for identity in self._stranded:
-            assert not self.ranks[identity].serving, "stranded although it serves"
         for held in self.held.values():
             assert self._choose(held.admit) is None, "held although a rank serves"
 

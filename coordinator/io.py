@@ -6,7 +6,8 @@ import time
 
 from msgspec import Struct
 
-from meshlm.coordinator.core import Coordinator, Event, PeerLost, Received, Tick
+from meshlm.coordinator.core import Coordinator
+from meshlm.coordinator.events import Event, PeerLost, Received, Tick
 from meshlm.protocol.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh

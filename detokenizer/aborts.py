@@ -1,7 +1,7 @@
 """What schedulers may still compute although nobody waits for it: aborts that may be lost, and handles that are nobody's.
 
 An abort takes the road of its request, through the coordinator, which may die with it unread. So it is said again to the next
-coordinator; and tokens that keep coming for a handle of nobody are answered to their scheduler. Owned by core.py.
+coordinator; and tokens that keep coming for a handle of nobody are answered to their scheduler. Owned by attempts.py.
 """
 
 from collections.abc import Container

@@ -1,6 +1,6 @@
 """The journal: the requests of this detokenizer, which connection has each, and the rows that pile up for the frontends. Pure.
 
-The base of core.py's Detokenizer, which decides what happens to a request; this part keeps, replays and forgets.
+The base of attempts.py, which decides where a request runs, and so of core.py's Detokenizer; this part keeps, replays and forgets.
 """
 
 from meshlm.detokenizer import replies

@@ -1,4 +1,4 @@
-"""Which lives of the coordinator and the schedulers are over, as far as this detokenizer has heard. Owned by core.py.
+"""Which lives of the coordinator and the schedulers are over, as far as this detokenizer has heard. Owned by attempts.py.
 
 Links have no order among each other: the coordinator may still send a request to a scheduler whose death is known here.
 """

@@ -24,7 +24,7 @@ NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client i
 
 
 class Stream:
-    """Changed by core.py and by itself in `push`."""
+    """Changed by core.py and its bases, and by itself in `push`."""
 
     __slots__ = (
         "arrival_s",

@@ -6,13 +6,14 @@ flight. Called by io.py; never sees a socket or a clock.
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Returned, Started, Work
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Started
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.scheduler_proc.news import News
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
@@ -36,13 +37,8 @@ class Scheduler:
         self._detokenizers: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
         self._lives: dict[Identity, Incarnation] = {}  # of the detokenizers that can be reached
         self._early: list[Assign] = []  # for detokenizers that cannot yet: their tokens would be lost
-        self._ended: list[RequestId] = []
-        self._started: list[Started] = []
-        self._returned: list[Returned] = []
-        self._live_tokens = 0  # that requests which have not ended got here
-        self._prompt_tokens = self._generation_tokens = 0
+        self.news = News()
         self._last_done_ns = 0
-        self._last_load: Load | None = None
 
     @property
     def session(self) -> int:
@@ -74,9 +70,10 @@ class Scheduler:
                 effects = self._peer_lost(event, output)
             case Tick():
                 self._expire(event.wall_s, output)
-                self._last_load = None  # tell the coordinator even without change
+                self.news.tell_all()
         effects += [Send(to, box.message(timings)) for to, box in output.boxes.items()]
-        return effects + self._load()
+        load = self.news.load(self.batching, self.serving, self.num_steps)
+        return effects if load is None else [*effects, Send(COORDINATOR, load)]
 
     def _received(self, event: Received, output: Output) -> list[Send]:
         match event.message:
@@ -112,7 +109,7 @@ class Scheduler:
             if life < assign.incarnation:
                 self._early.append(assign)
             else:
-                self._ended.append(work.request_id)  # its detokenizer is gone, and admits it again
+                self.news.ended.append(work.request_id)  # its detokenizer is gone, and admits it again
             return
         known = self.requests.get(work.request_id)
         if known is not None:
@@ -154,19 +151,22 @@ class Scheduler:
 
     def _drop(self, request: Request | None) -> None:
         """Forget a request and free what it holds; steps in flight may still carry it."""
-        if request is None:
-            return
+        if request is not None:
+            self._remove(request)
+            self.news.ended.append(request.work.request_id)
+
+    def _remove(self, request: Request) -> None:
+        """Like `_drop`, but the coordinator is not told that it ended."""
         self.batching.remove(request)
         request.move(RequestState.FINISHED)
         del self.requests[request.work.request_id]
-        self._live_tokens -= len(request.tokens) - request.num_given
-        self._ended.append(request.work.request_id)
+        self.news.live_tokens -= len(request.tokens) - request.num_given
 
     def _drop_early(self, abort: AbortRequests) -> None:
         """Those that wait for their detokenizer count in the coordinator's ledger too."""
         gone = [assign for assign in self._early if assign.work.request_id in abort.request_ids]
         self._early = [assign for assign in self._early if assign not in gone]
-        self._ended += [assign.work.request_id for assign in gone]
+        self.news.ended += [assign.work.request_id for assign in gone]
 
     def _give_back(self, ask: GiveBack) -> None:
         """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
@@ -175,15 +175,13 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None and request.state in leaving:
                 num_crashes = request.num_crashes if request.crashed_at == len(request.tokens) else 0
-                self._returned.append(_returned(request.work, request.detokenizer, request.incarnation, num_crashes))
-                self._drop(request)
-                self._ended.pop()  # it has not ended: it goes on elsewhere
+                self.news.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
+                self._remove(request)
         early = [one for one in self._early if ask.everything or one.work.request_id in ask.request_ids]
         if early:
             self._early = [one for one in self._early if one not in early]
-            self._returned += [
-                _returned(one.work, one.detokenizer, one.incarnation, one.work.num_crashes) for one in early
-            ]
+            for one in early:
+                self.news.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
 
     def _expire(self, wall_s: float, output: Output) -> None:
         for request in list(self.requests.values()):
@@ -205,7 +203,7 @@ class Scheduler:
             self._next_step = 1
             return self.workers.up(event.identity, event.incarnation, now)
         if event.identity == COORDINATOR:
-            self._last_load = None
+            self.news.tell_all()
         elif event.identity.role is Role.DETOKENIZER:
             self._lives[event.identity] = event.incarnation
             early, self._early = self._early, []
@@ -285,7 +283,7 @@ class Scheduler:
             return ()  # of an earlier session, or another worker's copy
         record = self.inflight.popleft()
         self._learn(record, result)
-        self._prompt_tokens += record.num_tokens - record.num_decodes
+        self.news.prompt_tokens += record.num_tokens - record.num_decodes
         tokens = unpack_i32(result.token_ids)
         if not (record.samples or result.logprobs or result.prompt_logprobs):
             self._tokens(record.batch, tokens, output)
@@ -314,7 +312,7 @@ class Scheduler:
             length = len(known)
             row = box.token(request.handle, length - 1 - request.num_prompt, token)
             if request.num_cached >= 0:
-                self._started.append(Started(request.work.request_id, request.num_cached))
+                self.news.started.append(Started(request.work.request_id, request.num_cached))
                 box.first(row, request)
             if length % block_size == 1:
                 self.batching.appended(request, length)
@@ -324,8 +322,8 @@ class Scheduler:
             elif length >= request.max_len:
                 box.ended.append(Ended(row, FinishReason.LENGTH))
                 self._drop(request)
-        self._generation_tokens += len(batch)
-        self._live_tokens += len(batch) - num_dead
+        self.news.generation_tokens += len(batch)
+        self.news.live_tokens += len(batch) - num_dead
 
     def _tokens_with_details(
         self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
@@ -353,39 +351,6 @@ class Scheduler:
         duration_ns = result.gpu_ns or result.done_ns - begun
         self.batching.budget.learn(record.num_tokens, record.num_decodes, duration_ns / 1e9)
 
-    # --- news for the coordinator ---
-
-    def _load(self) -> list[Send]:
-        """Sent when a request ended, began or changed queues; the rest can wait for the next tick."""
-        batching = self.batching
-        last = self._last_load
-        counts = (len(batching.running), len(batching.waiting), self.serving)
-        started = self._started
-        news = self._ended or self._returned or started
-        if last is not None and not news and counts == (last.num_running, last.num_waiting, last.serving):
-            return []
-        self._last_load = load = Load(
-            num_running=counts[0],
-            num_waiting=counts[1],
-            num_blocks=batching.pool.num_blocks,
-            num_free_blocks=batching.pool.num_free,
-            outstanding_prefill_tokens=batching.outstanding_prefill(),
-            ended=tuple(self._ended),
-            steps=self.num_steps,
-            prefix_cache_queries=batching.cache_queries,
-            prefix_cache_hits=batching.cache_hits,
-            num_preemptions=batching.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            serving=self.serving,
-            block_size=batching.block_size,
-            live_tokens=self._live_tokens,
-            started=tuple(started),
-            returned=tuple(self._returned),
-        )
-        self._ended, self._returned, self._started = [], [], []
-        return [Send(COORDINATOR, load)]
-
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.batching.check()
@@ -394,7 +359,7 @@ class Scheduler:
             "a request is in no queue, or a ghost in one"
         )
         assert len(self.inflight) <= self._depth + 1
-        assert self._live_tokens == sum(len(r.tokens) - r.num_given for r in self.requests.values())
+        assert self.news.live_tokens == sum(len(r.tokens) - r.num_given for r in self.requests.values())
         owed: dict[int, int] = {}
         for record in self.inflight:
             for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
@@ -402,7 +367,3 @@ class Scheduler:
         for request in self.requests.values():
             assert request.num_inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
             assert len(request.tokens) + request.num_inflight <= request.max_len, "more tokens than allowed"
-
-
-def _returned(work: Work, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> Returned:
-    return Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, num_crashes)

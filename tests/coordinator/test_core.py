@@ -3,10 +3,8 @@
 import msgspec
 from coordinator_bench import D0, D1, F0, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
-from meshlm.coordinator.core import (
-    HOLD_S,
-    Send,
-)
+from meshlm.coordinator.core import HOLD_S
+from meshlm.coordinator.events import Send
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer.aborts import STRANGER_ROWS
-from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
+from meshlm.detokenizer.attempts import COORDINATOR, MAX_ATTEMPTS
+from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer import keyed
-from meshlm.detokenizer.core import COORDINATOR, Detokenizer
+from meshlm.detokenizer.attempts import COORDINATOR
+from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from tokenizers import Tokenizer, models
 
-from meshlm.coordinator import core as coordinating
-from meshlm.detokenizer.core import COORDINATOR, MAX_ATTEMPTS, Detokenizer
+from meshlm.coordinator import events as coordinator_events
+from meshlm.coordinator.core import Coordinator
+from meshlm.detokenizer.attempts import COORDINATOR, MAX_ATTEMPTS
+from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
@@ -48,9 +50,9 @@ class Process(Protocol):
 
 class TheCoordinator:
     def __init__(self) -> None:
-        self.core = coordinating.Coordinator(max_waiting=2, num_ranks=len(SCHEDULERS))
+        self.core = Coordinator(max_waiting=2, num_ranks=len(SCHEDULERS))
 
-    def _do(self, event: coordinating.Event) -> Sends:
+    def _do(self, event: coordinator_events.Event) -> Sends:
         sends = self.core.handle(event, 0.0)
         self.core.check()
         return [(send.to, send.message) for send in sends]
@@ -59,10 +61,10 @@ class TheCoordinator:
         return []
 
     def lost(self, peer: Identity, life: Incarnation) -> Sends:
-        return self._do(coordinating.PeerLost(peer, life))
+        return self._do(coordinator_events.PeerLost(peer, life))
 
     def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends:
-        return self._do(coordinating.Received(peer, life, message))
+        return self._do(coordinator_events.Received(peer, life, message))
 
 
 class FakeScheduler:

@@ -178,7 +178,12 @@ def leftovers(process: Process) -> str:
             rank = app._core
             assert rank is not None
             pool = rank.batching.pool
-            kept = {"requests": rank.requests, "inflight": rank.inflight, "early": rank._early, "ended": rank._ended}
+            kept = {
+                "requests": rank.requests,
+                "inflight": rank.inflight,
+                "early": rank._early,
+                "ended": rank.news.ended,
+            }
             kept["blocks"] = pool.num_blocks - pool.num_free
             kept["no workers"] = not rank.serving
     return ", ".join(f"{name} {value}" for name, value in kept.items() if value)

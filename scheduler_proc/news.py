@@ -1,0 +1,58 @@
+"""What the coordinator has not heard yet of this rank: which requests began, ended or are given back, and the counts of a Load.
+
+Pure; owned by core.py, which says what happened. Each request is named once; counts are said anew whenever a Load is due.
+"""
+
+from meshlm.protocol.admit_edge import Load, Returned, Started, Work
+from meshlm.protocol.ids import Identity, Incarnation, RequestId
+from meshlm.scheduler_proc.batching import Batching
+
+
+class News:
+    """Since the last Load; the token counts are of this scheduler's whole life."""
+
+    def __init__(self) -> None:
+        self.ended: list[RequestId] = []
+        self.started: list[Started] = []
+        self.returned: list[Returned] = []
+        self.live_tokens = 0  # that requests which have not ended got here
+        self.prompt_tokens = self.generation_tokens = 0
+        self._last: Load | None = None
+
+    def give_back(self, work: Work, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> None:
+        """It has not ended: it goes on elsewhere."""
+        one = Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, num_crashes)
+        self.returned.append(one)
+
+    def tell_all(self) -> None:
+        """The next Load is due even without change."""
+        self._last = None
+
+    def load(self, batching: Batching, serving: bool, num_steps: int) -> Load | None:
+        """Due when a request ended, began or changed queues; the rest can wait for the next tick."""
+        last = self._last
+        counts = (len(batching.running), len(batching.waiting), serving)
+        news = self.ended or self.returned or self.started
+        if last is not None and not news and counts == (last.num_running, last.num_waiting, last.serving):
+            return None
+        self._last = load = Load(
+            num_running=counts[0],
+            num_waiting=counts[1],
+            num_blocks=batching.pool.num_blocks,
+            num_free_blocks=batching.pool.num_free,
+            outstanding_prefill_tokens=batching.outstanding_prefill(),
+            ended=tuple(self.ended),
+            steps=num_steps,
+            prefix_cache_queries=batching.cache_queries,
+            prefix_cache_hits=batching.cache_hits,
+            num_preemptions=batching.num_preemptions,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            serving=serving,
+            block_size=batching.block_size,
+            live_tokens=self.live_tokens,
+            started=tuple(self.started),
+            returned=tuple(self.returned),
+        )
+        self.ended, self.returned, self.started = [], [], []
+        return load
