@@ -2,13 +2,8 @@
 
 from msgspec import Struct
 
-from meshlm.coordinator.core import (
-    Coordinator,
-    PeerLost,
-    Received,
-    Send,
-    Tick,
-)
+from meshlm.coordinator.core import Coordinator
+from meshlm.coordinator.events import PeerLost, Received, Send, Tick
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     Admit,

@@ -6,15 +6,8 @@ from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.coordinator.core import (
-    HOLD_S,
-    RESUME_HOLD_S,
-    SUPERVISOR,
-    PeerLost,
-    Received,
-    Send,
-    Tick,
-)
+from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S, SUPERVISOR
+from meshlm.coordinator.events import PeerLost, Received, Send, Tick
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,

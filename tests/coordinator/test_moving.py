@@ -3,10 +3,8 @@
 import msgspec
 from coordinator_bench import D0, F0, LIFE, S0, S1, Bench, admit, assigned, load, only, stats
 
-from meshlm.coordinator.core import (
-    SUPERVISOR,
-    Send,
-)
+from meshlm.coordinator.core import SUPERVISOR
+from meshlm.coordinator.events import Send
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     Assign,
