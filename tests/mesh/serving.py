@@ -76,6 +76,12 @@ class Serving:
             pass
         raise AssertionError(f"{text!r} did not come:\n" + "\n".join(self.lines))
 
+    def forget(self) -> None:
+        """`wait_for` finds none of the lines that came before."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._news.get_nowait()
+
     def status(self) -> dict[str, Any]:
         done = subprocess.run(
             [MESHLM, "status", "--json", "--run-dir", self.run_dir], capture_output=True, text=True, check=True, cwd="/"
