@@ -42,7 +42,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Meta(description="of weights and activations; auto: the model's on a GPU, float32 on the CPU"),
     ] = "auto"
     max_model_len: (
-        Annotated[int, Meta(ge=1, description="context length, prompt + output; default: the model's")] | None
+        Annotated[
+            int, Meta(ge=1, description="context length, prompt + output; default: the model's", extra={"count": True})
+        ]
+        | None
     ) = None
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
@@ -75,7 +78,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=8192, description="requests in one step at most (GPU 1024, CPU 64)")] | None
     ) = None
     max_num_batched_tokens: (
-        Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)")] | None
+        Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)", extra={"count": True})]
+        | None
     ) = None
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
     max_waiting: Annotated[

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from meshlm import __version__
 from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.flags import settings
+from meshlm.supervisor.vllm_flags import did_you_mean
 
 COMMANDS = ("serve", "launch", "scale", "status", "restart", "drain", "bench", "chat", "keys", "collect_env")
 
@@ -31,7 +33,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     parser = _parser(argv)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(did_you_mean(unknown, (setting.flag for setting in settings())))
     try:
         return int(arguments.run(arguments))
     except UsageError as error:

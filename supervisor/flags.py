@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor import vllm_flags
 from meshlm.supervisor.errors import UsageError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -62,8 +63,19 @@ def parse_bytes(text: str) -> int:
     return value
 
 
+def parse_count(text: str) -> int:
+    """'32k' -> 32000, '32K' -> 32768, as in vLLM; k, m and g are decimal, K, M and G binary. ArgumentTypeError otherwise."""
+    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+    factor = _UNITS.get(unit) if unit == unit.upper() else {"k": 10**3, "m": 10**6, "g": 10**9}.get(unit)
+    try:
+        return int(number) if factor == 1 else int(float(number) * factor)  # type: ignore[operator]
+    except (ValueError, TypeError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k") from None
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every setting to `parser`; unset flags stay out of the namespace, so that TOML can fill them."""
+    vllm_flags.add(parser)
     groups: dict[str, Any] = {}
     for setting in settings():
         group = groups.get(setting.section) or groups.setdefault(
@@ -77,9 +89,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=_help(setting))
             group.add_argument("--model", dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
             continue
-        group.add_argument(
-            *names, dest=setting.name, default=argparse.SUPPRESS, help=_help(setting), **_argument(setting, extra)
-        )
+        keywords = _argument(setting, extra)
+        group.add_argument(*names, dest=setting.name, default=argparse.SUPPRESS, help=_help(setting), **keywords)
+        if others := list(vllm_flags.names(setting.name)):
+            group.add_argument(
+                *others, dest=setting.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **keywords
+            )
 
 
 def _help(setting: Setting) -> str:
@@ -95,10 +110,14 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     metavar = setting.name.upper()
     if extra.get("bytes"):
         return {"type": parse_bytes, "metavar": "BYTES"}
+    if extra.get("count"):
+        return {"type": parse_count, "metavar": metavar}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
-        choices = get_args(kind)
+        choices, synonyms = get_args(kind), vllm_flags.VALUES.get(setting.name)
+        if synonyms:
+            return {"choices": choices, "type": lambda text: synonyms.get(text, text)}
         return {"choices": choices, "type": type(choices[0])}
     if get_origin(kind) is tuple:
         return {"nargs": "+", "type": get_args(kind)[0], "metavar": metavar}

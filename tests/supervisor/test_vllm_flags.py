@@ -1,0 +1,81 @@
+"""A command line for vLLM works, or says in one line what to write instead; and docs/from-vllm.md says the same."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor import cli, flags, vllm_flags
+
+DOCS = Path(__file__).parents[2] / "docs" / "from-vllm.md"
+
+
+def config_of(*words: str) -> MeshConfig:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+    return flags.build(vars(parser.parse_args(words)), None)
+
+
+def test_the_command_that_the_targets_were_measured_with() -> None:
+    config = config_of(
+        *("m", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"),
+        *("--attention-backend", "FLASH_ATTN", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+    )
+    assert config.model.model == "m"
+    assert config.worker.attention_backend == "auto"
+
+
+@pytest.mark.parametrize(("flag", "count"), [(flag, count) for flag, (count, _) in vllm_flags.NEEDLESS.items()])
+def test_what_is_not_needed_is_said_and_changes_nothing(
+    flag: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config_of("m", flag, *["x"] * count, "--port", "9") == config_of("m", "--port", "9")
+    assert f"{flag} is not needed: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", vllm_flags.ABSENT)
+def test_what_is_absent_is_refused_in_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["serve", flag, "x"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"meshlm serve: error: {flag}: {vllm_flags.ABSENT[flag]}")
+    assert said.count("\n") == 1
+
+
+def test_other_names() -> None:
+    config = config_of("--api-server-count", "3", "--kv-cache-memory-bytes", "1G", "-dpa", "10.0.0.1")
+    assert (config.server.frontends, config.cache.kv_cache_memory) == (3, 1 << 30)
+    assert config.parallel.master_addr == "10.0.0.1"
+    assert config_of("--kv-cache-dtype", "fp8_e4m3").cache.kv_cache_dtype == "fp8"
+
+
+def test_numbers_of_tokens() -> None:
+    config = config_of("--max-model-len", "25.6k", "--max-num-batched-tokens", "8K")
+    assert (config.model.max_model_len, config.scheduler.max_num_batched_tokens) == (25600, 8192)
+
+
+@pytest.mark.parametrize("text", ["3x", "k", "", "1e", "4.5"])
+def test_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="no number of tokens"):
+        flags.parse_count(text)
+
+
+def test_an_unknown_flag_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["serve", "--max-num-sequs=3"])
+    assert "unknown argument --max-num-sequs; did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
+def test_no_flag_of_ours_is_in_the_table() -> None:
+    ours = {setting.flag for setting in flags.settings()}
+    renamed = {name for names in vllm_flags.RENAMED for name in names}
+    assert not ours & (renamed | set(vllm_flags.NEEDLESS) | set(vllm_flags.ABSENT))
+
+
+def test_the_document_has_the_table() -> None:
+    text = DOCS.read_text("utf-8")
+    rows = [f"| `{names[0]}` | `--{ours.replace('_', '-')}` |" for names, ours in vllm_flags.RENAMED.items()]
+    rows += [f"| `{flag}` | {why} |" for flag, (_, why) in vllm_flags.NEEDLESS.items()]
+    rows += [f"| `{flag}` | {why} |" for flag, why in vllm_flags.ABSENT.items()]
+    assert [row for row in rows if row not in text] == []
