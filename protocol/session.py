@@ -269,7 +269,8 @@ class Session:
         opened = self._open(hello, life, incarnation, now) if is_new else None
         if header.kind is Kind.HELLO:
             self._put(Kind.WELCOME, self._hello_body)
-        self._on_ack(header.ack, now)
+        if header.receiver_incarnation == self.life:  # else it counts what an earlier session brought
+            self._on_ack(header.ack, now)
         return opened
 
     def _refuse(self, hello: Hello, life: Incarnation) -> Refused:

@@ -184,6 +184,27 @@ def test_a_lost_peer_is_greeted_anew() -> None:
     assert net.got == {A: [b"new"], B: [b"new"]}
 
 
+def test_an_ack_of_an_earlier_session_acknowledges_nothing() -> None:
+    """A lost B; B, who noticed nothing, says hello again with what it has received from A's earlier life."""
+    net = Network(make(A, B), make(B, A))
+    net.settle()
+    net.ends[A].send(b"old", net.now)
+    net.settle()
+    net.ends[A].lose()
+    net.ends[B].send(b"unheard", net.now)
+    net.collect()
+    net.flying.clear()
+    net.now += REPLAY_AFTER_S
+    net.ends[B].tick(net.now)
+    hello = net.ends[B].wire.popleft()
+    net.ends[A].receive(*unpack(hello), net.now)
+    net.ends[A].send(b"new", net.now)
+    net.ends[A].wire.clear()  # the welcome and the message are lost on their way
+    net.ends[A].receive(*unpack(hello), net.now)
+    net.settle()
+    assert net.got[B] == [b"old", b"new"]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_link_that_is_lost_at_any_time_heals(data: st.DataObject) -> None:
