@@ -77,7 +77,8 @@ class FrontendBatch:
         if stream.submit.retry is not None:
             stream.logprobs += self.logprobs.get(place, ())
             stream.prompt_logprobs = self.prompt_logprobs.get(place, stream.prompt_logprobs)
-            stream.num_cached = self.cached.get(place, stream.num_cached)
+            if stream.num_cached is None:  # a stream that is taken up again finds its own tokens: that is no saving
+                stream.num_cached = self.cached.get(place)
 
     def again(self, stream: Stream, start: int, table: TokenTable) -> None:
         """All of a stream from token `start` on: a row to its cut, one from there, and its end."""

@@ -50,7 +50,7 @@ class Answer:
     def note(self, choice: Choice, finished: Finished | None, num_cached: int | None) -> None:
         """What every row may bring."""
         if num_cached is not None:
-            self.num_cached[choice.prompt_index] = num_cached
+            self.num_cached.setdefault(choice.prompt_index, num_cached)  # taken up again, it finds its own tokens
         if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
             param = self.ask.client_names.get(finished.param, finished.param)
             self.error = HttpError(STATUS[finished.kind], finished.message, param, finished.kind.value)

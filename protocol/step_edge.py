@@ -12,6 +12,8 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.token_edge import LogprobColumns
 
+HASH_BYTES = 32  # of a prefix: sha256
+
 
 class Reset(Struct, frozen=True, tag="reset"):
     """A scheduler's first word in each session: forget all rows. The worker answers WorkerReady once it can step.
@@ -63,6 +65,9 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     input_ids: bytes = (
         b""  # int32[decodes], pipelines only: token at starts[i], which the last stage sampled and the first needs
     )
+    forgotten: bytes = b""  # int32: blocks that hold no known prefix any more
+    remembered: bytes = b""  # int32[h]: blocks that do, once this step is done
+    hashes: bytes = b""  # HASH_BYTES each: which
     planned_ns: int = 0  # monotonic clock, for the step timeline
     sent_ns: int = 0
 
@@ -70,8 +75,12 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
 SchedulerToWorker = Reset | StepPlan | Disband
 
 
-class WorkerReady(Struct, frozen=True, tag="ready"):
-    """The worker's facts, in answer to Reset (again after each)."""
+class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
+    """The worker's facts, in answer to Reset (again after each).
+
+    `kept` and `kept_hashes` are what the session before remembered and did not forget: so the prefix cache outlives the scheduler.
+    Least recently remembered first.
+    """
 
     session: int
     num_blocks: int
@@ -79,6 +88,8 @@ class WorkerReady(Struct, frozen=True, tag="ready"):
     max_num_seqs: int  # rows
     max_num_batched_tokens: int
     vocab_size: int
+    kept: bytes = b""  # int32[h]: blocks
+    kept_hashes: bytes = b""  # HASH_BYTES each
 
 
 class Standing(Struct, frozen=True, tag="standing"):

@@ -12,9 +12,9 @@ it is here. Instead each step takes its share of the running requests: as many s
 from array import array
 from bisect import insort
 
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import BlockId, Row, StepId
-from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.scheduler_proc import prefix
 from meshlm.scheduler_proc.blocks import BlockPool
 from meshlm.scheduler_proc.budget import StepBudget
@@ -84,7 +84,7 @@ class Batching:
         if not len(builder):
             return None
         self._removed_rows = []
-        return builder.finish(session, step, now_ns)
+        return builder.finish(session, step, now_ns, self.pool.take_changes())
 
     def _plan_running(self, builder: PlanBuilder) -> None:
         """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
@@ -249,6 +249,12 @@ class Batching:
                 sampling=request.work.sampling,
             )
         )
+
+    def restore(self, facts: list[WorkerReady]) -> None:
+        """The prefix cache of an earlier session, where all workers still have the same."""
+        (kept, hashes), *others = {(fact.kept, fact.kept_hashes) for fact in facts}
+        if self.limits.prefix_caching and not others:
+            self.pool.restore(ints(kept), [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
 
     def outstanding_prefill(self) -> int:
         """Prompt tokens that are not computed yet."""

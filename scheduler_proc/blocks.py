@@ -5,6 +5,7 @@ hold a prefix: a hit takes such a block out of the list again, an allocation tak
 then (lazy eviction). Pure; owned by core.py.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from meshlm.protocol.ids import BlockId
@@ -25,6 +26,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
+        self._changes: dict[BlockId, bytes | None] = {}  # of _hash, since they were taken
         # A circular doubly linked list with a sentinel at index num_blocks.
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
@@ -40,7 +42,7 @@ class BlockPool:
             known = self._hash[block]
             if known is not None:
                 del self._by_hash[known]
-                self._hash[block] = None
+                self._hash[block] = self._changes[block] = None
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -67,10 +69,28 @@ class BlockPool:
         """This full block holds this prefix. A second block with the same content stays unknown."""
         if block_hash not in self._by_hash and self._hash[block] is None:
             self._by_hash[block_hash] = block
-            self._hash[block] = block_hash
+            self._hash[block] = self._changes[block] = block_hash
+
+    def restore(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """These free blocks hold these prefixes; the last ones are reused last."""
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if 0 <= block < self.num_blocks and self._references[block] == 0:
+                self._unlink(block)
+                self.remember(BlockId(block), block_hash)
+                self._link(block, oldest=False)
+
+    def take_changes(self) -> tuple[bytes, bytes, bytes]:
+        """Since the last call: int32 of blocks that hold no known prefix any more, of those that do, and their hashes."""
+        if not self._changes:
+            return b"", b"", b""
+        changes, self._changes = self._changes, {}
+        forgotten = array("i", [block for block, known in changes.items() if known is None])
+        remembered = array("i", [block for block, known in changes.items() if known is not None])
+        return forgotten.tobytes(), remembered.tobytes(), b"".join(known for known in changes.values() if known)
 
     def forget_all(self) -> None:
         """No block's content can be trusted any more."""
+        self._changes |= dict.fromkeys(self._by_hash.values())
         self._by_hash.clear()
         self._hash = [None] * self.num_blocks
 

@@ -247,6 +247,7 @@ class Scheduler:
         self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows)
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
+        self.batching.restore(facts)
         for request in before.waiting:
             request.hashes = []
             self.batching.enqueue(request)

@@ -59,7 +59,10 @@ class PlanBuilder:
             self.block_rows.append(row)
             self.block_ids.append(block)
 
-    def finish(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight]:
+    def finish(
+        self, session: int, step: StepId, now_ns: int, changes: tuple[bytes, bytes, bytes]
+    ) -> tuple[StepPlan, Inflight]:
+        """`changes`: BlockPool.take_changes()."""
         batch = self.decodes + self._rest
         samples = bytes(self._rest_samples)
         counts = array("i", [1]) * len(self.decodes) + self._rest_counts if self._rest else array("i")
@@ -79,6 +82,9 @@ class PlanBuilder:
             block_rows=self.block_rows.tobytes(),
             block_ids=self.block_ids.tobytes(),
             input_ids=inputs.tobytes(),
+            forgotten=changes[0],
+            remembered=changes[1],
+            hashes=changes[2],
             planned_ns=now_ns,
         )
         return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, now_ns)

@@ -34,7 +34,7 @@ class Engine(Protocol):
     facts: EngineFacts
 
     def reset(self) -> None:
-        """Forget all rows; KV contents may stay."""
+        """Forget all rows; KV contents stay: the next scheduler may build on them."""
         ...
 
     def step(self, plan: StepPlan, received_ns: int) -> Pending:

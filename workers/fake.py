@@ -59,7 +59,6 @@ class FakeEngine:
 
     def reset(self) -> None:
         self._rows.reset()
-        self._state[:] = 0
 
     def idle(self) -> bool:
         return False

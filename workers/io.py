@@ -18,6 +18,7 @@ from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import Disband, Reset, Standing, StepFailed, StepPlan, StepResult, WorkerReady
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
+from meshlm.workers.directory import Directory
 from meshlm.workers.engine import Engine, Pending, ProgressReport
 from meshlm.workers.parallel.membership import Membership
 from meshlm.workers.parallel.shard import WHOLE, Shard
@@ -73,6 +74,7 @@ class WorkerApp:
         self._completed = 0  # the completer's
         self._membership = Membership()
         self._shard: Shard = WHOLE
+        self._directory = Directory()
         self._last = (0, 0)  # session and step of the last plan that came
         self._phase = "loading"
 
@@ -140,7 +142,7 @@ class WorkerApp:
             self._phase = STEPPING
             if isinstance(message, Reset):
                 engine.reset()
-                self._say(self._ready_message(engine, message))
+                self._mesh.call_soon_threadsafe(self._answer, engine, message)
                 continue
             if isinstance(message, Profile):
                 self._phase = "profiling"
@@ -154,19 +156,6 @@ class WorkerApp:
                 self._failed(message, error)
                 continue
             self._pending.put((message, pending))
-
-    def _ready_message(self, engine: Engine, reset: Reset) -> WorkerReady:
-        facts = engine.facts
-        resolved = self._mesh.config.resolved if self._mesh else None
-        assert resolved is not None
-        return WorkerReady(
-            session=reset.session,
-            num_blocks=facts.num_blocks,
-            block_size=facts.block_size,
-            max_num_seqs=facts.max_num_seqs,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
-            vocab_size=facts.vocab_size,
-        )
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -208,6 +197,8 @@ class WorkerApp:
 
     def _send(self, message: Struct) -> None:
         assert self._mesh is not None
+        if isinstance(message, StepFailed):
+            self._directory.spoil()
         scheduler = Identity(Role.SCHEDULER, self._mesh.identity.index // self._mesh.config.parallel.workers_per_rank)
         try:
             self._mesh.send(scheduler, message)
@@ -218,6 +209,7 @@ class WorkerApp:
         match message:
             case StepPlan():
                 self._last = (message.session, message.step)
+                self._directory.apply(message)
                 self._plans.put((message, time.monotonic_ns()))
             case Reset():
                 self._on_reset(message)
@@ -237,6 +229,25 @@ class WorkerApp:
             self._reset = reset
         else:
             self._plans.put((reset, 0))
+
+    def _answer(self, engine: Engine, reset: Reset) -> None:
+        """All steps before the Reset are launched."""
+        facts = engine.facts
+        resolved = self._mesh.config.resolved if self._mesh else None
+        assert resolved is not None
+        kept, hashes = self._directory.columns()
+        self._send(
+            WorkerReady(
+                session=reset.session,
+                num_blocks=facts.num_blocks,
+                block_size=facts.block_size,
+                max_num_seqs=facts.max_num_seqs,
+                max_num_batched_tokens=resolved.max_num_batched_tokens,
+                vocab_size=facts.vocab_size,
+                kept=kept,
+                kept_hashes=hashes,
+            )
+        )
 
     def _leave(self, reason: str) -> None:
         """End this process, whatever its threads wait for; it is started again and meets the new group."""

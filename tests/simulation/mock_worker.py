@@ -10,6 +10,7 @@ from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
+from meshlm.workers.directory import Directory
 
 VOCAB = 96
 RESET_S = 0.3  # at most
@@ -81,6 +82,7 @@ class MockWorker:
     def __init__(self, num_blocks: int, block_size: int, step_s: float) -> None:
         self.num_blocks, self.block_size, self.step_s = num_blocks, block_size, step_s
         self._model = Model(num_blocks, block_size)
+        self._directory = Directory()
         self._mesh: Mesh | None = None
         self._early: list[Reset | StepPlan] = []
         self._stepped_at = self._completed_at = 0.0
@@ -93,6 +95,8 @@ class MockWorker:
         return {}
 
     def on_message(self, peer: Identity, message: Struct) -> None:
+        if isinstance(message, StepPlan):
+            self._directory.apply(message)
         if isinstance(message, Reset | StepPlan):
             if self._mesh is None:
                 self._early.append(message)
@@ -112,8 +116,9 @@ class MockWorker:
     def _step(self, message: Reset | StepPlan) -> None:
         assert self._mesh is not None
         if isinstance(message, Reset):
-            self._model = Model(self.num_blocks, self.block_size)
-            self._say(WorkerReady(message.session, self.num_blocks, self.block_size, 64, 64, VOCAB))
+            self._model.rows.clear()  # what the slots hold stays
+            kept = self._directory.columns()
+            self._say(WorkerReady(message.session, self.num_blocks, self.block_size, 64, 64, VOCAB, *kept))
             return
         process = running()
         now = process.world.now

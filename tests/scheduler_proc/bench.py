@@ -1,0 +1,184 @@
+"""A scheduler with a model that proves its KV: slots hold what was really computed into them. The tests of this folder share it."""
+
+from collections import deque
+
+from meshlm.protocol.admit_edge import Assign, Load, Work
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
+from meshlm.workers.directory import Directory
+
+DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)
+COORDINATOR = Identity(Role.COORDINATOR)
+LIFE = Incarnation(1)
+VOCAB = 997
+
+
+def next_token(state: int) -> int:
+    return state % VOCAB
+
+
+def extend(state: int, token: int) -> int:
+    return (state * 1_000_003 + token + 1) % (1 << 61)
+
+
+class Model:
+    """Slots hold a rolling hash made from what the slot before really holds."""
+
+    def __init__(self, num_blocks: int, block_size: int, pipeline: bool = False) -> None:
+        self.block_size, self.num_blocks, self.pipeline = block_size, num_blocks, pipeline
+        self.slots = [0] * (num_blocks * block_size)
+        self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
+
+    def slot(self, row: int, position: int) -> int:
+        return self.rows[row][1][position // self.block_size] * self.block_size + position % self.block_size
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for row in ints(plan.removed_rows):
+            del self.rows[row]
+        for new in plan.new_rows:
+            assert new.row not in self.rows, "a row given away twice"
+            self.rows[new.row] = (ints(new.token_ids), ints(new.block_ids))
+        for row, block in zip(ints(plan.block_rows), ints(plan.block_ids), strict=True):
+            self.rows[row][1].append(block)
+        rows, starts = ints(plan.rows), ints(plan.starts)
+        counts = ints(plan.counts) or [1] * len(rows)
+        samples = plan.samples or b"\x01" * len(rows)
+        assert sum(counts) == plan.num_tokens
+        assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
+        inputs = ints(plan.input_ids)
+        assert inputs == [self.rows[row][0][start] for row, start in zip(rows[: len(inputs)], starts)]
+        if self.pipeline:  # the first stage knows no token that the last one sampled
+            assert len(inputs) == sum(
+                count == 1 and bool(sampled) for count, sampled in zip(counts, samples, strict=True)
+            )
+        tokens: list[int] = []
+        # A layer writes all keys before it reads any, so a prefix may be shared within one step: by position it is in order.
+        for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
+            for position in range(start, start + count):
+                before = self.slots[self.slot(row, position - 1)] if position else 0
+                self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position])
+        for row, start, count, sampled in zip(rows, starts, counts, samples, strict=True):
+            if sampled:
+                token = next_token(self.slots[self.slot(row, start + count - 1)])
+                assert len(self.rows[row][0]) == start + count
+                self.rows[row][0].append(token)
+                tokens.append(token)
+        return StepResult(session=plan.session, step=plan.step, token_ids=pack_i32(tokens), done_ns=1)
+
+
+def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
+    state = 0
+    for token in prompt:
+        state = extend(state, token)
+    found: list[int] = []
+    while len(found) < num_tokens:
+        found.append(next_token(state))
+        if found[-1] == stop:
+            break
+        state = extend(state, found[-1])
+    return found
+
+
+class Bench:
+    """A scheduler, a model, and what came out."""
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+        self.limits = limits
+        self.core = Scheduler(limits)
+        self.model = Model(num_blocks, block_size, limits.num_stages > 1)
+        self.directory = Directory()
+        self.plans: deque[StepPlan] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, FinishReason] = {}
+        self.cached: dict[int, int] = {}
+        self.returned: set[int] = set()
+        self.num_crashes: dict[int, int] = {}  # of those
+        self.started: dict[str, int] = {}
+        self.ended_ids: list[str] = []
+        self.now = 0.0
+        self.take(self.core.handle(PeerUp(DETOKENIZER, LIFE), self.now))
+        self.take(self.core.handle(PeerUp(WORKER, LIFE), self.now))
+
+    def take(self, sends: list[Send]) -> None:
+        for send in sends:
+            match send.message:
+                case Reset() as reset:
+                    while self.plans:  # a worker does all that it was sent
+                        self.model.run(self.plans.popleft())
+                    self.model.rows.clear()
+                    facts = (self.model.num_blocks, self.model.block_size, 64, 64, VOCAB, *self.directory.columns())
+                    self.event(Received(WORKER, LIFE, WorkerReady(reset.session, *facts)))
+                case StepPlan() as plan:
+                    self.directory.apply(plan)
+                    self.plans.append(plan)
+                case TokenDeltas() as deltas:
+                    self._deltas(deltas)
+                case Load() as load:
+                    self.returned.update(one.handle for one in load.returned)
+                    self.num_crashes.update((one.handle, one.num_crashes) for one in load.returned)
+                    self.started.update((one.request_id, one.num_cached) for one in load.started)
+                    self.ended_ids += load.ended
+
+    def _deltas(self, deltas: TokenDeltas) -> None:
+        handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
+        counts = ints(deltas.counts) or [1] * len(handles)
+        at = 0
+        for row, (handle, start, count) in enumerate(zip(handles, starts, counts, strict=True)):
+            assert handle not in self.ended, "news after the end"
+            mine = self.tokens.setdefault(handle, [])
+            assert start == len(mine), "a token lost or repeated"
+            mine += tokens[at : at + count]
+            at += count
+            if row in deltas.num_cached_tokens:
+                self.cached[handle] = deltas.num_cached_tokens[row]
+        for end in deltas.ended:
+            self.ended[handles[end.row]] = end.reason
+
+    def event(self, event: Received | PeerUp | PeerLost) -> None:
+        self.now += 0.001
+        self.take(self.core.handle(event, self.now))
+        self.core.check()
+        while sends := self.core.plan(int(self.now * 1e9)):
+            self.take(sends)
+            self.core.check()
+
+    def step(self) -> None:
+        self.event(Received(WORKER, LIFE, self.model.run(self.plans.popleft())))
+
+    def lose_worker(self) -> None:
+        """Its KV cache goes with it."""
+        self.plans.clear()
+        self.event(PeerLost(WORKER, LIFE))
+        self.model = Model(self.model.num_blocks, self.model.block_size, self.model.pipeline)
+        self.directory = Directory()
+        self.event(PeerUp(WORKER, LIFE))
+
+    def assign(self, handle: int, prompt: list[int], max_tokens: int, **params: object) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=params.pop("stop", ()))  # type: ignore[arg-type]
+        work = Work(
+            RequestId(f"r{handle}"),
+            Handle(handle),
+            pack_i32(prompt),
+            sampling,
+            arrival_s=float(handle),
+            **params,  # type: ignore[arg-type]
+        )
+        self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+
+    def finish(self) -> None:
+        for _ in range(100_000):
+            if not self.plans:
+                break
+            self.step()
+        assert not self.core.requests, "requests that nobody finishes"
+        assert self.core.batching.pool.num_free == self.model.num_blocks, "leaked blocks"
+
+
+def limits(**changes: int | bool) -> Limits:
+    values: dict[str, int | bool] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    return Limits(**{**values, **changes})

@@ -1,0 +1,39 @@
+"""What the scheduler knows of the KV cache, kept where a scheduler's death does not reach: which block holds which prefix. Pure.
+
+Plans bring the changes; `WorkerReady` gives all of it to the next scheduler, which goes on with the prefix cache of the one before, so
+that the requests that it takes up again find their tokens computed. Owned by io.py.
+"""
+
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.step_edge import HASH_BYTES, StepPlan
+
+
+class Directory:
+    """Least recently remembered first."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[int, bytes] = {}
+        self._session = 0
+        self._spoiled = False
+
+    def apply(self, plan: StepPlan) -> None:
+        """What holds once the plan is done. The first plan of a session says all that its scheduler took over."""
+        if plan.session != self._session:
+            self._session, self._spoiled = plan.session, False
+            self._hashes.clear()
+        if plan.forgotten:
+            for block in ints(plan.forgotten):
+                self._hashes.pop(block, None)
+        if plan.remembered:
+            for nth, block in enumerate(ints(plan.remembered)):
+                self._hashes[block] = plan.hashes[nth * HASH_BYTES : (nth + 1) * HASH_BYTES]
+
+    def spoil(self) -> None:
+        """A step failed: what it and those after it should have written is not there. Nothing is kept of this session."""
+        self._spoiled = True
+
+    def columns(self) -> tuple[bytes, bytes]:
+        """Blocks as int32, and their hashes."""
+        if self._spoiled:
+            return b"", b""
+        return pack_i32(list(self._hashes)), b"".join(self._hashes.values())
