@@ -12,6 +12,7 @@ from meshlm.frontend.schema import (
     MAX_SEQUENCES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    NOT_SUPPORTED,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -74,7 +75,11 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         if not path and "required field" in what:
             param = what.rpartition("`")[0].rpartition("`")[2]
         raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
-    return value, tuple(sorted(raw.keys() - set(kind.__struct_fields__)))
+    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
+    for name in unknown:
+        if raw[name] and name in NOT_SUPPORTED:
+            raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
+    return value, tuple(unknown)
 
 
 def _bad_byte(body: bytes) -> int:

@@ -13,6 +13,23 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_TOKENS = 1 << 30
 
+# vLLM's fields that decide what the answer is: to ignore them, as other unknown fields are, would be a wrong answer.
+NOT_SUPPORTED = {
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        "structured outputs are not supported",
+    ),
+    "use_beam_search": "beam search is not supported",
+    "bad_words": "not supported; logit_bias with -100 bans token ids",
+    "prompt_embeds": "not supported; a prompt is text or token ids",
+    "mm_processor_kwargs": "images and sound are not supported",
+    "documents": "not supported; put documents into the messages, or use chat_template_kwargs",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+    "logits_processors": "not supported",
+    "kv_transfer_params": "KV transfer is not supported",
+}
+
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]

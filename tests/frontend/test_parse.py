@@ -11,7 +11,14 @@ from parsing import ENDPOINTS, EOS, RESOLVED, USER, ask, asked, body_of, refused
 from meshlm.frontend import parse
 from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.schema import ChatRequest, Common, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.frontend.schema import (
+    NOT_SUPPORTED,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from meshlm.frontend.submits import build as build_submits
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle
@@ -396,6 +403,15 @@ def test_required(endpoint: str, field: str) -> None:
 
 
 # --- /tokenize, /detokenize ---
+
+
+@pytest.mark.parametrize("endpoint", ["text", "chat"])
+@pytest.mark.parametrize("field", NOT_SUPPORTED)
+def test_what_would_change_the_answer_is_not_ignored(endpoint: str, field: str) -> None:
+    assert ask(endpoint, **{field: None}).unknown_fields == (field,)
+    raised, error = refused(endpoint, {field: {"type": "object"}})
+    assert (raised.status, error["param"]) == (400, field)
+    assert "supported" in str(error["message"])
 
 
 def tokenized(**fields: object) -> TextPrompt | TokenPrompt | ChatPrompt:
