@@ -4,8 +4,10 @@
 
 The sustainable load is measured first (as many streams as have a place, one after the other). Then requests arrive at random
 (Poisson, seeded) for --seconds at each level, each on its own connection. Reported: inter-token latency (ITL) and time to first
-token (TTFT) of what was served, the share that got 503 and how soon, and the resident memory of each process afterwards. The
-client is one process on the same machine, so its own CPU is part of what the mesh competes with.
+token (TTFT) of what was served, the share that got 503 and how soon, and the resident memory of each process afterwards. "How soon" is
+measured twice: by the client, from the end of its connect, and by the frontend, from the first byte of the head that it reads (its
+histogram meshlm:request_refusal_seconds, so the figure is the upper end of a bucket); what lies between them waits in the kernel for
+the frontend, or for the client. The client is one process on the same machine, so its own CPU is part of what the mesh competes with.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from typing import Any
 MESHLM = Path(sys.executable).parent / "meshlm"
 TICKS = os.sysconf("SC_CLK_TCK")
 LEVELS = (1, 2, 10)
+SHARES = (("p50_below", 0.5), ("p99_below", 0.99))
 LIMIT_S = 60.0  # after the last arrival, until the last answer
 
 
@@ -128,6 +132,27 @@ def report(level: float, rate: float, requests: list[Request]) -> dict[str, Any]
     }
 
 
+def refusals(port: int) -> dict[float, float]:
+    """Upper end of a bucket in seconds -> refusals so far that took no longer, as the frontend counted them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("meshlm:request_refusal_seconds_bucket"):
+            found[float(line.partition('le="')[2].partition('"')[0])] = float(line.rpartition(" ")[2])
+    return found
+
+
+def bounds(before: dict[float, float], after: dict[float, float]) -> dict[str, float] | None:
+    """Milliseconds within which half of the refusals, and 99 of 100, were answered."""
+    counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
+    total = max(counts.values(), default=0.0)
+    if not total:
+        return None
+    within = {name: next(bound for bound, count in counts.items() if count >= share * total) for name, share in SHARES}
+    return {"count": total, **{name: round(1e3 * bound, 2) for name, bound in within.items()}}
+
+
 def processes(run_dir: str) -> dict[str, tuple[float, float]]:
     """Resident MiB and CPU seconds by process."""
     asked = subprocess.run([MESHLM, "status", "--json", "--run-dir", run_dir], capture_output=True, check=True, cwd="/")
@@ -148,9 +173,11 @@ async def measure(arguments: argparse.Namespace, port: int, run_dir: str) -> dic
     found = []
     first = before = processes(run_dir)
     for level in LEVELS:
+        refused = refusals(port)
         begun, used = time.perf_counter(), time.process_time()
         result = report(level, level * rate, await load.offered(level * rate, arguments.seconds))
         wall, after = time.perf_counter() - begun, processes(run_dir)
+        result["refusal_by_frontend_ms"] = bounds(refused, refusals(port))
         result["rss_mib"] = {name: round(mib, 1) for name, (mib, _) in after.items()}
         cores = {name: round((seconds - before[name][1]) / wall, 2) for name, (_, seconds) in after.items()}
         result["cores_used"] = {**cores, "client": round((time.process_time() - used) / wall, 2)}

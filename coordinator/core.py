@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from meshlm.coordinator.events import Event, PeerLost, Received, Send, Tick
+from meshlm.coordinator.gate import Gate
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.routing import Choice, Policy, Router
@@ -68,6 +69,7 @@ class Coordinator:
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
         self.moving = Moves(self.router)
+        self.gate = Gate()
         self._seen_changes = 0
         self._serving = False
 
@@ -87,11 +89,15 @@ class Coordinator:
                     *self.moving.rebalance(now),
                     *self._drained(),
                     *self._stats(),
+                    *(self._tell_frontends(control.QueueFull(True)) if self.gate.shut else ()),
                 ]
         if self.router.changes != self._seen_changes:
             self._seen_changes = self.router.changes
             self.moving.look_again(now)
             effects += [*self._release(), *self.moving.rebalance(now)]
+        if self.gate.due(now) and not self._full():
+            self.gate.open()
+            effects += self._tell_frontends(control.QueueFull(False))
         return effects + self.moving.rescue(now)
 
     def _received(self, event: Received, now: float) -> list[Send]:
@@ -174,7 +180,8 @@ class Coordinator:
         self.held.pop(admit.work.request_id, None)
         refused = self._refusal(admit)
         if refused is not None:
-            return [Send(sender, refused)]
+            shut = refused.kind is ErrorKind.OVERLOADED and self.gate.refused(now)
+            return [Send(sender, refused), *(self._tell_frontends(control.QueueFull(True)) if shut else ())]
         choice = self._choose(admit)
         if choice is None:
             self.held[admit.work.request_id] = _Held(sender, incarnation, admit, now + _patience_s(admit))
@@ -200,10 +207,13 @@ class Coordinator:
             return Refused(work.handle, ErrorKind.INVALID, text, name)
         if work.attempt or work.emitted or admit.again:
             return None  # it was let in before, and its client may read already
-        if self.router.full(self.max_waiting - len(self.held)):
+        if self._full():
             text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
             return Refused(work.handle, ErrorKind.OVERLOADED, text)
         return None
+
+    def _full(self) -> bool:
+        return self.router.full(self.max_waiting - len(self.held))
 
     def _dispatch(self, choice: Choice, sender: Identity, incarnation: Incarnation, admit: Admit) -> list[Send]:
         work, rank = admit.work, choice.rank
@@ -336,8 +346,10 @@ class Coordinator:
             if (load := rank.load) is not None
         )
         reason = self._reason()
-        stats = control.MeshStats(reason == "", reason, ranks, len(self.held))
-        return [Send(identity, stats) for identity in self.members if identity.role is Role.FRONTEND]
+        return self._tell_frontends(control.MeshStats(reason == "", reason, ranks, len(self.held)))
+
+    def _tell_frontends(self, message: Struct) -> list[Send]:
+        return [Send(identity, message) for identity in self.members if identity.role is Role.FRONTEND]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

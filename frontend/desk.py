@@ -97,6 +97,7 @@ class Desk:
         self.orphans: list[Choice] = []  # without a detokenizer, until one is there
         self.load: dict[Identity, int] = {}  # open choices by detokenizer
         self.intervals: dict[float, int] = {}  # seconds between tokens -> how often, for the metrics
+        self.unaccepted: set[int] = set()  # handles of new choices whose prompts are not encoded yet
         self._next_handle = 0
 
     def new_handle(self) -> Handle:
@@ -119,6 +120,7 @@ class Desk:
     def _again(self, choice: Choice) -> list[Send]:
         """Another attempt: what its client has is delivered."""
         self.by_handle.pop(choice.handle, None)
+        self.unaccepted.discard(choice.handle)
         choice.detokenizer = None
         attempt, have = choice.submit.attempt + 1, len(choice.token_ids)
         choice.fruitless = 1 if have > choice.begun_with else choice.fruitless + 1
@@ -156,6 +158,8 @@ class Desk:
         choice.detokenizer = target
         self.by_handle[choice.handle] = choice
         self.load[target] += 1
+        if not choice.submit.attempt:
+            self.unaccepted.add(choice.handle)
 
     # --- requests ---
 
@@ -188,12 +192,14 @@ class Desk:
         return sends
 
     def _forget(self, choice: Choice) -> None:
+        self.unaccepted.discard(choice.handle)
         if self.by_handle.pop(choice.handle, None) is not None and choice.detokenizer in self.load:
             self.load[choice.detokenizer] -= 1
 
     # --- answers ---
 
     def accepted(self, message: Accepted) -> None:
+        self.unaccepted.difference_update(message.handles)
         for handle in message.handles:
             choice = self.by_handle.get(handle)
             if choice is not None:
@@ -275,5 +281,6 @@ class Desk:
             assert choice.handle == handle
             assert choice.finished is None, "a finished choice is still open"
             assert choice.detokenizer in self.load, "an open choice whose detokenizer is gone"
+        assert self.unaccepted <= self.by_handle.keys(), "a prompt that nobody has is waited for"
         for identity, count in self.load.items():
             assert count == sum(1 for choice in self.by_handle.values() if choice.detokenizer == identity)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import time
 from collections import deque
 from typing import Any
 
@@ -72,7 +73,9 @@ class MeshProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._field_bytes = 0
-        self.scope["extensions"] = {EXTENSION: {"transport": self.transport, "flow": self.flow}}
+        self.scope["extensions"] = {
+            EXTENSION: {"transport": self.transport, "flow": self.flow, "begun": time.monotonic()}
+        }
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._field_bytes += len(name) + len(value) + 4

@@ -13,7 +13,7 @@ from meshlm.frontend.answers import Answer
 from meshlm.frontend.desk import Choice, Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.server import Routes
-from meshlm.protocol.control_edge import MeshStats, OpenRequests, Profile, Profiled, Refuse, Shutdown
+from meshlm.protocol.control_edge import MeshStats, OpenRequests, Profile, Profiled, QueueFull, Refuse, Shutdown
 from meshlm.protocol.ids import Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -53,6 +53,7 @@ class FrontendApp:
         self._orphaned_at: float | None = None
         self._draining = False
         self._refusing = False  # meshlm drain
+        self._queue_full = False  # by the coordinator's word
         self._handing_over = False
         self._news = asyncio.Event()  # set whenever the answer of not_ready_reason may have changed
         self._closed = asyncio.Event()  # set whenever a request ends
@@ -120,6 +121,25 @@ class FrontendApp:
         if self._stats.serving and not self._desk.load:
             return "no detokenizer can be reached"
         return "" if self._stats.serving else self._stats.reason
+
+    def refusal(self, *, attaches: bool) -> str:
+        """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""
+        if self._draining or self._refusing:
+            return self.not_ready_reason()
+        if self.num_open >= self.config.server.max_concurrent_requests:
+            return "too many open requests (--max-concurrent-requests)"
+        if attaches:
+            return ""
+        waiting = self.config.scheduler.max_waiting
+        if self._queue_full:
+            return f"{waiting} requests are waiting already (--max-waiting)"
+        if len(self._desk.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._stats.ranks)):
+            return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
+        return ""
+
+    def refused(self, seconds: float) -> None:
+        """A request got 503 so long after its head began to come."""
+        self._metrics.refusal.observe(seconds)
 
     async def wait_serving(self) -> str:
         """Wait until requests can be served, HOLD_S at most; what is missing then, "" when nothing is."""
@@ -244,6 +264,8 @@ class FrontendApp:
                 self._refusing = message.on
                 self._news.set()
                 self._tell_open()
+            case QueueFull():
+                self._queue_full = message.on
             case Shutdown(handover=True):
                 self._handing_over = True
             case MeshStats():
@@ -262,6 +284,8 @@ class FrontendApp:
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
             self._send(self._desk.detokenizer_down(peer))
+        elif peer.role is Role.COORDINATOR:
+            self._queue_full = False
 
     def flush(self) -> None:
         """Chunks are written as their rows are read."""

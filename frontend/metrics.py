@@ -33,6 +33,7 @@ _SECONDS = (
     80.0,
 )
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_REFUSALS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
@@ -52,6 +53,9 @@ class Metrics:
         self.ttft = histogram("time_to_first_token_seconds", "Time to first token.", _SECONDS).labels(model)
         self.itl = _Bulk(histogram("inter_token_latency_seconds", "Time between tokens.", _ITL).labels(model), _ITL)
         self.e2e = histogram("e2e_request_latency_seconds", "Whole request.", _LONG).labels(model)
+        self.refusal = histogram(
+            "request_refusal_seconds", "From a request's head to its 503, of those refused by their head.", _REFUSALS
+        ).labels(model)
         self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", _ITL).labels(
             model
         )

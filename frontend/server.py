@@ -24,6 +24,7 @@ from meshlm.frontend import parse, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.desk import Choice
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
@@ -44,9 +45,10 @@ class Backend(Protocol):
     config: MeshConfig
     resolved: Resolved
     version: str
-    num_open: int
 
     def not_ready_reason(self) -> str: ...
+    def refusal(self, *, attaches: bool) -> str: ...
+    def refused(self, seconds: float) -> None: ...
     async def wait_serving(self) -> str: ...
     def new_handle(self) -> Handle: ...
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
@@ -64,7 +66,7 @@ class Routes:
         self._backend = backend
 
     def app(self) -> Any:
-        """The ASGI application: CORS, then the key check, then the routes."""
+        """The ASGI application: CORS, then the key check, then the gate, then the routes."""
         post, get = ["POST"], ["GET"]
         routes = [
             Route("/v1/completions", _Endpoint(self.completions), methods=post),
@@ -87,7 +89,11 @@ class Routes:
         keys = tuple(key.encode() for key in server.api_key)
         return Starlette(
             routes=routes,
-            middleware=[cors, Middleware(_KeyCheck, keys=keys)],
+            middleware=[
+                cors,
+                Middleware(_KeyCheck, keys=keys),
+                Middleware(Gate, refusal=self._backend.refusal, refused=self._backend.refused),
+            ],
             exception_handlers={HTTPException: _plain_error},
         )
 
@@ -205,9 +211,8 @@ class Routes:
         self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
     ) -> Response | None:
         backend = self._backend
-        if backend.num_open >= backend.config.server.max_concurrent_requests:
-            raise HttpError(503, "too many open requests (--max-concurrent-requests)", kind="overloaded_error")
-        if reason := await backend.wait_serving():
+        attaches = again is not None
+        if reason := backend.refusal(attaches=attaches) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         name = again.key if again else request.headers.get("x-request-id") or uuid.uuid4().hex
         request_id = prefix + name[:128]

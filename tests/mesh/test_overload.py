@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from http_clients import error_of, events, reference
+from http_clients import answer_of, connect, error_of, events, head, metric, post, reference, until
 from serving import Serving, serving
 
 pytestmark = pytest.mark.mesh
@@ -59,6 +59,26 @@ def test_beyond_the_queue_is_503_and_what_runs_keeps_its_pace() -> None:
             answer.elapsed.total_seconds() < min(one.elapsed.total_seconds() for one in served) for answer in refused
         )
         assert pace(times[0]) < 2 * pace(alone)
+
+
+def test_a_full_queue_refuses_by_the_head_of_a_request() -> None:
+    flags = ("--device", "fake", "--fake-step-ms", str(STEP_MS), "--max-model-len", "4096")
+    body = {"prompt": [7, 8], "max_tokens": 4000, "ignore_eos": True}
+    with (
+        serving(*flags, "--max-num-seqs", "1", "--max-waiting", "1") as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        with connect(server) as runs, connect(server) as waits, connect(server) as announces:
+            runs.sendall(post({**body, "stream": True}))
+            assert runs.recv(4096).startswith(b"HTTP/1.1 200 ")
+            waits.sendall(post(body))
+            until(lambda: metric(client, "num_requests_waiting") == 1)
+            assert client.post("/v1/completions", json=body).status_code == 503
+            announces.sendall(head("POST", "/v1/completions", "Content-Length: 1000000"))
+            status, content = answer_of(announces)  # and the body never comes
+            assert (status, b"--max-waiting" in content) == (503, True)
+            assert metric(client, "request_refusal_seconds_count") >= 1
+        until(lambda: client.post("/v1/completions", json={**body, "max_tokens": 1}).status_code == 200)
 
 
 def pace(times: list[float]) -> float:

@@ -227,6 +227,7 @@ FULL: tuple[Struct, ...] = (
     control.Leave(),
     control.Members(Epoch(8), (MEMBER, control.Member(DETOKENIZER, LIFE, "ipc://d"))),
     RANK_STATS,
+    control.QueueFull(True),
     control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4),
     # carried by several
     SAMPLING,

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from meshlm.protocol.admit_edge import Admit, Assign, Load, Refused, Routed, Work
 from meshlm.protocol.columns import ints
-from meshlm.protocol.control_edge import Died, Join, Members, MeshStats
+from meshlm.protocol.control_edge import Died, Join, Members, MeshStats, QueueFull
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.text_edge import Submit, TextDeltas
 from meshlm.protocol.token_edge import TokenDeltas
@@ -23,7 +23,7 @@ def _rows(names: bytes, starts: bytes, counts: bytes) -> str:
 def show(what: object) -> str:
     """One message. "" for those that come all the time and say little."""
     match what:
-        case Members() | MeshStats():
+        case Members() | MeshStats() | QueueFull():
             return ""
         case Load():
             return f"Load(serving={what.serving}, ended={what.ended})" if what.ended or not what.serving else ""
