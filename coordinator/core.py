@@ -128,7 +128,12 @@ class Coordinator:
         self.members[member.identity] = member
         if member.identity.role is Role.SCHEDULER and member.identity not in self.ranks:
             self.router.add(Rank(member.identity, member.incarnation, retiring=member.identity.index >= self.num_ranks))
-        return effects + self._announce() + self._serving_change()
+        news = self._announce() + self._serving_change()
+        if member.identity.role is Role.FRONTEND and not any(isinstance(s.message, control.MeshStats) for s in news):
+            news += [
+                send for send in self._stats() if send.to == member.identity
+            ]  # it can serve, and need not wait a second
+        return effects + news
 
     def _announce(self) -> list[Send]:
         self.epoch += 1

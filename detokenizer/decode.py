@@ -37,6 +37,10 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
+# For str.translate: stand-ins become their bytes, anything else what latin-1 does not have.
+_TO_BYTES = {**dict.fromkeys(range(256), 0x100), **{ord(char): byte for char, byte in _byte_alphabet().items()}}
+
+
 class TokenTable:
     """Bytes and, where they are whole characters, text of every token."""
 
@@ -47,7 +51,6 @@ class TokenTable:
         self.special = loaded.special_ids
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
-        alphabet = _byte_alphabet()
         self.bytes: list[bytes] = [b""] * size
         self.text: list[str | None] = [""] * size
         for index in range(size):
@@ -57,7 +60,7 @@ class TokenTable:
             if index in added or not self.byte_level:
                 data = _plain_bytes(token, index in added)
             else:
-                data = bytes(alphabet[char] for char in token) if all(c in alphabet for c in token) else token.encode()
+                data = _alphabet_bytes(token)
             self.bytes[index] = data
             try:
                 self.text[index] = data.decode()
@@ -79,6 +82,14 @@ class TokenTable:
             return "", b""
         data = self.bytes[token]
         return data.decode("utf-8", "replace"), data
+
+
+def _alphabet_bytes(token: str) -> bytes:
+    """A byte-level token's bytes. Called for every token of the vocabulary while clients may wait."""
+    try:
+        return token.translate(_TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 def _plain_bytes(token: str, added: bool) -> bytes:

@@ -235,6 +235,10 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     step_timeout: Annotated[
         float, Meta(ge=0, description="seconds that one step may take until its worker is replaced; 0: any time")
     ] = 120.0
+    standby_roles: Annotated[
+        tuple[Literal["none", "frontend", "detokenizer", "coordinator", "scheduler", "worker"], ...],
+        Meta(description="roles of which a loaded process waits to take the place of one that dies", extra=PER_NODE),
+    ] = ("detokenizer",)
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="of the processes' logs")] = (
         "info"
     )

@@ -69,7 +69,8 @@ def main(
 ) -> NoReturn:
     """Run a process of the mesh to its end. Exit code 0 after an orderly stop, 1 after a failure.
 
-    A standby does `load_ahead` (what start() will find done) and waits for its turn before it takes its place in the mesh.
+    A standby does `load_ahead` (what start() will find done) and waits for its turn before it takes its place in the mesh. Which place
+    that is it may learn only then.
     """
     parser = argparse.ArgumentParser(prog=f"meshlm {role.value}")
     parser.add_argument("--config", type=Path, required=True)
@@ -78,24 +79,31 @@ def main(
     parser.add_argument("--standby", type=int, help="descriptor on which to wait for the turn")
     arguments = parser.parse_args(argv)
     _die_with_parent()
-    setproctitle.setproctitle(f"meshlm: {arguments.identity}")
-    config = msgspec.json.decode(arguments.config.read_bytes(), type=MeshConfig)
+    config = _read(arguments.config)
     logs.configure(config.run)
-    _dump_stacks_on_request(Path(config.run.run_dir), arguments.identity)
-    incarnation = arguments.incarnation
+    identity, incarnation = arguments.identity, arguments.incarnation
     if arguments.standby is not None:
+        setproctitle.setproctitle(f"meshlm: standby {role.value}")
         load_ahead(config)
-        incarnation = _wait_for_turn(arguments.standby)
-    process = _Process(config, arguments.identity, Incarnation(incarnation), make_app())
+        identity, incarnation = _wait_for_turn(arguments.standby)
+        config = _read(arguments.config)  # the mesh may have been scaled since
+    setproctitle.setproctitle(f"meshlm: {identity}")
+    _dump_stacks_on_request(Path(config.run.run_dir), identity)
+    process = _Process(config, identity, Incarnation(incarnation), make_app())
     sys.exit(uvloop.run(process.run()))
 
 
-def _wait_for_turn(descriptor: int) -> int:
-    """Say that all is loaded; the incarnation to begin with. Ends the process when it is not needed any more."""
+def _read(config_file: Path) -> MeshConfig:
+    return msgspec.json.decode(config_file.read_bytes(), type=MeshConfig)
+
+
+def _wait_for_turn(descriptor: int) -> tuple[Identity, int]:
+    """Say that all is loaded; the place and the incarnation to begin with. Ends the process when it is not needed any more."""
     try:
         with socket.socket(fileno=descriptor) as turn:
             turn.send(b"loaded\n")
-            return int(turn.recv(64))
+            identity, incarnation = turn.recv(64).decode("ascii").split()
+            return Identity.parse(identity), int(incarnation)
     except (OSError, ValueError):
         sys.exit(0)
 

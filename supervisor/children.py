@@ -35,7 +35,8 @@ def command(config_file: Path, identity: Identity, incarnation: Incarnation, sta
 
 
 class Child:
-    """One life of one process. A `standby` loads, says so, and begins when it is given its turn."""
+    """One life of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
+    as long as it lives: it may have its turn before it has said anything."""
 
     def __init__(
         self, identity: Identity, incarnation: Incarnation, config_file: Path, *, standby: bool = False
@@ -86,17 +87,15 @@ class Child:
 
         loop.add_reader(turn, readable)
 
-    def take_turn(self, loop: asyncio.AbstractEventLoop, incarnation: Incarnation) -> bool:
+    def take_turn(self, loop: asyncio.AbstractEventLoop, identity: Identity, incarnation: Incarnation) -> bool:
         """Have a standby begin as this life, now or as soon as it is loaded. False when it is gone."""
-        turn, self._turn = self._turn, None
-        assert turn is not None
-        loop.remove_reader(turn)
-        self.incarnation = incarnation
-        with turn:
-            try:
-                turn.send(f"{incarnation}\n".encode())
-            except OSError:
-                return False
+        assert self._turn is not None
+        loop.remove_reader(self._turn)
+        try:
+            self._turn.send(f"{identity} {incarnation}\n".encode())
+        except OSError:
+            return False
+        self.identity, self.incarnation = identity, incarnation
         return True
 
     def send_signal(self, number: signal.Signals) -> None:

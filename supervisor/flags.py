@@ -120,7 +120,10 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
             return {"choices": choices, "type": lambda text: synonyms.get(text, text)}
         return {"choices": choices, "type": type(choices[0])}
     if get_origin(kind) is tuple:
-        return {"nargs": "+", "type": get_args(kind)[0], "metavar": metavar}
+        (each, _) = get_args(kind)
+        if get_origin(each) is Literal:
+            return {"nargs": "+", "choices": get_args(each)}
+        return {"nargs": "+", "type": each, "metavar": metavar}
     return {"type": kind, "metavar": metavar}
 
 

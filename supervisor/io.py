@@ -172,6 +172,8 @@ class Supervisor:
     # --- the group's decisions ---
 
     def _do(self, event: rolling.Event) -> None:
+        if isinstance(event, rolling.Restart):
+            self._lives.end_warm()
         for effect in self._group.roll(event, time.time()):
             self._perform(effect)
 
@@ -287,9 +289,18 @@ class Supervisor:
     def _tick(self) -> None:
         if self._begun:
             self._do(events.Tick())
+            self._keep_warm()
         if self._network is not None:
             self._network.tick()
         self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _keep_warm(self) -> None:
+        """Standbys of --standby-roles, for as long as all is as it should be."""
+        group = self._group
+        if group.was_ready and not (group.stopping or group.gave_up or group.restarting or group.changing):
+            present = {identity.role for identity in group.processes}
+            wanted = [role for role in present if role.value in self.config.run.standby_roles]
+            self._lives.keep_warm(wanted, self._loop.time())
 
     def _finish(self, failure: str | None) -> None:
         if self.ended.done():

@@ -1,18 +1,23 @@
 """The lives of this host's processes: who is in which place, and the standbys that wait for one. Owned by io.py.
 
+There are two sorts of standbys: one that a restart loads for a certain place, and warm ones (--standby-roles), which wait for the
+death of any process of their role: imports and a large vocabulary are most of the time that such a death costs.
+
 Does what the group decided and tells it what became of that. Asking a process over the mesh to end is io.py's.
 """
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor import events, group, rolling
 from meshlm.supervisor.children import Child
 
 STACKS_S = 0.2  # that a stuck process has for writing its stacks
+WARM_AFTER_S = 2.0  # after the last one was taken, or the mesh was ready: those that serve need the processor first
+WARM_AGAIN_S = 30.0  # after one that ended without having been taken
 
 
 class Lives:
@@ -25,6 +30,8 @@ class Lives:
         self._loop = asyncio.get_running_loop()
         self._children: dict[Identity, Child] = {}
         self._standbys: dict[Identity, Child] = {}
+        self._warm: dict[Role, Child] = {}
+        self._warm_at: dict[Role, float] = {}  # not before
 
     def of(self, identity: Identity) -> Child | None:
         """Who is in that place now."""
@@ -35,12 +42,38 @@ class Lives:
 
     def spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         """Give the place to its standby, where one is alive, else to a new process."""
-        standby = self._standbys.pop(identity, None)
-        if standby is not None and standby.take_turn(self._loop, incarnation):
+        standby = self._standbys.pop(identity, None) or self._take_warm(identity.role)
+        if standby is not None and standby.take_turn(self._loop, identity, incarnation):
             self._children[identity] = standby
             return
         self._children[identity] = child = Child(identity, incarnation, self._config_file)
         child.watch(self._loop, self._exited)
+
+    def keep_warm(self, roles: Iterable[Role], now: float) -> None:
+        """Load a standby for each of these roles, if there is none and it is time. `now` is of the loop."""
+        for role in roles:
+            if role not in self._warm and now >= self._warm_at.setdefault(role, now + WARM_AFTER_S):
+                self._warm[role] = child = Child(Identity(role), Incarnation(0), self._config_file, standby=True)
+                child.watch(self._loop, self._exited)
+
+    def warm(self) -> dict[Role, int]:
+        """Pids of those that wait."""
+        return {role: child.pid for role, child in self._warm.items()}
+
+    def _take_warm(self, role: Role) -> Child | None:
+        child = self._warm.pop(role, None)
+        if child is not None:
+            self._warm_at[role] = self._loop.time() + WARM_AFTER_S
+            if child.is_stopped():  # somebody did that; it would not begin
+                child.kill()
+                return None
+        return child
+
+    def end_warm(self) -> None:
+        """They were loaded from what may have been replaced since."""
+        for role in list(self._warm):
+            self._warm.pop(role).kill()
+            self._warm_at[role] = self._loop.time()
 
     def prepare(self, identity: Identity) -> None:
         """Load a standby."""
@@ -72,13 +105,19 @@ class Lives:
             standby.kill()
 
     def kill_all(self) -> None:
-        for child in (*self._children.values(), *self._standbys.values()):
+        for child in (*self._children.values(), *self._standbys.values(), *self._warm.values()):
             child.kill()
 
     def _exited(self, child: Child, code: int) -> None:
         if self._standbys.get(child.identity) is child:
             del self._standbys[child.identity]
             self._do(rolling.Prepared(child.identity, group.exit_text(code)))
+            return
+        if not child.incarnation:  # it never had a place
+            role = child.identity.role
+            if self._warm.get(role) is child:
+                del self._warm[role]
+                self._warm_at[role] = self._loop.time() + WARM_AGAIN_S
             return
         if self._children.get(child.identity) is child:
             del self._children[child.identity]

@@ -40,7 +40,7 @@ class LLM:
         unknown = sorted(settings.keys() - names)
         if unknown:
             raise TypeError(f"LLM: unknown argument {unknown[0]!r}")
-        config = flags.build({**settings, "model": model}, None)
+        config = flags.build({"standby_roles": ("none",), **settings, "model": model}, None)
         self._folder = tempfile.TemporaryDirectory(prefix="mlm")
         run_dir = Path(self._folder.name) / "run"
         rundir.create(run_dir)

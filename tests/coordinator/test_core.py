@@ -84,6 +84,13 @@ def test_serving_needs_a_serving_rank_and_a_ready_detokenizer() -> None:
     assert (said.serving, said.ranks) == (False, ())
 
 
+def test_a_new_frontend_hears_at_once_whether_requests_can_be_served() -> None:
+    bench = Bench(D0, S0)
+    (send,) = [send for send in bench.join(F0) if isinstance(send.message, control.MeshStats)]
+    assert (send.to, send.message.serving) == (F0, True)
+    assert [send.to for send in bench.join(F0, life=2) if isinstance(send.message, control.MeshStats)] == [F0]
+
+
 def test_a_rank_whose_workers_die_serves_no_more() -> None:
     bench = Bench(F0, D0, S0)
     (said,) = stats(bench.says(S0, load(serving=False)))

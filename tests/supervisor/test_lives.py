@@ -4,14 +4,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.supervisor import children, events, rolling
-from meshlm.supervisor.lives import Lives
+from meshlm.supervisor import children, events, lives, rolling
+from meshlm.supervisor.lives import WARM_AFTER_S, Lives
 
 WORKER = Identity(Role.WORKER, 0)
 LIMIT_S = 20.0
@@ -39,19 +39,35 @@ class Seen:
         return await asyncio.wait_for(self.news.get(), LIMIT_S)
 
 
+class Watched(children.Child):
+    """A child of whose end the fixture hears."""
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[children.Child, int], None]) -> None:
+        self.over = asyncio.Event()
+
+        def over(child: children.Child, code: int) -> None:
+            on_exit(child, code)
+            self.over.set()
+
+        super().watch(loop, over)
+        born.append(self)
+
+
+born: list[Watched] = []
+
+
 @pytest.fixture
-async def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
+async def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Seen]:
     def command(config_file: Path, identity: Identity, incarnation: Incarnation, standby: int = -1) -> list[str]:
         return [sys.executable, "-P", "-c", PROGRAM, str(standby)]
 
     monkeypatch.setattr(children, "command", command)
-    return Seen(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def none_is_left(seen: Seen) -> Iterator[None]:
-    yield
-    seen.lives.kill_all()
+    monkeypatch.setattr(lives, "Child", Watched)
+    born.clear()
+    yield Seen(tmp_path)
+    for child in born:  # none is left
+        child.kill()
+        await asyncio.wait_for(child.over.wait(), LIMIT_S)
 
 
 async def test_a_life_ends_once(seen: Seen) -> None:
@@ -91,3 +107,49 @@ async def test_a_stopped_process_is_ended_too(seen: Seen) -> None:
     ended = await seen.next()
     assert isinstance(ended, events.Exited)
     assert ended.code in (-signal.SIGUSR1, -signal.SIGKILL)
+
+
+async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_later(
+    seen: Seen,
+) -> None:
+    seen.lives.keep_warm([Role.WORKER], 100.0)
+    assert seen.lives.warm() == {}, "those that serve come first"
+    seen.lives.keep_warm([Role.WORKER], 100.0 + WARM_AFTER_S)
+    (pid,) = seen.lives.warm().values()
+    seen.lives.keep_warm([Role.WORKER], 200.0)
+    assert list(seen.lives.warm().values()) == [pid], "one is enough"
+    other = Identity(Role.WORKER, 3)
+    seen.lives.spawn(other, Incarnation(9))
+    assert seen.lives.pids() == {other: pid}
+    assert await seen.next() == other
+    assert await seen.next() == events.Exited(other, Incarnation(9), 7)
+    now = asyncio.get_running_loop().time()
+    seen.lives.keep_warm([Role.WORKER], now)
+    assert seen.lives.warm() == {}
+    seen.lives.keep_warm([Role.WORKER], now + 2 * WARM_AFTER_S)
+    assert seen.lives.warm().keys() == {Role.WORKER}
+
+
+async def test_a_warm_standby_of_another_role_or_a_stopped_one_takes_no_place(seen: Seen) -> None:
+    seen.lives.keep_warm([Role.SCHEDULER], 0.0)
+    seen.lives.keep_warm([Role.SCHEDULER], WARM_AFTER_S)
+    (pid,) = seen.lives.warm().values()
+    seen.lives.spawn(WORKER, Incarnation(5))
+    assert seen.lives.warm() == {Role.SCHEDULER: pid}
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    scheduler = Identity(Role.SCHEDULER, 0)
+    seen.lives.spawn(scheduler, Incarnation(6))
+    assert seen.lives.pids()[scheduler] != pid
+
+
+async def test_warm_standbys_are_ended_when_what_they_loaded_is_old(seen: Seen) -> None:
+    seen.lives.keep_warm([Role.WORKER], 0.0)
+    seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S)
+    (pid,) = seen.lives.warm().values()
+    seen.lives.end_warm()
+    assert seen.lives.warm() == {}
+    seen.lives.spawn(WORKER, Incarnation(5))
+    assert seen.lives.pids()[WORKER] != pid
+    seen.lives.keep_warm([Role.WORKER], asyncio.get_running_loop().time() + 1.0)
+    assert seen.lives.warm().keys() == {Role.WORKER}
