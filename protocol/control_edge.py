@@ -41,7 +41,7 @@ class Beat(Struct, frozen=True, tag="beat"):
 
 
 class Profile(Struct, frozen=True, tag="profile"):
-    """Begin or end a profiler trace: a frontend asks the supervisor, the supervisor each worker."""
+    """Begin or end a profiler trace: a frontend asks the supervisor, the supervisor each worker, the head's each other node's."""
 
     handle: int  # names the question in the answer
     start: bool
@@ -135,7 +135,32 @@ class NodeReport(Struct, frozen=True, tag="node_report"):
     processes: tuple[ProcessReport, ...]
 
 
-SupervisorToSupervisor = NodeJoin | NodeWelcome | NodeRefused | NodeReport | Died | Shutdown
+class RestartProcesses(Struct, frozen=True, tag="restart_processes"):
+    """The head asks a node to replace these of its processes, one after the other. RestartNews follow."""
+
+    identities: tuple[Identity, ...]
+
+
+class RestartNews(Struct, frozen=True, tag="restart_news"):
+    """How that goes. `failure` is "" when it is over and all were replaced."""
+
+    lines: tuple[str, ...] = ()  # for the user
+    over: bool = False
+    failure: str = ""
+
+
+SupervisorToSupervisor = (
+    NodeJoin
+    | NodeWelcome
+    | NodeRefused
+    | NodeReport
+    | Died
+    | Shutdown
+    | Profile
+    | Profiled
+    | RestartProcesses
+    | RestartNews
+)
 
 
 class Member(Struct, frozen=True):

@@ -43,14 +43,14 @@ class Supervisor:
         self._group = rolling.Rolling(
             members, run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout
         )
-        self._operations = Operations(self._group, self._do, self._refuse, self.stop)
+        self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
         self._status: asyncio.Server | None = None
         self._drain_s = config.run.drain_timeout
-        self._traces = Traces(self.send)
-        self._lives = Lives(self._run_dir / rundir.CONFIG_FILE, self._do, self._traces.lost)
+        self.traces = Traces(self.send)
+        self._lives = Lives(self._run_dir / rundir.CONFIG_FILE, self._do, self.traces.lost)
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun = False
         self._network: network.Head | network.Guest | None = None
@@ -130,12 +130,11 @@ class Supervisor:
             case edge.Beat():
                 self._do(events.Beaten(peer, life, message.step, message.phase))
             case edge.OpenRequests():
-                self._operations.num_open[peer] = message.num_open
+                self.operations.num_open[peer] = message.num_open
             case edge.Profile():
-                self._tasks.add(task := self._loop.create_task(self._profile_for(peer, message)))
-                task.add_done_callback(self._tasks.discard)
+                self.profile_for(peer, message)
             case edge.Profiled():
-                self._traces.answered(peer, message)
+                self.traces.answered(peer, message)
             case edge.RankDrained():
                 self._do(events.Drained(self._scaling.of_rank(message.dp_rank)))
 
@@ -143,7 +142,7 @@ class Supervisor:
         """A child's link is open. It may have met processes that died before it could be told."""
         for died in self._dead.values():
             self.send(peer, died)
-        if peer.role is Role.FRONTEND and self._operations.refusing:
+        if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
         if peer.role is Role.SUPERVISOR and self._network is not None:
             self._network.on_up(peer)
@@ -154,6 +153,8 @@ class Supervisor:
         """Deaths of children are the pidfds' to see."""
         if peer.role is Role.SUPERVISOR and self._network is not None:
             self._network.on_down(peer, reason)
+            self.traces.lost(peer)
+            self.operations.node_lost(peer)
 
     def flush(self) -> None:
         """Nothing is batched here."""
@@ -161,13 +162,20 @@ class Supervisor:
     # --- profiler traces ---
 
     async def profile(self, *, start: bool) -> edge.Profiled:
-        """Begin or end a trace in every worker (--profiler-dir)."""
+        """Begin or end a trace in every worker (--profiler-dir), on the head of several nodes in all of theirs."""
         workers = [identity for identity in self._group.processes if identity.role is Role.WORKER]
-        return await self._traces.ask(workers, start=start)
+        nodes = self._network.nodes() if self._network is not None else []
+        return await self.traces.ask([*workers, *nodes], start=start)
 
-    async def _profile_for(self, frontend: Identity, asked: edge.Profile) -> None:
-        answer = await self.profile(start=asked.start)
-        self.send(frontend, msgspec.structs.replace(answer, handle=asked.handle))
+    def profile_for(self, peer: Identity, asked: edge.Profile) -> None:
+        """A frontend, or a node's head, asks for it."""
+
+        async def answer() -> None:
+            profiled = await self.profile(start=asked.start)
+            self.send(peer, msgspec.structs.replace(profiled, handle=asked.handle))
+
+        self._tasks.add(task := self._loop.create_task(answer()))
+        task.add_done_callback(self._tasks.discard)
 
     # --- the group's decisions ---
 
@@ -206,9 +214,9 @@ class Supervisor:
             case rolling.Say():
                 self._say(effect.text)
             case rolling.Outcome():
-                self._say(effect.failure or "all were replaced")
-                self._operations.over(effect.failure)
+                self._display.line(effect.failure or "all were replaced")
                 self._lives.kill_standbys()
+                self.operations.over(effect.failure)
             case events.AllReady():
                 self.ready.set()
             case events.AllStopped():
@@ -219,7 +227,7 @@ class Supervisor:
                 self._finish(effect.message)
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
-        self._operations.num_open.pop(identity, None)
+        self.operations.num_open.pop(identity, None)
         self._lives.spawn(identity, incarnation)
 
     def _replace(self, effect: events.Replace) -> None:
@@ -235,7 +243,7 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         self._display.line(text)
-        self._operations.say(text)
+        self.operations.say(text)
 
     def _refuse(self, on: bool) -> None:
         assert self._mesh is not None
@@ -277,6 +285,9 @@ class Supervisor:
         """Tell all children of a death, here or on another node; those that come later, too."""
         self._dead[died.identity] = died
         self._tell_all(died)
+
+    def _elsewhere(self) -> dict[Identity, Identity]:
+        return self._network.processes() if self._network is not None else {}
 
     def fail(self, message: str) -> None:
         """End with this text."""
@@ -360,7 +371,7 @@ class Supervisor:
                 error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
                 return {"error": error} if error else msgspec.to_builtins(self.status())
             case command if command in Operations.COMMANDS:
-                return self._operations.answer(request)
+                return self.operations.answer(request)
             case unknown:
                 known = ", ".join(("status", "scale", *Operations.COMMANDS))
                 return {"error": f"unknown command {unknown!r}; known: {known}"}

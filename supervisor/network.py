@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
@@ -13,12 +14,17 @@ from meshlm.protocol.session import RIVAL
 from meshlm.supervisor import agreement
 from meshlm.supervisor.control import MeshStatus, ProcessStatus
 from meshlm.supervisor.nodes import Nodes
+from meshlm.supervisor.operations import Operations
+from meshlm.supervisor.traces import Traces
 
 HEAD = Identity(Role.SUPERVISOR, 0)
 
 
 class Own(Protocol):
     """This node's supervisor, as seen from here. io.py's is one."""
+
+    operations: Operations
+    traces: Traces
 
     def send(self, peer: Identity, message: Struct) -> bool: ...
     def line(self, text: str) -> None: ...
@@ -33,6 +39,7 @@ class Own(Protocol):
     def stop(self, drain_s: float | None = None) -> None: ...
     def fail(self, message: str) -> None: ...
     def status(self) -> MeshStatus: ...
+    def profile_for(self, peer: Identity, asked: edge.Profile) -> None: ...
 
 
 class Head:
@@ -55,6 +62,12 @@ class Head:
             case edge.Died() if self._nodes.is_of(peer, message.identity):
                 self._own.tell_died(message)
                 self.died(message, besides=peer)
+            case edge.RestartNews():
+                self._own.operations.restart_news(peer, message)
+            case edge.Profiled() if peer in self._nodes.joined:
+                host = self._nodes.joined[peer].host
+                paths = tuple(f"{host}:{path}" for path in message.paths)
+                self._own.traces.answered(peer, msgspec.structs.replace(message, paths=paths))
 
     def _join(self, peer: Identity, node: edge.NodeJoin) -> None:
         answer = self._nodes.join(peer, node)
@@ -85,6 +98,14 @@ class Head:
         """All of the head ended in good order: so do the nodes."""
         for peer in self._nodes.joined:
             self._own.send(peer, edge.Shutdown(0.0))
+
+    def nodes(self) -> list[Identity]:
+        """Supervisors of the nodes that are there."""
+        return [peer for peer, node in self._nodes.joined.items() if not node.lost]
+
+    def processes(self) -> dict[Identity, Identity]:
+        """Those of the nodes that are there, with their supervisors."""
+        return {one.identity: peer for peer in self.nodes() for one in self._nodes.joined[peer].processes}
 
     def rows(self) -> list[ProcessStatus]:
         now = time.time()
@@ -139,6 +160,10 @@ class Guest:
                 self._own.fail(f"--join {self._node.head}: the head refuses this node: {message.message}")
             case edge.Died():
                 self._own.tell_died(message)
+            case edge.RestartProcesses():
+                self._own.operations.restart_for(peer, message)
+            case edge.Profile():
+                self._own.profile_for(peer, message)
             case edge.Shutdown():
                 self._own.line("the head ends, and so does this node")
                 self._own.stop(0.0)
@@ -164,6 +189,12 @@ class Guest:
 
     def ended(self) -> None:
         """The head sees that this node falls silent."""
+
+    def nodes(self) -> list[Identity]:
+        return []
+
+    def processes(self) -> dict[Identity, Identity]:
+        return {}
 
     def rows(self) -> list[ProcessStatus]:
         return []

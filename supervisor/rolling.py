@@ -7,6 +7,7 @@ next one's turn comes when the new one is ready.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -235,10 +236,11 @@ class Rolling(Group):
             assert all(identity in allowed for identity in spares), "a spare that nobody needs"
 
 
-def chosen(what: str, processes: dict[Identity, Process]) -> tuple[Identity, ...]:
+def chosen(what: str, processes: Iterable[Identity]) -> tuple[Identity, ...]:
     """'all', a role or ROLE/INDEX -> what to replace, in order. ValueError names what there is."""
+    processes = sorted(processes, key=lambda identity: (ORDER.index(identity.role), identity.index))
     if what == "all":
-        return tuple(sorted(processes, key=lambda identity: (ORDER.index(identity.role), identity.index)))
+        return tuple(processes)
     wanted = Identity.parse(what)
     found = tuple(i for i in processes if i.role is wanted.role and ("/" not in what or i == wanted))
     if not found:

@@ -222,6 +222,8 @@ FULL: tuple[Struct, ...] = (
     control.NodeRefused("it differs"),
     PROCESS,
     control.NodeReport((PROCESS,)),
+    control.RestartProcesses((SCHEDULER,)),
+    control.RestartNews(("worker/1: replaced",), True, "no room"),
     MEMBER,
     control.Join(MEMBER),
     control.Leave(),

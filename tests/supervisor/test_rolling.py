@@ -154,7 +154,9 @@ def test_too_slow_a_start_ends_the_restart_with_a_word() -> None:
 def test_ranks_come_and_go_between_restarts() -> None:
     """A Rolling scales as its Group does; neither is begun while the other is under way."""
     bench = Bench(WORKER, COORDINATOR)
-    operations = Operations(bench.group, lambda event: None, lambda on: None, lambda: None)
+    operations = Operations(
+        bench.group, lambda event: None, lambda on: None, lambda: None, dict, lambda peer, message: True
+    )
     added = Identity(Role.WORKER, 1)
     bench.tell(Add((added,)))
     assert operations.answer({"command": "restart", "what": "worker"}) == {"error": "the mesh is being scaled"}
