@@ -41,7 +41,12 @@ class Supervisor:
         self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
         run = config.run
         self._group = rolling.Rolling(
-            members, run.max_restarts, run.startup_timeout, run.stall_timeout, run.step_timeout
+            members,
+            run.max_restarts,
+            run.startup_timeout,
+            run.stall_timeout,
+            run.step_timeout,
+            workers_per_rank=config.parallel.workers_per_rank,
         )
         self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()

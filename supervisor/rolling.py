@@ -3,12 +3,13 @@
 A Group that also understands Restart. A frontend hands over: it takes no new connections and finishes what it has, while the others
 serve; the only one gets a spare beside it first, which leaves when the new one is there. Any other process gets a standby, loaded
 as far as possible without a place in the mesh; then the old one is asked to end and the standby takes its place at once. The
-next one's turn comes when the new one is ready.
+next one's turn comes when the new one is ready. The workers of one rank compute each step together, and none goes on without the
+others: they are replaced as one.
 """
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec import Struct
@@ -76,22 +77,26 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Step:
-    """The replacement of one process."""
+    """The replacement of one process, or of the workers of one rank."""
 
-    identity: Identity
+    members: tuple[Identity, ...]
     stage: Stage
     began_at: float
     since: float  # of this stage
     spare: Identity | None = None
-    prepared: bool = False
+    prepared: set[Identity] = field(default_factory=set)
     failed: bool = False  # the restart is over, and only the spare has to leave
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.members))
 
 
 class Rolling(Group):
     """See the module docstring. Who is asked to leave and does not is killed by io.py."""
 
-    def __init__(self, *arguments: object, **named: object) -> None:
+    def __init__(self, *arguments: object, workers_per_rank: int = 1, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self._workers_per_rank = workers_per_rank
         self._queue: deque[Identity] = deque()
         self._step: Step | None = None
         self._said: list[Effect] = []
@@ -122,11 +127,11 @@ class Rolling(Group):
 
     def _prepared(self, event: Prepared, now: float) -> list[Effect]:
         step = self._step
-        if step is None or step.identity != event.identity or step.stage is not Stage.PREPARING:
+        if step is None or event.identity not in step.members or step.stage is not Stage.PREPARING:
             return []
         if event.failure:
             return self._fail(f"{event.identity} was not replaced: its successor did not load: {event.failure}", now)
-        step.prepared = True
+        step.prepared.add(event.identity)
         return []
 
     def _fail(self, text: str, now: float) -> list[Effect]:
@@ -146,14 +151,14 @@ class Rolling(Group):
     def _exited(self, process: Process, code: int, now: float) -> list[events.Effect]:
         """Those that were asked to leave did not die."""
         step = self._step
-        if self.stopping or step is None or process.identity not in (step.identity, step.spare):
+        if self.stopping or step is None or process.identity not in (*step.members, step.spare):
             return super()._exited(process, code, now)
         if process.identity == step.spare:
             del self.processes[step.spare]
             step.spare = None
             if step.stage is Stage.PREPARING:
                 words = process.last_words or exit_text(code)
-                text = f"{step.identity} was not replaced: the spare {process.identity} ended: {words}"
+                text = f"{step} was not replaced: the spare {process.identity} ended: {words}"
                 self._said += self._fail(text, now)
             return [events.TellDied(process.identity, process.incarnation)]
         if process.state is not State.STOPPING:
@@ -169,22 +174,21 @@ class Rolling(Group):
             return self._begin(self._queue.popleft(), now) if self._queue else []
         effects = self._advance(step, now)
         if step.stage in (Stage.PREPARING, Stage.STARTING) and now - step.since > self.start_deadline_s:
-            text = f"{step.identity}: still {step.stage.value} after {self.start_deadline_s:.0f} s (--startup-timeout)"
+            text = f"{step}: still {step.stage.value} after {self.start_deadline_s:.0f} s (--startup-timeout)"
             effects += self._fail(text, now)
         return effects
 
     def _advance(self, step: Step, now: float) -> list[Effect]:
-        process = self.processes[step.identity]
+        states = {self.processes[identity].state for identity in step.members}
         match step.stage:
             case Stage.PREPARING:
-                ready = step.prepared if step.spare is None else self.processes[step.spare].state is State.READY
-                if process.state in (State.BACKOFF, State.STARTING):
+                if states & {State.BACKOFF, State.STARTING}:
                     self._enter(step, Stage.STARTING, now)  # it died meanwhile, and has a new life already
-                elif ready:
+                elif self._successor_is_there(step):
                     return self._let_leave(step, now)
-            case Stage.LEAVING if process.state is State.STARTING:
+            case Stage.LEAVING if State.STOPPING not in states:
                 self._enter(step, Stage.STARTING, now)
-            case Stage.STARTING if process.state is State.READY:
+            case Stage.STARTING if states == {State.READY}:
                 return self._end(step, now)
             case Stage.SPARE_LEAVES if step.spare is None:
                 self._enter(step, Stage.SETTLING, now)
@@ -193,32 +197,48 @@ class Rolling(Group):
                 return self._go_on(now) if self._queue else [] if step.failed else [Outcome()]
         return []
 
+    def _successor_is_there(self, step: Step) -> bool:
+        if step.spare is not None:
+            return self.processes[step.spare].state is State.READY
+        return step.prepared.issuperset(step.members)
+
     def _enter(self, step: Step, stage: Stage, now: float) -> None:
         step.stage, step.since = stage, now
 
     def _begin(self, identity: Identity, now: float) -> list[Effect]:
-        self._step = step = Step(identity, Stage.PREPARING, now, now)
-        process = self.processes[identity]
-        if process.state is not State.READY:
-            self._enter(step, Stage.STARTING, now)
-            return [Say(f"{identity}: is {process.state.value} already")]
+        self._step = step = Step(self._with_mates(identity), Stage.PREPARING, now, now)
+        self._queue = deque(other for other in self._queue if other not in step.members)
+        for process in (self.processes[member] for member in step.members):
+            if process.state is not State.READY:
+                self._enter(step, Stage.STARTING, now)
+                return [Say(f"{process.identity}: is {process.state.value} already")]
         if identity.role is not Role.FRONTEND:
-            return [Say(f"{identity}: loading its successor"), Prepare(identity)]
-        others = [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p is not process]
+            whose = "its successor" if len(step.members) == 1 else "their successors"
+            return [Say(f"{step}: loading {whose}"), *(Prepare(member) for member in step.members)]
+        others = [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.identity != identity]
         if any(other.state is State.READY for other in others):
             return self._let_leave(step, now)
         step.spare = Identity(Role.FRONTEND, SPARE_INDEX + identity.index)
         self.processes[step.spare] = spare = Process(step.spare)
         return [Say(f"{identity}: starting {step.spare} to serve meanwhile"), self._spawn(spare, now)]
 
+    def _with_mates(self, identity: Identity) -> tuple[Identity, ...]:
+        """It, and for a worker the others of its rank that are here."""
+        if identity.role is not Role.WORKER or self._workers_per_rank == 1:
+            return (identity,)
+        rank = identity.index // self._workers_per_rank
+        workers = sorted(other for other in self.processes if other.role is Role.WORKER)
+        return tuple(other for other in workers if other.index // self._workers_per_rank == rank)
+
     def _let_leave(self, step: Step, now: float) -> list[Effect]:
         self._enter(step, Stage.LEAVING, now)
-        self.processes[step.identity].state = State.STOPPING
-        what = "finishing its connections" if step.identity.role is Role.FRONTEND else "ending"
-        return [Say(f"{step.identity}: {what}"), AskToLeave(step.identity)]
+        for member in step.members:
+            self.processes[member].state = State.STOPPING
+        what = "finishing its connections" if step.members[0].role is Role.FRONTEND else "ending"
+        return [Say(f"{step}: {what}"), *(AskToLeave(member) for member in step.members)]
 
     def _end(self, step: Step, now: float) -> list[Effect]:
-        said: list[Effect] = [Say(f"{step.identity}: replaced, ready after {now - step.began_at:.1f} s")]
+        said: list[Effect] = [Say(f"{step}: replaced, ready after {now - step.began_at:.1f} s")]
         if step.spare is None:
             self._enter(step, Stage.SETTLING, now)
             return said
@@ -231,7 +251,7 @@ class Rolling(Group):
         step = self._step
         if not self.stopping and not self.gave_up:
             leaving = [p.identity for p in self.processes.values() if p.state is State.STOPPING and p.leaves_at is None]
-            allowed: list[Identity | None] = [] if step is None else [step.identity, step.spare]
+            allowed: list[Identity | None] = [] if step is None else [*step.members, step.spare]
             assert all(identity in allowed for identity in leaving), "it leaves, and nobody replaces it"
             assert all(identity in allowed for identity in spares), "a spare that nobody needs"
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import httpx
 import pytest
 import tokenizers
 import torch
-from serving import Serving, serving
+from serving import MESHLM, Serving, serving
 
 from meshlm.supervisor import flags, resolve
 from meshlm.workers import memory
@@ -155,6 +156,27 @@ def test_a_killed_rank_loses_nothing(rank: int, group: Serving, alone: dict[str,
     assert found == greedy(group, [PROMPTS[1]], 120)[0]
     assert found[:COUNT] == alone["llama"][1]
     assert not set(before) & set(pids(group)), "all ranks of the group are new"
+
+
+def test_a_restart_replaces_the_group_at_once(group: Serving, alone: dict[str, list[list[int]]]) -> None:
+    """One new life for each of its workers, not one for each that leaves."""
+
+    def lives() -> dict[int, tuple[int, int]]:
+        rows = group.status()["processes"]
+        return {row["index"]: (row["pid"], row["restarts"]) for row in rows if row["role"] == "worker"}
+
+    before = lives()
+    with ThreadPoolExecutor(1) as pool:
+        streams = pool.submit(greedy, group, PROMPTS, 60)
+        command = [MESHLM, "restart", "worker", "--run-dir", group.run_dir]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=200)
+        assert [tokens[:COUNT] for tokens in streams.result(120)] == alone["llama"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker/0, worker/1, worker/2, worker/3: replaced" in done.stdout
+    after = lives()
+    assert not {pid for pid, _ in before.values()} & {pid for pid, _ in after.values()}
+    assert [after[index][1] - before[index][1] for index in range(4)] == [1, 1, 1, 1]
+    assert greedy(group) == alone["llama"]
 
 
 def test_a_killed_scheduler_leaves_the_group_as_it_is(group: Serving, alone: dict[str, list[list[int]]]) -> None:

@@ -46,8 +46,8 @@ SPARE = Identity(Role.FRONTEND, SPARE_INDEX)
 class Bench:
     """A group that is ready, and a clock."""
 
-    def __init__(self, *identities: Identity) -> None:
-        self.group = Rolling(identities, 100, 60.0)
+    def __init__(self, *identities: Identity, workers_per_rank: int = 1) -> None:
+        self.group = Rolling(identities, 100, 60.0, workers_per_rank=workers_per_rank)
         self.now = 1000.0
         self.group.roll(Start(), self.now)
         for identity in identities:
@@ -85,6 +85,42 @@ def test_a_standby_takes_the_place_of_the_old_one() -> None:
     assert not bench.group.restarting
     assert not bench.group.processes[WORKER].deaths
     assert bench.group.processes[WORKER].restarts == 1
+
+
+W1, W2, W3 = (Identity(Role.WORKER, index) for index in (1, 2, 3))
+
+
+def test_the_workers_of_one_rank_are_replaced_as_one() -> None:
+    bench = Bench(WORKER, W1, W2, W3, workers_per_rank=2)
+    assert bench.tell(Restart(chosen("worker", bench.group.processes))) == [Prepare(WORKER), Prepare(W1)]
+    assert bench.tell(Prepared(W1)) == []
+    assert bench.tell(Prepared(WORKER)) == [AskToLeave(WORKER), AskToLeave(W1)]
+    assert isinstance(bench.exit(W1)[1], Spawn)
+    assert isinstance(bench.exit(WORKER, 1)[1], Spawn), "the group was given up when the other left: no death"
+    bench.ready(WORKER)
+    assert bench.wait() == []
+    bench.ready(W1)
+    assert bench.wait() == [Prepare(W2), Prepare(W3)]
+    for worker in (W2, W3):
+        bench.tell(Prepared(worker))
+    for worker in (W2, W3):
+        bench.exit(worker)
+    for worker in (W2, W3):
+        bench.ready(worker)
+    assert bench.wait() == [Outcome()]
+    assert not any(process.deaths for process in bench.group.processes.values())
+    assert [process.restarts for process in bench.group.processes.values()] == [1, 1, 1, 1]
+
+
+def test_one_worker_of_a_rank_brings_the_others_with_it() -> None:
+    bench = Bench(WORKER, W1, W2, W3, workers_per_rank=2)
+    assert bench.tell(Restart((W3,))) == [Prepare(W2), Prepare(W3)]
+    bench.exit(W2, -9)
+    assert bench.group.processes[W2].state is State.STARTING, "it died meanwhile"
+    bench.exit(W3)
+    bench.ready(W3)
+    bench.ready(W2)
+    assert bench.wait() == [Outcome()]
 
 
 def test_frontends_take_turns() -> None:
@@ -182,26 +218,28 @@ def test_what_can_be_chosen() -> None:
 def test_whatever_dies_a_restart_comes_to_its_end(data: st.DataObject) -> None:
     """One process at most is away on purpose, the last frontend never; when all is quiet all are ready."""
     everyone = [COORDINATOR, WORKER, FRONTEND, *([OTHER] if data.draw(st.booleans()) else [])]
-    bench = Bench(*everyone)
+    everyone += [W1] if (in_group := data.draw(st.booleans())) else []
+    bench = Bench(*everyone, workers_per_rank=2 if in_group else 1)
     wanted = chosen(data.draw(st.sampled_from(["all", "frontend", "worker"])), bench.group.processes)
     todo = bench.tell(Restart(wanted))
     outcomes: list[Outcome] = []
     killed = 0
+    prepare: list[Identity] = []
     for _ in range(400):
         outcomes += [effect for effect in todo if isinstance(effect, Outcome)]
         processes = bench.group.processes
         leaving = [p.identity for p in processes.values() if p.state is State.STOPPING]
-        assert len(leaving) <= 1
+        assert len(leaving) <= 1 or {identity.role for identity in leaving} == {Role.WORKER}
         if leaving and leaving[0].role is Role.FRONTEND and not killed:
             assert any(p.state is State.READY for p in processes.values() if p.identity.role is Role.FRONTEND)
         starting = [p.identity for p in processes.values() if p.state is State.STARTING]
-        prepare = [effect for effect in todo if isinstance(effect, Prepare)]
+        prepare += [effect.identity for effect in todo if isinstance(effect, Prepare)]
         if killed < 3 and data.draw(st.integers(0, 9)) == 0:
             killed += 1
             alive = [p.identity for p in processes.values() if p.state in (State.READY, State.STARTING)]
             todo = bench.exit(data.draw(st.sampled_from(alive)), -9)
         elif prepare:
-            todo = bench.tell(Prepared(prepare[0].identity))
+            todo = bench.tell(Prepared(prepare.pop()))
         elif leaving:
             todo = bench.exit(leaving[0])
         elif starting:
