@@ -227,7 +227,8 @@ def main() -> None:
         "machine": platform.machine(),
         "python": platform.python_version(),
     }
-    record = {"benchmark": "overload", "machine": machine, "arguments": vars(arguments), **result}
+    given = {name: value for name, value in vars(arguments).items() if name != "json"}
+    record = {"benchmark": "overload", "machine": machine, "arguments": given, **result}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(json.dumps(record, indent=1))

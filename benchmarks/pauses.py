@@ -137,9 +137,16 @@ def main() -> None:
         rss = {place.name: round(place.rss_bytes / 2**20, 1) for place in asyncio.run(mesh.places())}
     finally:
         code = mesh.stop()
-    command = " ".join(["benchmarks/pauses.py", *sys.argv[1:]])
     report: dict[str, Any] = {"benchmark": "pauses", "machine": machine(), "load_average_before": round(load, 1)}
-    report |= {"command": command, "pauses_s": pauses.report(), "rss_mib": rss, "exit_code": code}
+    report |= {
+        "rounds": arguments.rounds,
+        "streams": arguments.streams,
+        "tokenizer": Path(arguments.model or "").name,
+        "flags": rest,
+        "pauses_s": pauses.report(),
+        "rss_mib": rss,
+        "exit_code": code,
+    }
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     for role, found in report["pauses_s"].items():

@@ -238,7 +238,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     standby_roles: Annotated[
         tuple[Literal["none", "frontend", "detokenizer", "coordinator", "scheduler", "worker"], ...],
         Meta(description="roles of which a loaded process waits to take the place of one that dies", extra=PER_NODE),
-    ] = ("detokenizer",)
+    ] = ("detokenizer", "coordinator")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="of the processes' logs")] = (
         "info"
     )
