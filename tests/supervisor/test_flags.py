@@ -27,6 +27,13 @@ def test_vllm_names() -> None:
     assert config.parallel.tensor_parallel_size == 2
 
 
+def test_several_of_a_choice() -> None:
+    assert flags.build(vars(parse("--standby-roles", "scheduler", "worker")), None).run.standby_roles == (
+        "scheduler",
+        "worker",
+    )
+
+
 def test_flags_win_over_toml(tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
     file.write_text('port = 9000\nmax-num-seqs = 7\n[cache]\nkv-cache-memory = "1G"\n')
@@ -41,6 +48,7 @@ def test_flags_win_over_toml(tmp_path: Path) -> None:
         ({"max_model_len": 0}, "--max-model-len"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"dtype": "int3"}, "--dtype"),
+        ({"standby_roles": ["cat"]}, "--standby-roles"),
     ],
 )
 def test_a_bad_value_names_its_flag(values: dict[str, object], text: str) -> None:
@@ -55,7 +63,9 @@ def test_an_unknown_key_gets_a_hint(tmp_path: Path) -> None:
         flags.build({}, str(file))
 
 
-@pytest.mark.parametrize("words", [["serve", "--port", "x"], ["nonsense"], ["serve", "--dtype", "int3"]])
+@pytest.mark.parametrize(
+    "words", [["serve", "--port", "x"], ["nonsense"], ["serve", "--dtype", "int3"], ["serve", "--standby-roles", "cat"]]
+)
 def test_usage_errors_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.run(words)
