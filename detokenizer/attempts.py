@@ -4,6 +4,7 @@ A layer between the journal, which keeps the requests, and core.py's Detokenizer
 the lives of schedulers and the coordinator, and all that is said to the coordinator: Admit and AbortRequests. Never decodes.
 """
 
+from collections.abc import Iterable
 from itertools import zip_longest
 
 from meshlm.detokenizer.aborts import Aborts
@@ -15,7 +16,7 @@ from meshlm.detokenizer.stream import Stream, StreamState
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Identity, RequestId, Role
-from meshlm.protocol.token_edge import Disown
+from meshlm.protocol.token_edge import Disown, StillThere
 
 COORDINATOR = Identity(Role.COORDINATOR, 0)
 MAX_ATTEMPTS = 5  # without a token
@@ -83,7 +84,8 @@ class Attempts(Journal):
         if event.identity == COORDINATOR:
             aborted = self._aborts.again({stream.work_id for stream in self.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
-            return effects + [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
+            effects += [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
+            return effects + self._ask_schedulers(self.by_handle.values())
         return self._leave(event.identity) + (self._ask_for_waiting() if was_lost else [])
 
     def _ask_for_waiting(self) -> list[Effect]:
@@ -96,7 +98,17 @@ class Attempts(Journal):
     def _rank_lost(self, lost: SchedulerLife) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
         unheard = [stream for stream in self.by_handle.values() if stream.scheduler == lost and not stream.heard]
-        return [effect for stream in unheard for effect in self._admit_again(stream)]
+        heard = [stream for stream in self.by_handle.values() if stream.scheduler == lost and stream.heard]
+        effects = [effect for stream in unheard for effect in self._admit_again(stream)]
+        return effects + self._ask_schedulers(heard)
+
+    def _ask_schedulers(self, streams: Iterable[Stream]) -> list[Effect]:
+        """Whether they have them still: that they gave some back, the coordinator may not have lived to say."""
+        found: dict[Identity, list[int]] = {}
+        for stream in streams:
+            if stream.heard and stream.scheduler is not None:
+                found.setdefault(stream.scheduler.scheduler, []).append(stream.handle)
+        return [Send(scheduler, StillThere(pack_i32(handles))) for scheduler, handles in found.items()]
 
     def _ask_anew(self, stream: Stream) -> list[Effect]:
         """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""

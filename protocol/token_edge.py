@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from meshlm.protocol.admit_edge import Readmit
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 
 
@@ -43,7 +44,7 @@ class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
     timings_ns: tuple[int, ...] = ()  # step, then monotonic planned, received, launched, done, handled; gpu, gap
 
 
-SchedulerToDetokenizer = TokenDeltas
+SchedulerToDetokenizer = TokenDeltas | Readmit
 
 
 class AttachTokens(Struct, frozen=True, tag="attach"):
@@ -59,4 +60,11 @@ class Disown(Struct, frozen=True, tag="disown"):
     handles: bytes  # int32
 
 
-DetokenizerToScheduler = AttachTokens | Disown
+class StillThere(Struct, frozen=True, tag="still_there"):
+    """The coordinator may have died, or lost the rank, before it said of some of these that they were given back. The scheduler
+    answers Readmit with those that it does not have."""
+
+    handles: bytes  # int32
+
+
+DetokenizerToScheduler = AttachTokens | Disown | StillThere

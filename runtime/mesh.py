@@ -270,6 +270,8 @@ class Mesh:
                 self._on_members(message)
             case control.Died():
                 self._on_died(message)
+                if self.identity.role is Role.SUPERVISOR:
+                    self._listener.on_message(sender, message)  # other nodes' supervisors tell each other
             case _:
                 self._listener.on_message(sender, message)
 

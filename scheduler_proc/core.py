@@ -6,11 +6,11 @@ flight. Called by io.py; never sees a socket or a clock.
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Started
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, Started
 from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role, StepId
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady
-from meshlm.protocol.token_edge import AttachTokens, Disown, Ended
+from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.news import News
@@ -98,6 +98,8 @@ class Scheduler:
                 for request in [r for r in self.requests.values() if r.detokenizer == event.sender]:
                     if request.handle in nobodys:
                         self._drop(request)
+            case StillThere() as asked:
+                return self._still_there(event.sender, asked)
         return []
 
     # --- requests ---
@@ -182,6 +184,12 @@ class Scheduler:
             self._early = [one for one in self._early if one not in early]
             for one in early:
                 self.news.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
+
+    def _still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
+        """It admits again what is not here: given back, and the coordinator may not have lived to say so."""
+        here = {r.handle for r in self.requests.values() if r.detokenizer == detokenizer}
+        gone = tuple(Handle(handle) for handle in unpack_i32(asked.handles) if handle not in here)
+        return [Send(detokenizer, Readmit(gone))] if gone else []
 
     def _expire(self, wall_s: float, output: Output) -> None:
         for request in list(self.requests.values()):

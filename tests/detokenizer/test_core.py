@@ -12,12 +12,12 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Disown, Ended, TokenDeltas
+from meshlm.protocol.token_edge import Disown, Ended, StillThere, TokenDeltas
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 S0, S1 = Identity(Role.SCHEDULER), Identity(Role.SCHEDULER, 1)
@@ -341,12 +341,32 @@ def test_what_runs_does_not_notice_a_new_coordinator() -> None:
     bench.tokens(first, 0, "x")
     bench.tokens(second, 0, "x")  # Routed is lost with the coordinator
     bench.lost(COORDINATOR)
-    assert bench.up(COORDINATOR, 2) == []
+    handles = pack_i32([first.work.handle, second.work.handle])
+    assert bench.up(COORDINATOR, 2) == [Send(S0, StillThere(handles))], "not admitted again"
     again = admits(bench.lost(S0))
     assert [(request.work.request_id, ints(request.work.emitted)) for request in again] == [
         ("a", token_ids("x")),
         ("bb", token_ids("x")),
     ]
+
+
+def test_whether_what_runs_was_given_back_is_asked_of_its_rank() -> None:
+    """Readmit may have died with the coordinator, or with the coordinator's link to the rank."""
+    bench = Bench()
+    first, second, third = (admitted(bench.submit(name)) for name in ("a", "bb", "ccc"))
+    bench.tokens(first, 0, "x")
+    bench.tokens(second, 0, "x", S1)
+    bench.routed(third, S1)
+    bench.lost(COORDINATOR)
+    asked = [one for one in bench.up(COORDINATOR, 2) if isinstance(one, Send) and isinstance(one.message, StillThere)]
+    assert asked == [
+        Send(S0, StillThere(pack_i32([first.work.handle]))),
+        Send(S1, StillThere(pack_i32([second.work.handle]))),
+    ]
+    again = admitted(bench.says(S1, Readmit((second.work.handle,))))
+    assert (again.work.request_id, ints(again.work.emitted)) == ("bb", token_ids("x"))
+    effects = bench.says(COORDINATOR, RankLost(SchedulerLife(S0, Incarnation(1))), 2)
+    assert effects == [Send(S0, StillThere(pack_i32([first.work.handle])))]
 
 
 # --- refusals and aborts ---

@@ -177,6 +177,7 @@ FULL: tuple[Struct, ...] = (
     ),
     token.AttachTokens(Handle(3), 21),
     token.Disown(pack_i32([3])),
+    token.StillThere(pack_i32([4])),
     # scheduler <-> worker
     step.Reset(77, (1, 2)),
     step.Disband("worker/1 is lost"),

@@ -8,15 +8,17 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, WORKER, Bench, limits, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Returned, Work
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Readmit, Returned, Work
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, WorkerReady
-from meshlm.protocol.token_edge import Disown
+from meshlm.protocol.token_edge import Disown, StillThere
 from meshlm.scheduler_proc.core import MAX_CRASHES, Scheduler
-from meshlm.scheduler_proc.events import PeerLost, PeerUp, Received
+from meshlm.scheduler_proc.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.request import RequestState
+
+OTHER = Identity(Role.DETOKENIZER, 1)
 
 
 def test_one_request() -> None:
@@ -324,3 +326,14 @@ def test_what_waits_for_its_detokenizer_is_given_back_too() -> None:
     (told,) = core.handle(Received(COORDINATOR, LIFE, GiveBack((RequestId("r"),))), 0.0)
     assert isinstance(told.message, Load)
     assert told.message.returned == (Returned(RequestId("r"), 3, Handle(7), DETOKENIZER, LIFE),)
+
+
+def test_a_detokenizer_hears_what_its_rank_does_not_have() -> None:
+    bench = Bench(limits(), 64, 4)
+    bench.assign(1, [1, 2], 5)
+    bench.core.handle(Received(DETOKENIZER, LIFE, StillThere(pack_i32([1]))), 0.0)  # and a first Load
+    assert bench.core.handle(Received(DETOKENIZER, LIFE, StillThere(pack_i32([1]))), 0.0) == []
+    (told,) = bench.core.handle(Received(DETOKENIZER, LIFE, StillThere(pack_i32([1, 8]))), 0.0)
+    assert told == Send(DETOKENIZER, Readmit((Handle(8),)))
+    (told,) = bench.core.handle(Received(OTHER, LIFE, StillThere(pack_i32([1]))), 0.0)
+    assert told == Send(OTHER, Readmit((Handle(1),))), "another's handle"

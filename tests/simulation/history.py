@@ -4,10 +4,11 @@ import traceback
 from collections.abc import Iterator
 
 from clients import Ask, Client, Frontend, frontend_identity
-from mock_worker import MockWorker
+from group import Worker
 from msgspec.structs import replace
-from scenario import BLOCK_SIZE, KILLS, OFF, Fault, Kind, Scenario, config_of, linked
-from world import BEGIN_S, Process, Supervisor, Violation, World, simulated
+from scenario import BLOCK_SIZE, KILLS, OFF, PEER_TIMEOUT_S, Fault, Kind, Scenario, Shape, configs_of
+from supervisors import Supervisor
+from world import BEGIN_S, Process, Violation, World, simulated
 
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.io import DetokenizerApp
@@ -27,7 +28,8 @@ class History:
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
         self.clients = [Client(ask) for ask in scenario.asks]
-        everyone = (SUPERVISOR, *scenario.identities)
+        self.everyone = everyone = (*scenario.supervisors, *scenario.identities)
+        linked = scenario.linked
         self._peers = {
             one: [other for other in everyone if linked(one, other) or linked(other, one)] for one in everyone
         }
@@ -36,7 +38,8 @@ class History:
         self.fault_at = BEGIN_S + 1.0  # when the last one is over
         self.world = World(
             scenario.seed,
-            config_of(scenario),
+            configs_of(scenario),
+            scenario.host_of,
             self._make_app,
             self._on_arrival,
             scenario.speed_s,
@@ -56,7 +59,7 @@ class History:
                 return CoordinatorApp()
             case Role.SCHEDULER:
                 return SchedulerApp()
-        return MockWorker(self.scenario.num_blocks, BLOCK_SIZE, self.scenario.step_s)
+        return Worker(self.scenario.num_blocks, BLOCK_SIZE, self.scenario.step_s)
 
     # --- what happens to it ---
 
@@ -67,7 +70,10 @@ class History:
     def _fire(self, fault: Fault) -> None:
         world = self.world
         self.fault_at = world.now + fault.seconds
-        if fault.kind in KILLS:
+        if fault.kind is Kind.KILL_SENDING:
+            if fault.who in world.processes:
+                world.processes[fault.who].sends_left = world.dice.randint(1, 3)
+        elif fault.kind in KILLS:
             process = world.kill(fault.who, fault.seconds)
             if process is not None and isinstance(process.app, Frontend):
                 for client in dict.fromkeys(process.app.clients):
@@ -83,6 +89,12 @@ class History:
             world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
+        elif fault.peer is not None and fault.kind in (Kind.CUT, Kind.CUT_ONE_WAY):
+            route = (self.scenario.host_of(fault.who), self.scenario.host_of(fault.peer))
+            both = (route, (route[1], route[0]))
+            world.cut(both if fault.kind is Kind.CUT else (route,), fault.seconds, PEER_TIMEOUT_S)
+        elif fault.peer is not None and fault.kind is Kind.TWICE:
+            world.double_link(fault.who, fault.peer, fault.seconds)
         elif fault.peer is not None and fault.kind is Kind.BREAK:
             world.break_link(fault.who, fault.peer, fault.seconds)
         elif fault.peer is not None:
@@ -125,7 +137,7 @@ class History:
     def _unsettled(self) -> str:
         """What is left over; "" when the mesh is whole, idle and empty."""
         world = self.world
-        for identity in (SUPERVISOR, *self.scenario.identities):
+        for identity in self.everyone:
             process = world.processes.get(identity)
             if process is None or not process.started:
                 return f"{identity} is not started"
@@ -174,6 +186,8 @@ def leftovers(process: Process) -> str:
             assert router is not None
             ledger = any(rank.requests for rank in router.ranks.values())
             kept = {"owner": router.owner, "held": router.held, "ledger": ledger}
+        case Worker():
+            kept = {"group": app.leftover()}
         case SchedulerApp():
             rank = app._core
             assert rank is not None
@@ -214,8 +228,10 @@ def shrunk(scenario: Scenario) -> Scenario:
             yield replace(scenario, num_frontends=1, asks=tuple(replace(ask, frontend=0) for ask in scenario.asks))
         if scenario.num_detokenizers > 1:
             yield replace(scenario, num_detokenizers=1)
-        if scenario.num_ranks > 1:
+        if scenario.num_ranks > 1 and scenario.shape is not Shape.HOSTS:
             yield replace(scenario, num_ranks=1)
+        if scenario.tp_size > 1 and scenario.pp_size > 1:
+            yield replace(scenario, pp_size=1)
         for place, ask in enumerate(scenario.asks):
             simple = Ask(number=ask.number, at_s=ask.at_s, frontend=0, prompt=ask.prompt[-1:], max_tokens=2)
             if ask != simple:

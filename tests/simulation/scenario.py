@@ -5,6 +5,7 @@ import random
 from enum import Enum
 
 from clients import Ask
+from hosts import HEAD_PORT, address_of
 from mock_worker import VOCAB
 from msgspec import Struct
 from msgspec.structs import replace
@@ -12,13 +13,17 @@ from msgspec.structs import replace
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime import tcp
 from meshlm.runtime.mesh import SUPERVISOR
+from meshlm.supervisor import layout
 
 BLOCK_SIZE = 2
 RETRY_WINDOW_S = 3.0
+PEER_TIMEOUT_S = 0.8
 MAX_MODEL_LEN = 40
 MAX_WORKER_DEATHS = 3  # one less than those (MAX_CRASHES) after which a scheduler gives up what it computed then
 MAX_DEATHS = 4  # one less than the attempts (MAX_ATTEMPTS) after which a request is given up
+MAX_CUTS = 1  # each end of a link may lose the other, and a request's attempt with it
 
 
 class Kind(Enum):
@@ -29,6 +34,10 @@ class Kind(Enum):
     KILL_COORDINATOR = "kill coordinator"
     KILL_SCHEDULER = "kill scheduler"
     KILL_WORKER = "kill worker"
+    KILL_SENDING = "kill a scheduler between sending to one worker and to the next"
+    CUT = "cut the link between two hosts"
+    CUT_ONE_WAY = "cut it in one direction"
+    TWICE = "everything on a link comes twice, the second time beside later frames"
     BREAK = "break a connection: some of what is in flight is lost"
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
@@ -47,8 +56,23 @@ KILLS = {
     Kind.KILL_COORDINATOR: Role.COORDINATOR,
     Kind.KILL_SCHEDULER: Role.SCHEDULER,
     Kind.KILL_WORKER: Role.WORKER,
+    Kind.KILL_SENDING: Role.SCHEDULER,
 }
-FAULTS = (*KILLS, Kind.BREAK, Kind.SLOW, Kind.PAUSE, Kind.SCALE)  # the others are always there, unless they are OFF
+CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
+FAULTS = (*KILLS, Kind.BREAK, Kind.SLOW, Kind.TWICE, Kind.PAUSE, Kind.SCALE)  # EARLY_WORD is always there, unless it is OFF
+
+
+class Shape(Enum):
+    """What sort of mesh it is."""
+
+    PLAIN = "one host, one worker for each rank"
+    GROUP = "one host, several workers for each rank"
+    HOSTS = "ranks on the head and on another host"
+    FAR_HOSTS = "all ranks on another host"
+    SPANNING = "a group of workers that spans two hosts"
+
+
+SHAPES = (*(Shape.PLAIN,) * 5, *(Shape.GROUP,) * 2, Shape.HOSTS, Shape.FAR_HOSTS, Shape.SPANNING)  # as often as here
 
 
 class Fault(Struct, frozen=True):
@@ -63,6 +87,9 @@ class Fault(Struct, frozen=True):
 
 class Scenario(Struct, frozen=True, kw_only=True):
     seed: int
+    shape: Shape
+    tp_size: int
+    pp_size: int
     num_frontends: int
     num_detokenizers: int
     num_ranks: int
@@ -77,15 +104,49 @@ class Scenario(Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
 
     @property
+    def num_hosts(self) -> int:
+        return 1 if self.shape in (Shape.PLAIN, Shape.GROUP) else 2
+
+    @property
+    def group_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_ranks * self.group_size
+
+    @property
     def identities(self) -> list[Identity]:
         counts = {
-            Role.WORKER: self.num_ranks,
+            Role.WORKER: self.num_workers,
             Role.COORDINATOR: 1,
             Role.SCHEDULER: self.num_ranks,
             Role.DETOKENIZER: self.num_detokenizers,
             Role.FRONTEND: self.num_frontends,
         }
         return [Identity(role, index) for role, count in counts.items() for index in range(count)]
+
+    def host_of(self, identity: Identity) -> int:
+        """0 is the head."""
+        far = {
+            Shape.HOSTS: {Role.SCHEDULER: 1, Role.WORKER: self.group_size},
+            Shape.FAR_HOSTS: {Role.SCHEDULER: 0, Role.WORKER: 0},
+            Shape.SPANNING: {Role.SCHEDULER: self.num_ranks, Role.WORKER: self.num_workers // 2},
+        }.get(self.shape, {})
+        first = far.get(identity.role) if identity.role is not Role.SUPERVISOR else 1
+        return int(self.num_hosts > 1 and first is not None and identity.index >= first)
+
+    @property
+    def supervisors(self) -> list[Identity]:
+        return [Identity(Role.SUPERVISOR, layout.index(config)) for config in configs_of(self)]
+
+    def linked(self, one: Identity, other: Identity) -> bool:
+        """Whether these two should have a session when all is well."""
+        if (one.role, other.role) not in LINKS:
+            return False
+        if other.role is Role.SUPERVISOR:
+            return self.host_of(one) == self.host_of(other)
+        return one.index == other.index // self.group_size if other.role is Role.WORKER else True
 
 
 LINKS = (
@@ -100,26 +161,25 @@ LINKS = (
 )
 
 
-def linked(one: Identity, other: Identity) -> bool:
-    """Whether these two should have a session when all is well."""
-    if (one.role, other.role) not in LINKS:
-        return False
-    return one.index == other.index if other.role is Role.WORKER else True
-
-
 # --- drawing ---
 
 
-def make(seed: int, kinds: tuple[Kind, ...] = ()) -> Scenario:
+def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) -> Scenario:
     """Where `kinds` does not say, some histories have one kind of fault and some have all."""
+    shape = shape or SHAPES[seed % len(SHAPES)]
     dice = random.Random(seed)
     draw = dice.random
-    kinds = kinds or (FAULTS if draw() < 0.6 else (dice.choice(FAULTS),))
+    possible = _possible(shape)
+    kinds = kinds or (possible if draw() < 0.6 else (dice.choice(possible),))
+    tp_size, pp_size = dice.choice(_sizes(shape))
     plain = Scenario(
         seed=seed,
+        shape=shape,
+        tp_size=tp_size,
+        pp_size=pp_size,
         num_frontends=1 + (draw() < 0.25),
         num_detokenizers=1 + (draw() < 0.4),
-        num_ranks=1 + (draw() < 0.4),
+        num_ranks=1 + (shape is Shape.HOSTS or (shape is not Shape.SPANNING and draw() < 0.4)),
         num_blocks=dice.choice((20, 24, 40)),
         max_num_batched_tokens=dice.choice((8, 16, 40)),
         max_num_seqs=dice.choice((2, 8)),
@@ -134,7 +194,7 @@ def make(seed: int, kinds: tuple[Kind, ...] = ()) -> Scenario:
     faults = tuple(
         _faults(
             dice,
-            plain.identities,
+            plain,
             kinds,
             dice.choice((0, 1, 2, 2, 3, 3, 4, 5, 6)) if len(kinds) > 1 else dice.randint(1, 3),
         )
@@ -142,6 +202,23 @@ def make(seed: int, kinds: tuple[Kind, ...] = ()) -> Scenario:
     again = random.Random(f"again {seed}")  # dice of its own: seeds keep the rest of their histories
     asks = tuple(replace(ask, retries=again.random() < 0.4) for ask in asks)
     return replace(plain, asks=asks, faults=faults)
+
+
+def _possible(shape: Shape) -> tuple[Kind, ...]:
+    """Faults; those that are the shape's own come more often."""
+    kinds = FAULTS
+    if shape in (Shape.GROUP, Shape.SPANNING):
+        kinds = (*kinds, Kind.KILL_WORKER, Kind.KILL_SENDING)
+    if shape not in (Shape.PLAIN, Shape.GROUP):
+        kinds = (*kinds, *CUTS, *CUTS)
+    return kinds
+
+
+def _sizes(shape: Shape) -> tuple[tuple[int, int], ...]:
+    """Of tensor and pipeline parallelism."""
+    if shape in (Shape.PLAIN, Shape.FAR_HOSTS):
+        return ((1, 1),)
+    return ((1, 1), (1, 1), (2, 1)) if shape is Shape.HOSTS else ((2, 1), (2, 1), (1, 2), (2, 2))
 
 
 def _ask(dice: random.Random, number: int, num_frontends: int) -> Ask:
@@ -162,34 +239,50 @@ def _ask(dice: random.Random, number: int, num_frontends: int) -> Ask:
     )
 
 
-def _faults(dice: random.Random, identities: list[Identity], kinds: tuple[Kind, ...], count: int) -> list[Fault]:
+def _faults(dice: random.Random, plain: Scenario, kinds: tuple[Kind, ...], count: int) -> list[Fault]:
     """The first anywhere; each other one often soon after the one before."""
     found: list[Fault] = []
     at = 0
     for _ in range(count):
         at += dice.randrange(20) if found and dice.random() < 0.6 else dice.randrange(300)
-        may_kill = sum(fault.kind in KILLS for fault in found) < MAX_DEATHS
-        allowed = [kind for kind in kinds if may_kill or kind not in KILLS]
-        if sum(fault.kind is Kind.KILL_WORKER for fault in found) == MAX_WORKER_DEATHS:
-            allowed = [kind for kind in allowed if kind is not Kind.KILL_WORKER]
+        allowed = [kind for kind in kinds if _may(kind, found)]
         deadly = [kind for kind in allowed if kind in KILLS]
         if not allowed:
             break
         kind = dice.choice(deadly if deadly and dice.random() < 0.5 else allowed)
-        seconds = dice.choice((0.01, 0.2, 2.5)) * dice.random()
-        if kind in KILLS:
-            candidates = [one for one in identities if one.role is KILLS[kind]]
-            who = dice.choice(candidates)
-            found.append(Fault(at, kind, who, None, dice.random() ** 4 * 2.0))
-        elif kind is Kind.SCALE:
-            found.append(Fault(at, kind, SUPERVISOR, None, seconds))
-        elif kind is Kind.PAUSE:
-            found.append(Fault(at, kind, dice.choice(identities), None, seconds))
-        else:
-            everyone = [*identities, SUPERVISOR]
-            who, peer = dice.choice([(a, b) for a in everyone for b in everyone if linked(a, b) or linked(b, a)])
-            found.append(Fault(at, kind, who, peer, seconds))
+        found.append(_fault(dice, plain, at, kind))
     return found
+
+
+def _may(kind: Kind, found: list[Fault]) -> bool:
+    """Whether one more is bearable: a request that never gets on is given up, and rightly so."""
+    num_cuts = sum(fault.kind in CUTS for fault in found)
+    num_deaths = sum(fault.kind in KILLS for fault in found) + 2 * num_cuts
+    num_workers = sum(fault.kind is Kind.KILL_WORKER for fault in found) + 2 * num_cuts
+    if kind in CUTS:
+        return num_cuts < MAX_CUTS and num_deaths + 2 <= MAX_DEATHS and num_workers + 2 <= MAX_WORKER_DEATHS
+    if kind is Kind.KILL_WORKER and num_workers >= MAX_WORKER_DEATHS:
+        return False
+    return kind not in KILLS or num_deaths < MAX_DEATHS
+
+
+def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
+    seconds = dice.choice((0.01, 0.2, 2.5)) * dice.random()
+    identities = plain.identities
+    if kind in KILLS:
+        who = dice.choice([one for one in identities if one.role is KILLS[kind]])
+        return Fault(at, kind, who, None, dice.random() ** 4 * 2.0)
+    if kind is Kind.SCALE:
+        return Fault(at, kind, SUPERVISOR, None, seconds)
+    if kind is Kind.PAUSE:
+        return Fault(at, kind, dice.choice(identities), None, seconds)
+    if kind in CUTS:
+        who, peer = dice.sample(plain.supervisors, 2)
+        return Fault(at, kind, who, peer, dice.choice((0.1, 1.0, 3.0)) * dice.random())
+    everyone = [*identities, *plain.supervisors]
+    linked = plain.linked
+    who, peer = dice.choice([(a, b) for a in everyone for b in everyone if linked(a, b) or linked(b, a)])
+    return Fault(at, kind, who, peer, seconds)
 
 
 # --- its configuration ---
@@ -208,7 +301,12 @@ _SPEC = ModelSpec(
 )
 
 
-def config_of(scenario: Scenario) -> cfg.MeshConfig:
+def configs_of(scenario: Scenario) -> list[cfg.MeshConfig]:
+    """For each host."""
+    return [_config_of(scenario, host) for host in range(scenario.num_hosts)]
+
+
+def _config_of(scenario: Scenario, host: int) -> cfg.MeshConfig:
     resolved = cfg.Resolved(
         spec=_SPEC,
         model_path="",
@@ -225,11 +323,47 @@ def config_of(scenario: Scenario) -> cfg.MeshConfig:
         eos_token_ids=(),
         digest="",
     )
-    return cfg.MeshConfig(
+    config = cfg.MeshConfig(
         cache=cfg.CacheConfig(enable_prefix_caching=scenario.prefix_caching),
         scheduler=cfg.SchedulerConfig(async_depth=scenario.async_depth),
-        parallel=cfg.ParallelConfig(data_parallel_size=scenario.num_ranks),
+        parallel=_parallel_of(scenario, host),
         server=cfg.ServerConfig(detokenizers=scenario.num_detokenizers, retry_window=RETRY_WINDOW_S),
-        run=cfg.RunConfig(run_dir="/sim"),
+        run=cfg.RunConfig(run_dir=f"/sim/{host}"),
         resolved=resolved,
     )
+    return config if scenario.num_hosts == 1 else _with_node(config, host)
+
+
+def _parallel_of(scenario: Scenario, host: int) -> cfg.ParallelConfig:
+    parallel = cfg.ParallelConfig(
+        data_parallel_size=scenario.num_ranks,
+        tensor_parallel_size=scenario.tp_size,
+        pipeline_parallel_size=scenario.pp_size,
+    )
+    if scenario.shape is Shape.SPANNING:
+        return replace(parallel, nnodes=2, node_rank=host)
+    if scenario.num_hosts == 1:
+        return parallel
+    near = int(scenario.shape is Shape.HOSTS)
+    if host:
+        return replace(parallel, data_parallel_start_rank=near)
+    return replace(parallel, data_parallel_size_local=near)
+
+
+def _with_node(config: cfg.MeshConfig, host: int) -> cfg.MeshConfig:
+    """As layout.with_node makes it, which looks at this machine's interfaces."""
+    head = tcp.join(address_of(0), HEAD_PORT)
+    network = cfg.NetworkConfig(
+        listen="" if host else head, join=head if host else "", headless=bool(host), peer_timeout=PEER_TIMEOUT_S
+    )
+    config = replace(config, network=network)
+    ranks, workers = layout.places(config)
+    node = cfg.Node(
+        index=layout.index(config),
+        id=f"node {host}",
+        address=address_of(host),
+        head=network.join,
+        ranks=(ranks.start, len(ranks)),
+        workers=(workers.start, len(workers)),
+    )
+    return replace(config, node=node)

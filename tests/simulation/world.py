@@ -1,25 +1,27 @@
 """A whole mesh in one thread: simulated time and network around the real Mesh, Sessions, Apps and cores.
 
-What is real: runtime/mesh.py, protocol/, each App's io.py (but the worker's) and every core. What is simulated: the event loop
-(`Loop`), the sockets (network.py) and the supervisor. Everything random is drawn from generators that are seeded per process
-and per link, so that a seed replays the same history.
+What is real: runtime/mesh.py and remote.py, protocol/, each App's io.py and every core. What is simulated: the event loop
+(`Loop`), the sockets (network.py), the workers' threads (group.py) and the supervisors (supervisors.py). Everything random is
+drawn from generators that are seeded per process and per link, so that a seed replays the same history.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from heapq import heappop, heappush
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from unittest.mock import patch
 
 import msgspec
+import hosts
 from clients import LOADED, TABLE
 from msgspec import Struct
-from network import Inbox, Outbox, running
+from network import Inbox, Killed, Outbox, running
 from story import show
+from supervisors import Supervisor
 
 from meshlm.coordinator import io as coordinator_io
 from meshlm.detokenizer import io as detokenizer_io
@@ -28,10 +30,18 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime import mesh as mesh_module
-from meshlm.runtime.mesh import COORDINATOR, SUPERVISOR, Mesh
-from meshlm.runtime.process import App
+from meshlm.runtime import remote as remote_module
+from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.process import LAST_WORDS_S, App
 from meshlm.scheduler_proc import io as scheduler_io
+from meshlm.supervisor import network as supervisor_network
+from meshlm.workers import io as worker_io
+from meshlm.workers.parallel import membership
 
+if TYPE_CHECKING:
+    from group import Group
+
+SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 BEGIN_S = 1000.0  # simulated seconds since the epoch at the start
 DIED_S = 0.02  # at most, until the supervisor has seen a death
 
@@ -61,11 +71,47 @@ class Timer:
         self.callback = None
 
 
+class Future:
+    """One that the simulated loop completes."""
+
+    def __init__(self, loop: "Loop") -> None:
+        self._loop, self._result, self._is_done = loop, cast(Any, None), False
+        self.on_done: Callable[[], None] | None = None
+
+    def get_loop(self) -> "Loop":
+        return self._loop
+
+    def done(self) -> bool:
+        return self._is_done
+
+    cancelled = lambda self: False  # noqa: E731
+
+    def set_result(self, result: object) -> None:
+        self._result, self._is_done = result, True
+        if self.on_done is not None:
+            self._loop.call_soon(self.on_done)
+
+    def set_exception(self, error: BaseException) -> None:
+        self.set_result(error)
+
+    def result(self) -> object:
+        return self._result
+
+    def __await__(self) -> Generator["Future", None, object]:
+        if not self._is_done:
+            yield self
+        return self._result
+
+
 class Loop:
     """What Mesh and the Apps ask of asyncio's loop."""
 
     def __init__(self, process: "Process") -> None:
         self.process, self.world = process, process.world
+        self._threads_at = 0.0
+
+    def create_future(self) -> Future:
+        return Future(self)
 
     def time(self) -> float:
         return self.world.now
@@ -74,7 +120,9 @@ class Loop:
         return self.world.at(self.world.now, self.process, callback, *arguments)
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: object) -> Timer:
-        return self.call_later(self.process.dice.random() * 1e-3, callback, *arguments)
+        """Soon, and in the order of the calls."""
+        self._threads_at = max(self._threads_at, self.world.now + self.process.dice.random() * 1e-3)
+        return self.world.at(self._threads_at, self.process, callback, *arguments)
 
     def call_later(self, delay_s: float, callback: Callable[..., object], *arguments: object) -> Timer:
         return self.world.at(self.world.now + delay_s, self.process, callback, *arguments)
@@ -96,33 +144,57 @@ class Process:
     """One life of a process, as runtime/process.py runs it."""
 
     def __init__(
-        self, world: "World", identity: Identity, incarnation: Incarnation, app: App, load_s: float, blocking: bool
+        self, world: "World", identity: Identity, incarnation: Incarnation, app: App, load_s: float, host: int
     ) -> None:
         self.world, self.identity, self.incarnation, self.app = world, identity, incarnation, app
+        self.host, self.load_s = host, load_s
         self.dice = random.Random(world.dice.getrandbits(32))
         self.alive, self.started = True, False
         self.paused_until = 0.0
-        self.inbox: Inbox | None = None
+        self.sends_left = 0  # to workers, before it dies; 0: it does not
+        self.inboxes: list[Inbox] = []
         self._core: Checked | None = None
-        self.outboxes: dict[str, Outbox] = {}
+        self.outboxes: list[Outbox] = []
         self.loop = Loop(self)
         world.enter(self)
-        self.mesh = Mesh(identity, incarnation, world.config, self)
+        self.mesh = Mesh(identity, incarnation, world.configs[host], self)
+        self.mesh.on_fatal = failed = cast(Any, Future(self.loop))
+        failed.on_done = self._fail
         drive(self.mesh.open())
+        if identity.role is Role.SUPERVISOR:
+            self._start()
+            return
         delay_s = self.dice.random() * 2e-3 if world.hears_before_start else 0.0
-        self.loop.call_later(delay_s, self._begin, load_s, blocking)
+        self.loop.call_later(delay_s, self._begin)
 
-    def _begin(self, load_s: float, blocking: bool) -> None:
-        """start() runs: most Apps' does not give the loop back before it is done."""
-        if blocking:
-            self.paused_until = self.world.now + load_s
-        self.loop.call_later(load_s, self._start)
+    def _begin(self) -> None:
+        """start() runs: but for a worker's, it does not give the loop back before it is done."""
+        if self.identity.role is Role.WORKER:
+            self._start()
+            return
+        self.paused_until = self.world.now + self.load_s
+        self.loop.call_later(self.load_s, self._start)
 
     def _start(self) -> None:
-        drive(self.app.start(self.mesh))
-        self.started = True
-        self.mesh.set_ready()
-        self.check()
+        starting = cast(Coroutine[Future, None, object], self.app.start(self.mesh))
+
+        def go_on() -> None:
+            try:
+                starting.send(None).on_done = go_on
+            except StopIteration:
+                self.started = True
+                self.mesh.set_ready()
+                self.check()
+
+        go_on()
+
+    def _fail(self) -> None:
+        """Its own decision: it ends, after some last words."""
+        reason = cast(Any, self.mesh.on_fatal).result()
+        self.world.tell(self, "fails", self.identity, str(reason))
+        if self.identity.role is not Role.WORKER:
+            raise Violation(f"{self.identity} failed: {reason}")
+        self.loop.call_later(LAST_WORDS_S, self.world.kill, self.identity, self.dice.random() ** 4 * 0.1, True)
 
     def check(self) -> None:
         if self._core is None:
@@ -143,13 +215,13 @@ class Process:
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self.world.tell(self, "sees", peer, f"up ({incarnation})")
-        if peer != SUPERVISOR:
+        if peer != self.mesh.supervisor:
             self.app.on_peer_up(peer, incarnation)
             self.check()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         self.world.tell(self, "sees", peer, f"down ({incarnation}): {reason}")
-        if peer != SUPERVISOR:
+        if peer != self.mesh.supervisor:
             self.app.on_peer_down(peer, incarnation, reason)
             self.check()
 
@@ -158,59 +230,14 @@ class Process:
         self.check()
 
 
-class Supervisor:
-    """What supervisor/io.py does about deaths."""
-
-    def __init__(self) -> None:
-        self._dead: dict[Identity, control.Died] = {}
-        self._mesh: Mesh | None = None
-        self._ranks: control.SetRanks | None = None
-
-    async def start(self, mesh: Mesh) -> dict[str, str]:
-        self._mesh = mesh
-        return {}
-
-    def set_ranks(self, num_ranks: int) -> None:
-        """A change of their number as the coordinator sees it; the processes stay."""
-        self._ranks = control.SetRanks(num_ranks)
-        self._tell_ranks()
-
-    def _tell_ranks(self) -> None:
-        assert self._mesh is not None
-        if self._ranks is not None and COORDINATOR in self._mesh.peers(Role.COORDINATOR):
-            self._mesh.send(COORDINATOR, self._ranks)
-
-    def tell_died(self, died: control.Died) -> None:
-        assert self._mesh is not None
-        self._dead[died.identity] = died
-        for role in Role:
-            for peer in self._mesh.peers(role):
-                self._mesh.send(peer, died)
-
-    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        if self._mesh is not None:
-            for died in self._dead.values():
-                self._mesh.send(peer, died)
-        if peer == COORDINATOR:
-            self._tell_ranks()
-
-    def on_message(self, peer: Identity, message: Struct) -> None: ...
-    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...
-    def flush(self) -> None: ...
-    def beat(self) -> tuple[int, str]:
-        return 0, ""
-
-    async def drain(self, limit_s: float) -> None: ...
-    async def stop(self) -> None: ...
-
-
 class World:
-    """Clock, network and supervisor. Faults are calls of kill, pause, break_link and slow_link."""
+    """Clock, network and what starts processes. Faults are calls of kill, pause, cut, break_link, slow_link and double_link."""
 
     def __init__(
         self,
         seed: int,
-        config: MeshConfig,
+        configs: Sequence[MeshConfig],
+        host_of: Callable[[Identity], int],
         make_app: Callable[[Identity], App],
         on_arrival: Callable[[int], None],
         speed_s: float,
@@ -218,19 +245,24 @@ class World:
         story: list[str] | None = None,
     ) -> None:
         self.now = BEGIN_S
-        self.config, self.make_app, self.on_arrival, self.speed_s = config, make_app, on_arrival, speed_s
+        self.configs, self.host_of = configs, host_of  # one for each host
+        self.make_app, self.on_arrival, self.speed_s = make_app, on_arrival, speed_s
         self.hears_before_start = hears_before_start  # frames may be read before App.start has run
         self.story = story
         self.dice = random.Random(seed)
         self.inboxes: dict[str, Inbox] = {}
         self.processes: dict[Identity, Process] = {}  # those that live
         self.identities: list[Identity] = []
-        self.num_frames = 0
+        self.num_frames = self.num_ports = 0
         self._queue: list[tuple[float, int, Timer]] = []
         self._number = 0
         self._last_life = 0
         self._entered: Process | None = None  # whose loop is the running one
-        self._spawn(SUPERVISOR)
+        self.cuts: dict[tuple[int, int], float] = {}  # from host to host: until when nothing passes
+        self.groups: dict[tuple[int, ...], Group] = {}  # by the lives that have met
+        self.supervisors = [config.node.index if config.node else 0 for config in configs]
+        for index in self.supervisors:
+            self._spawn(Identity(Role.SUPERVISOR, index))
 
     # --- the clock ---
 
@@ -259,7 +291,11 @@ class World:
                 if process is not self._entered:
                     self.enter(process)
             self.now = when
-            callback(*timer.arguments)
+            try:
+                callback(*timer.arguments)
+            except Killed:
+                assert process is not None
+                assert not process.alive
         self.now = end
 
     def arrived(self, num_frames: int) -> None:
@@ -280,27 +316,29 @@ class World:
         app = self.make_app(identity)
         life = Incarnation(self._last_life)
         self.tell(None, "starts", identity, f"({life})")
-        blocking = identity.role is not Role.WORKER
-        self.processes[identity] = Process(self, identity, life, app, load_s, blocking)
+        self.processes[identity] = Process(self, identity, life, app, load_s, self.host_of(identity))
 
-    def kill(self, identity: Identity, restart_s: float) -> Process | None:
-        """kill -9. The supervisor sees it, tells all, and starts it again later. None when it is not there now."""
+    def kill(self, identity: Identity, restart_s: float, by_itself: bool = False) -> Process | None:
+        """kill -9. Its supervisor sees it, tells all, and starts it again later. None when it is not there now."""
         process = self.processes.pop(identity, None)
         if process is None:
             return None
-        self.tell(None, "kills", identity, f"({process.incarnation})")
+        self.tell(None, "ends" if by_itself else "kills", identity, f"({process.incarnation})")
         process.alive = False
-        assert process.inbox is not None
-        process.inbox.closed_at = self.now
-        self.inboxes = {address: box for address, box in self.inboxes.items() if box is not process.inbox}
-        for outbox in process.outboxes.values():
+        for inbox in process.inboxes:
+            inbox.closed_at = self.now
+            del self.inboxes[inbox.address]
+        for outbox in process.outboxes:
             outbox.break_off(0.0)
         seen_at = self.now + self.dice.random() ** 2 * DIED_S
-        supervisor = self.processes[SUPERVISOR]
-        tell = cast(Supervisor, supervisor.app).tell_died
-        self.at(seen_at, supervisor, tell, control.Died(identity, process.incarnation))
+        supervisor = self.supervisor_of(process.host)
+        died = cast(Supervisor, supervisor.app).on_death
+        self.at(seen_at, supervisor, died, control.Died(identity, process.incarnation))
         self.at(seen_at + restart_s, None, self._spawn, identity)
         return process
+
+    def supervisor_of(self, host: int) -> Process:
+        return self.processes[Identity(Role.SUPERVISOR, self.supervisors[host])]
 
     # --- other faults ---
 
@@ -313,7 +351,8 @@ class World:
 
     def outbox(self, sender: Identity, receiver: Identity) -> Outbox | None:
         process = self.processes.get(sender)
-        return process.outboxes.get(process.mesh.address_of(receiver)) if process is not None else None
+        link = process.mesh._peers.get(receiver) if process is not None else None
+        return cast("Outbox | None", link and link.outbox)
 
     def break_link(self, sender: Identity, receiver: Identity, for_s: float) -> None:
         if (outbox := self.outbox(sender, receiver)) is not None:
@@ -326,11 +365,31 @@ class World:
             self.tell(None, "slows", sender, f"-> {receiver} by {delay_s:.2f} s for {for_s:.2f} s")
             outbox.slow_until, outbox.slow_s = self.now + for_s, delay_s
 
+    def double_link(self, sender: Identity, receiver: Identity, for_s: float) -> None:
+        """What is sent in the next `for_s` comes twice, the second time beside later frames."""
+        if (outbox := self.outbox(sender, receiver)) is not None:
+            self.tell(None, "doubles", sender, f"-> {receiver} for {for_s:.2f} s")
+            outbox.twice_until = self.now + for_s
+
+    def cut(self, routes: tuple[tuple[int, int], ...], for_s: float, notice_s: float) -> None:
+        """Between these hosts, from each first to its second, nothing passes for so long; heartbeats notice it after `notice_s`."""
+        self.tell(None, "cuts", SUPERVISOR, f"hosts {routes} for {for_s:.2f} s")
+        for route in routes:
+            self.cuts[route] = max(self.cuts.get(route, 0.0), self.now + for_s)
+        for process in self.processes.values():
+            for outbox in process.outboxes:
+                outbox.cut_for(routes, for_s, notice_s)
+
+    def whole_at(self, route: tuple[int, int]) -> float:
+        """When a connection between these hosts can be made: both directions are needed."""
+        one, other = route
+        return max(self.cuts.get(route, 0.0), self.cuts.get((other, one), 0.0))
+
     def tell(self, who: Process | None, verb: str, whom: Identity, what: object) -> None:
         if self.story is not None and (text := show(what)):
             name = who.identity if who is not None else "world"
             self.story.append(
-                f"{self.now - BEGIN_S:9.4f} #{self.num_frames:<4} {name!s:14} {verb:6} {whom!s:14} {text}"
+                f"{self.now - BEGIN_S:9.4f} #{self.num_frames:<4} {name!s:14} {verb:7} {whom!s:14} {text}"
             )
 
 
@@ -389,6 +448,16 @@ def simulated() -> Iterator[None]:
             (mesh_module, "Inbox", Inbox),
             (mesh_module, "Outbox", Outbox),
             (mesh_module, "zmq", SimpleNamespace(Context=object)),
+            (remote_module, "Inbox", Inbox),
+            (remote_module, "Outbox", Outbox),
+            (remote_module, "tcp", hosts.tcp),
+            (remote_module, "keys", hosts.keys),
+            (supervisor_network, "agreement", SimpleNamespace(facts=lambda config: {}, differences=lambda *_: "")),
+            (worker_io, "threading", hosts.threading),
+            (worker_io, "sys", SimpleNamespace(setswitchinterval=lambda seconds: None)),
+            (worker_io, "time", _Clock),
+            (membership, "time", _Clock),
+            (membership, "POLL_S", 0.0),
             (mesh_module, "msgspec", fast),
             (mesh_module, "_log", _Log()),
             (detokenizer_io, "tokenizer_files", SimpleNamespace(load=lambda path: LOADED)),

@@ -1,0 +1,221 @@
+"""Workers of tensor- and pipeline-parallel groups: the real WorkerApp and Membership, with simulated threads, store and device.
+
+A stage's ranks compute each step together, after the stage before. A rank whose peer is gone waits for ever, as inside a
+collective on a GPU, or sees its step fail, as with gloo; it is the mesh that must find it a way out.
+"""
+
+from typing import Any
+
+from mock_worker import VOCAB, Computed, Model
+from network import running
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.control_edge import Profile
+from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
+from meshlm.workers.engine import EngineFacts
+from meshlm.workers.io import WorkerApp
+from meshlm.workers.parallel.membership import Lives
+
+RESET_S = 0.3  # at most
+POLL_S = 0.02  # between two looks into the store
+SEES_FAILURE = 0.3  # how often a rank sees that a peer is gone, instead of waiting for it
+
+
+class Group:
+    """What the lives of one group have in common: the store where they meet, and the steps that they compute."""
+
+    def __init__(self, lives: Lives) -> None:
+        self.lives = lives
+        self.here: set[int] = set()  # ranks that have announced themselves in the store
+        self.workers: dict[int, Worker] = {}  # ranks that have committed
+        self.steps: list[Step] = []
+
+    def step(self, nth: int) -> "Step":
+        if nth == len(self.steps):
+            self.steps.append(Step())
+        return self.steps[nth]
+
+
+class Step:
+    """One plan in one group."""
+
+    def __init__(self) -> None:
+        self.plan: StepPlan | None = None
+        self.begun: dict[int, set[int]] = {}  # by stage: the ranks that are at this step
+        self.started: set[int] = set()  # stages
+        self.computed: dict[int, list[Computed]] = {}  # by stage: of each rank that is done
+
+
+class _Plans:
+    """In the place of the stepper's queue."""
+
+    def __init__(self, worker: "Worker") -> None:
+        self.items: list[Any] = []
+        self._worker = worker
+
+    def put(self, item: tuple[StepPlan | Reset | Profile, int]) -> None:
+        self.items.append(item)
+        self._worker.wake()
+
+
+class Worker(WorkerApp):
+    """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, which are the completer's."""
+
+    def __init__(self, num_blocks: int, block_size: int, step_s: float) -> None:
+        super().__init__()
+        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {})
+        self._step_s = step_s
+        self._model = Model(num_blocks, block_size)
+        self._plans: Any = _Plans(self)
+        self._group: Group | None = None
+        self._process: Any = None
+        self._loaded: Any = None
+        self._busy = True
+        self._nth = 0  # steps of this life
+        self._completed_at = 0.0
+
+    # --- the stepper: loads, meets, takes plans in order ---
+
+    def _stepper(self, loaded: Any) -> None:
+        self._process, self._loaded = running(), loaded
+        self._later(self._process.load_s, self._meet if self._shard.size > 1 else self._ready)
+
+    def _completer(self) -> None:
+        """`_complete` is called when a step's tokens are there."""
+
+    def _later(self, delay_s: float, callback: Any, *arguments: Any) -> None:
+        self._process.loop.call_later(delay_s, callback, *arguments)
+
+    def _meet(self) -> None:
+        """What membership.meet does, a look at a time."""
+        membership, world = self._membership, self._process.world
+        if membership._offered is None:
+            membership._looked = None
+        else:
+            lives = membership.wait()
+            if blocked_s := self._blocked_s():
+                self._later(blocked_s, self._meet)
+                return
+            group = world.groups.setdefault(lives, Group(lives))
+            group.here.add(self._shard.rank)
+            if len(group.here) == len(lives) and membership.still(lives) and membership.commit(lives):
+                self._group = group
+                group.workers[self._shard.rank] = self
+                self._connect()
+                return
+        self._later(POLL_S * (0.5 + self._process.dice.random()), self._meet)
+
+    def _blocked_s(self) -> float:
+        """For how long no word of the store comes, because the link to its host is cut."""
+        world, group = self._process.world, self._mesh.config.parallel  # type: ignore[union-attr]
+        if group.nnodes == 1:
+            return 0.0
+        return float(max(0.0, world.whole_at((self._process.host, 0)) - world.now))
+
+    def _connect(self) -> None:
+        """Collective: all must have committed."""
+        group = self._group
+        assert group is not None
+        if len(group.workers) == len(group.lives):
+            for worker in group.workers.values():
+                worker._process.loop.call_soon(worker._ready)
+
+    def _ready(self) -> None:
+        engine: Any = self
+        self._loaded.set_result(engine)
+        self._busy = False
+        self.wake()
+
+    @property
+    def facts(self) -> EngineFacts:
+        """As an engine."""
+        return self._facts
+
+    def wake(self) -> None:
+        """There is something to do."""
+        if self._busy or not self._plans.items:
+            return
+        self._busy = True
+        message, _ = self._plans.items.pop(0)
+        dice = self._process.dice
+        if isinstance(message, Reset):
+            self._later(dice.random() ** 4 * RESET_S, self._do_reset, message)
+        elif self._group is None:
+            self._later(dice.random() * self._step_s, self._compute, message)
+        else:
+            self._begin(message)
+
+    def _done(self) -> None:
+        self._busy = False
+        self.wake()
+
+    def _do_reset(self, reset: Reset) -> None:
+        self._model = Model(self._facts.num_blocks, self._facts.block_size)
+        engine: Any = self
+        self._say(self._ready_message(engine, reset))
+        self._done()
+
+    # --- a step of a group ---
+
+    def _begin(self, plan: StepPlan) -> None:
+        """The rank is at this step; it is computed when its whole stage is."""
+        group, shard = self._group, self._shard
+        assert group is not None
+        step = group.step(self._nth)
+        self._nth += 1
+        step.plan = step.plan or plan
+        assert plan == step.plan, f"a group computes different plans: {plan} and {step.plan}"
+        step.begun.setdefault(shard.pp_rank, set()).add(shard.tp_rank)
+        self._process.world.tell(self._process, "begins", self._mesh.identity, f"step {self._nth}")  # type: ignore[union-attr]
+        self._compute_stages(step)
+        gone = [worker for worker in group.workers.values() if not worker._process.alive]
+        if gone and self._process.dice.random() < SEES_FAILURE:
+            self._failed(plan, RuntimeError("Connection closed by peer"))
+
+    def _compute_stages(self, step: Step) -> None:
+        group, shard = self._group, self._shard
+        assert group is not None
+        assert step.plan is not None
+        for stage in range(shard.pp_size):
+            if stage in step.started:
+                if len(step.computed.get(stage, ())) < shard.tp_size:
+                    return  # the next stage needs what this one gives
+                continue
+            if len(step.begun.get(stage, ())) < shard.tp_size:
+                return
+            step.started.add(stage)
+            for rank in range(stage * shard.tp_size, (stage + 1) * shard.tp_size):
+                worker = group.workers[rank]
+                worker._later(worker._process.dice.random() * worker._step_s, worker._compute, step.plan, step)
+
+    def _compute(self, plan: StepPlan, step: Step | None = None) -> None:
+        shard = self._shard
+        tokens, computed = self._model.run(plan, shard.is_last)
+        if step is not None:
+            for stage in (shard.pp_rank - 1, shard.pp_rank):
+                for other in step.computed.get(stage, ()):
+                    assert computed == other, f"ranks of a group computed different things: {computed} and {other}"
+            step.computed.setdefault(shard.pp_rank, []).append(computed)
+        world = self._process.world
+        self._completed_at = max(world.now + self._process.dice.random() ** 3 * self._step_s, self._completed_at)
+        ns = int(world.now * 1e9)
+        result = StepResult(plan.session, plan.step, pack_i32(tokens), launched_ns=ns, done_ns=ns + 1)
+        self._later(self._completed_at - world.now, self._complete, result)
+        if step is not None:
+            self._compute_stages(step)
+        self._done()
+
+    def _complete(self, result: StepResult) -> None:
+        if self._shard.reports:
+            self._say(result)
+
+    def leftover(self) -> str:
+        """What must not be when all is well."""
+        if self._shard.size == 1:
+            return ""
+        lives = tuple(
+            worker._process.incarnation for _, worker in sorted(self._group.workers.items())
+        ) if self._group else ()
+        committed = self._membership.committed
+        return "" if committed == lives and self._plans.items == [] else f"committed to {committed} of {lives}"
+
