@@ -209,7 +209,7 @@ class Session:
     @property
     def silent(self) -> bool:
         """Nothing came for too long."""
-        return self.state is SessionState.OPEN and 0.0 < self.silence_s < self._quiet_s
+        return self.silence_s > 0.0 and self.state is SessionState.OPEN and self.silence_s < self._quiet_s
 
     @property
     def impatient(self) -> bool:

@@ -326,11 +326,14 @@ class Mesh:
 
     def _wants(self, other: Identity) -> bool:
         """Whether this process keeps a link with that one."""
-        if other.role not in peers_of(self.identity.role):
+        me = self.identity
+        if other.role not in peers_of(me.role):
             return False
-        pair = {self.identity.role: self.identity.index, other.role: other.index}
-        if pair.keys() == {Role.SCHEDULER, Role.WORKER}:
-            return pair[Role.WORKER] // self.config.parallel.workers_per_rank == pair[Role.SCHEDULER]
+        per_rank = self.config.parallel.workers_per_rank
+        if me.role is Role.SCHEDULER and other.role is Role.WORKER:
+            return other.index // per_rank == me.index
+        if me.role is Role.WORKER and other.role is Role.SCHEDULER:
+            return me.index // per_rank == other.index
         return True
 
     def _on_died(self, died: control.Died) -> None:
@@ -384,8 +387,8 @@ class Mesh:
         for link in list(self._peers.values()):
             session = link.session
             session.tick(now)
-            if session.impatient:
-                delay = TICK_CONNECTING_S
+            if session.state is not SessionState.OPEN:
+                delay = TICK_CONNECTING_S if session.impatient else delay
             elif session.silent:
                 self._drop(link, f"silent for {session.silence_s:g} s (--peer-timeout)")
                 self._listener.flush()

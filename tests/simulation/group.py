@@ -59,7 +59,7 @@ class _Plans:
 
 
 class Worker(WorkerApp):
-    """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, which are the completer's."""
+    """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, the completer's."""
 
     def __init__(self, num_blocks: int, block_size: int, step_s: float) -> None:
         super().__init__()
@@ -213,9 +213,10 @@ class Worker(WorkerApp):
         """What must not be when all is well."""
         if self._shard.size == 1:
             return ""
-        lives = tuple(
-            worker._process.incarnation for _, worker in sorted(self._group.workers.items())
-        ) if self._group else ()
+        lives = (
+            tuple(worker._process.incarnation for _, worker in sorted(self._group.workers.items()))
+            if self._group
+            else ()
+        )
         committed = self._membership.committed
         return "" if committed == lives and self._plans.items == [] else f"committed to {committed} of {lives}"
-

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 
 from clients import Ask, Client, Frontend, frontend_identity
 from group import Worker
+from life import Process, Violation
 from msgspec.structs import replace
+from replaced import simulated
 from scenario import BLOCK_SIZE, KILLS, OFF, PEER_TIMEOUT_S, Fault, Kind, Scenario, Shape, configs_of
 from supervisors import Supervisor
-from world import BEGIN_S, Process, Violation, World, simulated
+from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.io import DetokenizerApp
@@ -19,6 +21,7 @@ from meshlm.runtime.process import App
 from meshlm.scheduler_proc.io import SchedulerApp
 
 LIMIT_S = 40.0  # simulated, after the last fault: longer than any timeout of the mesh but the coordinator's hold
+SERVES_AGAIN_S = 8.0  # likewise, until every group of workers steps; what ends by itself meanwhile is no excuse
 MAX_QUEUED = 1000  # frames for one peer
 
 
@@ -35,6 +38,7 @@ class History:
         }
         self.faults = list(scenario.faults)
         self.broken: list[int] = []  # tokens that clients had which asked again
+        self._num_looks = 0
         self.fault_at = BEGIN_S + 1.0  # when the last one is over
         self.world = World(
             scenario.seed,
@@ -125,10 +129,16 @@ class History:
             self._go_on(f"never settles: {reason}")
 
     def _go_on(self, complaint: str) -> None:
-        if self.world.now > self.fault_at + LIMIT_S:
+        over_s = self.world.now - max(self.fault_at, self.world.whole_from)
+        if over_s > LIMIT_S:
             raise Violation(complaint)
         self.world.advance(0.1)
+        self._num_looks += 1
+        if self._num_looks % 8:
+            return
         for process in self.world.processes.values():
+            if over_s > SERVES_AGAIN_S and isinstance(process.app, SchedulerApp) and "no workers" in leftovers(process):
+                raise Violation(f"{process.identity} does not serve again")
             for peer, link in process.mesh._peers.items():
                 size = len(link.session._unacked) + len(link.session._queued) + len(link.outbox.pending)
                 if size > MAX_QUEUED:

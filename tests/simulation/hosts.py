@@ -44,8 +44,6 @@ class _Thread:
         self._target(*self._arguments)
 
 
-tcp = SimpleNamespace(
-    Tcp=_Tcp, Doorman=_Doorman, parse=real.parse, join=real.join, AddressError=real.AddressError
-)
+tcp = SimpleNamespace(Tcp=_Tcp, Doorman=_Doorman, parse=real.parse, join=real.join, AddressError=real.AddressError)
 keys = SimpleNamespace(load=lambda path: SimpleNamespace(public=b""), KeyFileError=ValueError)
 threading = SimpleNamespace(Thread=_Thread)

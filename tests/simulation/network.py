@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from meshlm.protocol.ids import Role
 
 if TYPE_CHECKING:
-    from world import Loop, Process
+    from life import Loop, Process
 
 RECONNECT_S = 0.02  # at most, until a PUSH socket has found a new inbox
 NOTICE_S = 0.003  # at most, until it has noticed that the old one is gone

@@ -59,7 +59,14 @@ KILLS = {
     Kind.KILL_SENDING: Role.SCHEDULER,
 }
 CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
-FAULTS = (*KILLS, Kind.BREAK, Kind.SLOW, Kind.TWICE, Kind.PAUSE, Kind.SCALE)  # EARLY_WORD is always there, unless it is OFF
+FAULTS = (
+    *KILLS,
+    Kind.BREAK,
+    Kind.SLOW,
+    Kind.TWICE,
+    Kind.PAUSE,
+    Kind.SCALE,
+)  # EARLY_WORD is always there, unless it is OFF
 
 
 class Shape(Enum):

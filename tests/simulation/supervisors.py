@@ -1,4 +1,4 @@
-"""In the place of supervisor/io.py: what each node's supervisor tells of deaths and of ranks. Between nodes, the real Head and Guest."""
+"""In the place of supervisor/io.py: what a node's supervisor tells of deaths and of ranks. Between nodes the real Head and Guest."""
 
 from typing import Any
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from history import History, shrunk, violation
 from msgspec.structs import replace
-from scenario import OFF, Kind, make
-from world import simulated
+from replaced import simulated
+from scenario import OFF, Kind, Shape, make
 
 HISTORIES = int(os.environ.get("MESHLM_SIM_HISTORIES", "10000"))
 FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
@@ -82,6 +82,46 @@ def test_what_a_dead_worker_ran_moves_to_another_rank() -> None:
         begun += sum("num_crashes=(" in line and "num_crashes=()" not in line for line in story)
     assert moved > 20
     assert begun > 10
+
+
+def test_groups_of_workers_lose_members_and_meet_again() -> None:
+    """What each death breaks: a scheduler's in the middle of a step, and a worker's, without which the others wait."""
+    left = differed = steps = 0
+    for seed in range(FIRST, FIRST + 100):
+        story: list[str] = []
+        assert violation(make(seed, (Kind.KILL_WORKER, Kind.KILL_SENDING), Shape.GROUP), story) == ""
+        left += sum(" ends " in line for line in story)
+        differed += any("sent different plans" in line for line in story)
+        steps += sum(" begins " in line for line in story)
+    assert left > 30
+    assert differed > 5
+    assert steps > 3000
+
+
+def test_links_between_hosts_are_lost_although_both_ends_live() -> None:
+    silent = replaced = late = 0
+    for seed in range(FIRST, FIRST + 100):
+        story: list[str] = []
+        shape = (Shape.HOSTS, Shape.FAR_HOSTS, Shape.SPANNING)[seed % 3]
+        assert violation(make(seed, (Kind.CUT, Kind.CUT_ONE_WAY), shape), story) == ""
+        gone = sum("silent for" in line for line in story)
+        silent += gone > 0
+        late += gone == 0 and any(" cuts " in line for line in story)
+        replaced += any("replaced by a new process" in line for line in story)
+    assert min(silent, replaced, late) > 10, (silent, replaced, late)
+
+
+def test_nodes_tell_each_other_of_deaths() -> None:
+    """Nobody waits until a process of another node that died is silent for too long, once the nodes have joined."""
+    told = silent = 0
+    for seed in range(FIRST, FIRST + 40):
+        story: list[str] = []
+        assert violation(make(seed, (Kind.KILL_COORDINATOR,), Shape.FAR_HOSTS), story) == ""
+        lines = [line for line in story if "sees    coordinator/0  down" in line and " worker/" in line]
+        told += sum(line.endswith("the process died") for line in lines)
+        silent += sum("silent for" in line for line in lines)
+    assert told > 20
+    assert silent < told / 4, "but for deaths before the nodes have joined"
 
 
 def test_a_seed_replays_the_same_story() -> None:

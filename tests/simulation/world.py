@@ -7,36 +7,19 @@ drawn from generators that are seeded per process and per link, so that a seed r
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
-from unittest.mock import patch
+from typing import TYPE_CHECKING, cast
 
-import msgspec
-import hosts
-from clients import LOADED, TABLE
-from msgspec import Struct
-from network import Inbox, Killed, Outbox, running
+from life import Process, Timer
+from network import Inbox, Killed, Outbox
 from story import show
 from supervisors import Supervisor
 
-from meshlm.coordinator import io as coordinator_io
-from meshlm.detokenizer import io as detokenizer_io
-from meshlm.frontend import io as frontend_io
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime import mesh as mesh_module
-from meshlm.runtime import remote as remote_module
-from meshlm.runtime.mesh import Mesh
-from meshlm.runtime.process import LAST_WORDS_S, App
-from meshlm.scheduler_proc import io as scheduler_io
-from meshlm.supervisor import network as supervisor_network
-from meshlm.workers import io as worker_io
-from meshlm.workers.parallel import membership
+from meshlm.runtime.process import App
 
 if TYPE_CHECKING:
     from group import Group
@@ -44,190 +27,6 @@ if TYPE_CHECKING:
 SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 BEGIN_S = 1000.0  # simulated seconds since the epoch at the start
 DIED_S = 0.02  # at most, until the supervisor has seen a death
-
-T = TypeVar("T")
-
-
-class Violation(AssertionError):
-    """An invariant does not hold; the text says which."""
-
-
-class Checked(Protocol):
-    def check(self) -> None: ...
-
-
-class Timer:
-    """One event to come. Without a process it is the network's or the test's own."""
-
-    __slots__ = ("arguments", "callback", "process")
-
-    def __init__(
-        self, process: "Process | None", callback: Callable[..., object], arguments: tuple[object, ...]
-    ) -> None:
-        self.process, self.arguments = process, arguments
-        self.callback: Callable[..., object] | None = callback
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
-class Future:
-    """One that the simulated loop completes."""
-
-    def __init__(self, loop: "Loop") -> None:
-        self._loop, self._result, self._is_done = loop, cast(Any, None), False
-        self.on_done: Callable[[], None] | None = None
-
-    def get_loop(self) -> "Loop":
-        return self._loop
-
-    def done(self) -> bool:
-        return self._is_done
-
-    cancelled = lambda self: False  # noqa: E731
-
-    def set_result(self, result: object) -> None:
-        self._result, self._is_done = result, True
-        if self.on_done is not None:
-            self._loop.call_soon(self.on_done)
-
-    def set_exception(self, error: BaseException) -> None:
-        self.set_result(error)
-
-    def result(self) -> object:
-        return self._result
-
-    def __await__(self) -> Generator["Future", None, object]:
-        if not self._is_done:
-            yield self
-        return self._result
-
-
-class Loop:
-    """What Mesh and the Apps ask of asyncio's loop."""
-
-    def __init__(self, process: "Process") -> None:
-        self.process, self.world = process, process.world
-        self._threads_at = 0.0
-
-    def create_future(self) -> Future:
-        return Future(self)
-
-    def time(self) -> float:
-        return self.world.now
-
-    def call_soon(self, callback: Callable[..., object], *arguments: object) -> Timer:
-        return self.world.at(self.world.now, self.process, callback, *arguments)
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: object) -> Timer:
-        """Soon, and in the order of the calls."""
-        self._threads_at = max(self._threads_at, self.world.now + self.process.dice.random() * 1e-3)
-        return self.world.at(self._threads_at, self.process, callback, *arguments)
-
-    def call_later(self, delay_s: float, callback: Callable[..., object], *arguments: object) -> Timer:
-        return self.world.at(self.world.now + delay_s, self.process, callback, *arguments)
-
-
-def drive(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return cast(T, stop.value)
-    raise AssertionError(f"{coroutine} waits")
-
-
-# --- processes ---
-
-
-class Process:
-    """One life of a process, as runtime/process.py runs it."""
-
-    def __init__(
-        self, world: "World", identity: Identity, incarnation: Incarnation, app: App, load_s: float, host: int
-    ) -> None:
-        self.world, self.identity, self.incarnation, self.app = world, identity, incarnation, app
-        self.host, self.load_s = host, load_s
-        self.dice = random.Random(world.dice.getrandbits(32))
-        self.alive, self.started = True, False
-        self.paused_until = 0.0
-        self.sends_left = 0  # to workers, before it dies; 0: it does not
-        self.inboxes: list[Inbox] = []
-        self._core: Checked | None = None
-        self.outboxes: list[Outbox] = []
-        self.loop = Loop(self)
-        world.enter(self)
-        self.mesh = Mesh(identity, incarnation, world.configs[host], self)
-        self.mesh.on_fatal = failed = cast(Any, Future(self.loop))
-        failed.on_done = self._fail
-        drive(self.mesh.open())
-        if identity.role is Role.SUPERVISOR:
-            self._start()
-            return
-        delay_s = self.dice.random() * 2e-3 if world.hears_before_start else 0.0
-        self.loop.call_later(delay_s, self._begin)
-
-    def _begin(self) -> None:
-        """start() runs: but for a worker's, it does not give the loop back before it is done."""
-        if self.identity.role is Role.WORKER:
-            self._start()
-            return
-        self.paused_until = self.world.now + self.load_s
-        self.loop.call_later(self.load_s, self._start)
-
-    def _start(self) -> None:
-        starting = cast(Coroutine[Future, None, object], self.app.start(self.mesh))
-
-        def go_on() -> None:
-            try:
-                starting.send(None).on_done = go_on
-            except StopIteration:
-                self.started = True
-                self.mesh.set_ready()
-                self.check()
-
-        go_on()
-
-    def _fail(self) -> None:
-        """Its own decision: it ends, after some last words."""
-        reason = cast(Any, self.mesh.on_fatal).result()
-        self.world.tell(self, "fails", self.identity, str(reason))
-        if self.identity.role is not Role.WORKER:
-            raise Violation(f"{self.identity} failed: {reason}")
-        self.loop.call_later(LAST_WORDS_S, self.world.kill, self.identity, self.dice.random() ** 4 * 0.1, True)
-
-    def check(self) -> None:
-        if self._core is None:
-            self._core = cast("Checked | None", getattr(self.app, "_core", None) or getattr(self.app, "_desk", None))
-        if self._core is not None:
-            self._core.check()
-
-    def sessions(self) -> dict[Identity, Any]:
-        return {peer: link.session for peer, link in self.mesh._peers.items()}
-
-    # --- Listener ---
-
-    def on_message(self, peer: Identity, message: Struct) -> None:
-        self.world.tell(self, "<-", peer, message)
-        self.app.on_message(peer, message)
-        self.mesh._peers[peer].session.check()
-        self.check()
-
-    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
-        self.world.tell(self, "sees", peer, f"up ({incarnation})")
-        if peer != self.mesh.supervisor:
-            self.app.on_peer_up(peer, incarnation)
-            self.check()
-
-    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        self.world.tell(self, "sees", peer, f"down ({incarnation}): {reason}")
-        if peer != self.mesh.supervisor:
-            self.app.on_peer_down(peer, incarnation, reason)
-            self.check()
-
-    def flush(self) -> None:
-        self.app.flush()
-        self.check()
 
 
 class World:
@@ -254,6 +53,7 @@ class World:
         self.processes: dict[Identity, Process] = {}  # those that live
         self.identities: list[Identity] = []
         self.num_frames = self.num_ports = 0
+        self.whole_from = BEGIN_S  # what was killed is started again by then
         self._queue: list[tuple[float, int, Timer]] = []
         self._number = 0
         self._last_life = 0
@@ -330,6 +130,8 @@ class World:
             del self.inboxes[inbox.address]
         for outbox in process.outboxes:
             outbox.break_off(0.0)
+        if not by_itself:
+            self.whole_from = max(self.whole_from, self.now + restart_s)
         seen_at = self.now + self.dice.random() ** 2 * DIED_S
         supervisor = self.supervisor_of(process.host)
         died = cast(Supervisor, supervisor.app).on_death
@@ -391,84 +193,3 @@ class World:
             self.story.append(
                 f"{self.now - BEGIN_S:9.4f} #{self.num_frames:<4} {name!s:14} {verb:7} {whom!s:14} {text}"
             )
-
-
-# --- what is replaced in the product's modules ---
-
-
-class _Log:
-    """structlog costs more than a whole message; what is said goes into the story."""
-
-    def __init__(self, **bound: object) -> None:
-        self._process = bound.get("process")
-
-    def bind(self, **bound: object) -> "_Log":
-        return _Log(**bound)
-
-    def debug(self, event: str, **fields: object) -> None:
-        process = running()
-        if process.world.story is not None:
-            process.world.tell(process, "logs", process.identity, f"{event} {fields}")
-
-    info = warning = error = exception = debug
-
-
-class _Clock:
-    """In the place of the module `time`."""
-
-    @staticmethod
-    def monotonic() -> float:
-        return running().world.now
-
-    time = monotonic
-
-    @staticmethod
-    def monotonic_ns() -> int:
-        return int(running().world.now * 1e9)
-
-
-class _Threads:
-    """In the place of the detokenizer's; that it takes a moment is Loop.call_soon_threadsafe's."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def submit(self, work: Callable[..., object], *arguments: object) -> None:
-        work(*arguments)
-
-
-_decoder = cache(msgspec.msgpack.Decoder)  # making one costs as much as twenty messages
-
-
-@contextmanager
-def simulated() -> Iterator[None]:
-    """Sockets, logs and clocks of the product are simulated within."""
-    fast = SimpleNamespace(msgpack=SimpleNamespace(Decoder=_decoder), MsgspecError=msgspec.MsgspecError)
-    with ExitStack() as stack:
-        for module, name, fake in (
-            (mesh_module, "Inbox", Inbox),
-            (mesh_module, "Outbox", Outbox),
-            (mesh_module, "zmq", SimpleNamespace(Context=object)),
-            (remote_module, "Inbox", Inbox),
-            (remote_module, "Outbox", Outbox),
-            (remote_module, "tcp", hosts.tcp),
-            (remote_module, "keys", hosts.keys),
-            (supervisor_network, "agreement", SimpleNamespace(facts=lambda config: {}, differences=lambda *_: "")),
-            (worker_io, "threading", hosts.threading),
-            (worker_io, "sys", SimpleNamespace(setswitchinterval=lambda seconds: None)),
-            (worker_io, "time", _Clock),
-            (membership, "time", _Clock),
-            (membership, "POLL_S", 0.0),
-            (mesh_module, "msgspec", fast),
-            (mesh_module, "_log", _Log()),
-            (detokenizer_io, "tokenizer_files", SimpleNamespace(load=lambda path: LOADED)),
-            (detokenizer_io, "TokenTable", lambda loaded: TABLE),
-            (detokenizer_io, "ThreadPoolExecutor", _Threads),
-            (frontend_io, "time", _Clock),
-            (coordinator_io, "time", _Clock),
-            (scheduler_io, "time", _Clock),
-        ):
-            stack.enter_context(patch.object(module, name, fake, create=True))
-        try:
-            yield
-        finally:
-            asyncio._set_running_loop(None)

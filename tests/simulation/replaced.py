@@ -1,0 +1,101 @@
+"""What is replaced in the product's modules, so that they run in a simulated world: sockets, logs, clocks, threads."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import hosts
+import msgspec
+from clients import LOADED, TABLE
+from network import Inbox, Outbox, running
+
+from meshlm.coordinator import io as coordinator_io
+from meshlm.detokenizer import io as detokenizer_io
+from meshlm.frontend import io as frontend_io
+from meshlm.runtime import mesh as mesh_module
+from meshlm.runtime import remote as remote_module
+from meshlm.scheduler_proc import io as scheduler_io
+from meshlm.supervisor import network as supervisor_network
+from meshlm.workers import io as worker_io
+from meshlm.workers.parallel import membership
+
+
+class _Log:
+    """structlog costs more than a whole message; what is said goes into the story."""
+
+    def __init__(self, **bound: object) -> None:
+        self._process = bound.get("process")
+
+    def bind(self, **bound: object) -> "_Log":
+        return _Log(**bound)
+
+    def debug(self, event: str, **fields: object) -> None:
+        process = running()
+        if process.world.story is not None:
+            process.world.tell(process, "logs", process.identity, f"{event} {fields}")
+
+    info = warning = error = exception = debug
+
+
+class _Clock:
+    """In the place of the module `time`."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return running().world.now
+
+    time = monotonic
+
+    @staticmethod
+    def monotonic_ns() -> int:
+        return int(running().world.now * 1e9)
+
+
+class _Threads:
+    """In the place of the detokenizer's; that it takes a moment is Loop.call_soon_threadsafe's."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, work: Callable[..., object], *arguments: object) -> None:
+        work(*arguments)
+
+
+_decoder = cache(msgspec.msgpack.Decoder)  # making one costs as much as twenty messages
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Sockets, logs and clocks of the product are simulated within."""
+    fast = SimpleNamespace(msgpack=SimpleNamespace(Decoder=_decoder), MsgspecError=msgspec.MsgspecError)
+    with ExitStack() as stack:
+        for module, name, fake in (
+            (mesh_module, "Inbox", Inbox),
+            (mesh_module, "Outbox", Outbox),
+            (mesh_module, "zmq", SimpleNamespace(Context=object)),
+            (remote_module, "Inbox", Inbox),
+            (remote_module, "Outbox", Outbox),
+            (remote_module, "tcp", hosts.tcp),
+            (remote_module, "keys", hosts.keys),
+            (supervisor_network, "agreement", SimpleNamespace(facts=lambda config: {}, differences=lambda *_: "")),
+            (worker_io, "threading", hosts.threading),
+            (worker_io, "sys", SimpleNamespace(setswitchinterval=lambda seconds: None)),
+            (worker_io, "time", _Clock),
+            (membership, "time", _Clock),
+            (membership, "POLL_S", 0.0),
+            (mesh_module, "msgspec", fast),
+            (mesh_module, "_log", _Log()),
+            (detokenizer_io, "tokenizer_files", SimpleNamespace(load=lambda path: LOADED)),
+            (detokenizer_io, "TokenTable", lambda loaded: TABLE),
+            (detokenizer_io, "ThreadPoolExecutor", _Threads),
+            (frontend_io, "time", _Clock),
+            (coordinator_io, "time", _Clock),
+            (scheduler_io, "time", _Clock),
+        ):
+            stack.enter_context(patch.object(module, name, fake, create=True))
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
