@@ -85,7 +85,7 @@ class History:
                         self.broken.append(sum(len(got.tokens) for got in client.got))
                         other = client.ask.frontend + world.dice.randrange(self.scenario.num_frontends)
                         client.ask = replace(client.ask, frontend=other % self.scenario.num_frontends)
-                        world.at(world.now + world.dice.random() ** 3 * 5.0, None, self._arrive, client)
+                        world.at(world.now + world.dice.random() ** 3 * 2.5, None, self._arrive, client)
         elif fault.kind is Kind.SCALE:
             supervisor = world.processes[SUPERVISOR]
             assert isinstance(supervisor.app, Supervisor)

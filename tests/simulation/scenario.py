@@ -18,7 +18,7 @@ from meshlm.runtime.mesh import SUPERVISOR
 from meshlm.supervisor import layout
 
 BLOCK_SIZE = 2
-RETRY_WINDOW_S = 3.0
+RETRY_WINDOW_S = 1.5
 PEER_TIMEOUT_S = 0.8
 MAX_MODEL_LEN = 40
 MAX_WORKER_DEATHS = 3  # one less than those (MAX_CRASHES) after which a scheduler gives up what it computed then
