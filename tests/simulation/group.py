@@ -150,9 +150,10 @@ class Worker(WorkerApp):
         self.wake()
 
     def _do_reset(self, reset: Reset) -> None:
-        self._model = Model(self._facts.num_blocks, self._facts.block_size)
+        self._model.rows.clear()  # what the slots hold stays
         engine: Any = self
-        self._say(self._ready_message(engine, reset))
+        assert self._mesh is not None
+        self._mesh.call_soon_threadsafe(self._answer, engine, reset)
         self._done()
 
     # --- a step of a group ---
