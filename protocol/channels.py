@@ -15,7 +15,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
-from meshlm.protocol.ids import Role
+from meshlm.protocol.ids import Identity, Role
 
 
 class WhenFull(Enum):
@@ -75,3 +75,14 @@ BY_DIRECTION: dict[tuple[Role, Role], Channel] = {(c.sender, c.receiver): c for 
 def peers_of(role: Role) -> frozenset[Role]:
     """The roles that a process of `role` keeps links with."""
     return frozenset(c.receiver for c in CHANNELS if c.sender is role)
+
+
+def are_linked(one: Identity, other: Identity, workers_per_rank: int) -> bool:
+    """Whether these two keep a link: as their roles say, and a scheduler with its own workers only."""
+    if other.role not in peers_of(one.role):
+        return False
+    if one.role is Role.SCHEDULER and other.role is Role.WORKER:
+        return other.index // workers_per_rank == one.index
+    if one.role is Role.WORKER and other.role is Role.SCHEDULER:
+        return one.index // workers_per_rank == other.index
+    return True

@@ -15,7 +15,7 @@ import zmq
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.channels import BY_DIRECTION, WhenFull, peers_of
+from meshlm.protocol.channels import BY_DIRECTION, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import FrameError, Kind, sender_of, unpack
@@ -302,7 +302,7 @@ class Mesh:
         for member in members.members:
             link = self._peers.get(member.identity)
             if link is None:
-                if self._wants(member.identity):
+                if are_linked(self.identity, member.identity, self.config.parallel.workers_per_rank):
                     self._connect(member.identity, self._address_of_member(member))
             elif member.incarnation > link.session.peer_incarnation:
                 self._retarget(link, member.tcp)
@@ -324,18 +324,6 @@ class Mesh:
         link.outbox.close()
         link.outbox = outbox
 
-    def _wants(self, other: Identity) -> bool:
-        """Whether this process keeps a link with that one."""
-        me = self.identity
-        if other.role not in peers_of(me.role):
-            return False
-        per_rank = self.config.parallel.workers_per_rank
-        if me.role is Role.SCHEDULER and other.role is Role.WORKER:
-            return other.index // per_rank == me.index
-        if me.role is Role.WORKER and other.role is Role.SCHEDULER:
-            return me.index // per_rank == other.index
-        return True
-
     def _on_died(self, died: control.Died) -> None:
         link = self._peers.get(died.identity)
         if link is None:
@@ -350,6 +338,8 @@ class Mesh:
         life = link.session.peer_incarnation
         if link.session.lose():
             link.outbox.pending.clear()
+            if self._remote is not None:  # by its name again: it may come back at another address
+                self._retarget(link, self._remote.well_known().get(link.session.peer, ""))
             self.log.error("peer dropped", peer=str(link.session.peer), reason=reason)
             self._listener.on_peer_down(link.session.peer, life, reason)
 

@@ -75,7 +75,7 @@ class Pair:
             index=0 if is_head else 2,
             id=folder.name,
             address="127.0.0.1" if is_head else "127.0.0.2",
-            head="" if is_head else listen,
+            head="" if is_head else listen.replace("127.0.0.1", "localhost"),  # nodes know it by name
             ranks=(0, 1) if is_head else (1, 1),
             workers=(0, 1) if is_head else (1, 1),
         )
@@ -217,6 +217,8 @@ async def test_a_node_that_falls_silent_is_lost_and_comes_back(pair: Pair) -> No
     assert pair.seen[COORDINATOR].down == [(SCHEDULER, 1000, f"silent for {LOST_S} s (--peer-timeout)")]
     assert len(pair.seen[SCHEDULER].down) == 1
     assert len(pair.seen[COORDINATOR].up) == 1
+    outbox = pair.node._peers[COORDINATOR].outbox
+    assert outbox.address == f"tcp://localhost:{pair.port + 1}", "by name: it may be another address when it is back"
     for remote, on_frame in real.items():
         remote._inbox._on_frame = on_frame
     await until(lambda: pair.node._peers[COORDINATOR].session.silent is False and bool(pair.head.peers(Role.SCHEDULER)))
