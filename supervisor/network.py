@@ -135,7 +135,7 @@ class Guest:
         self._own, self._node, self._clock = own, config.node, clock
         self._facts = agreement.facts(config)
         self._until = clock() + config.run.startup_timeout
-        self._in_session = self._welcome = self._was_welcome = False
+        self._in_session = self._welcome = self._was_welcome = self._ends = False
         self._reported_at = 0.0
 
     def begin(self) -> None:
@@ -148,7 +148,8 @@ class Guest:
 
     def on_down(self, peer: Identity, reason: str) -> None:
         self._in_session = self._welcome = False
-        self._own.line(f"the head {self._node.head} is lost ({reason}); this node goes on and waits for it")
+        if not self._ends:
+            self._own.line(f"the head {self._node.head} is lost ({reason}); this node goes on and waits for it")
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
@@ -165,6 +166,7 @@ class Guest:
             case edge.Profile():
                 self._own.profile_for(peer, message)
             case edge.Shutdown():
+                self._ends = True
                 self._own.line("the head ends, and so does this node")
                 self._own.stop(0.0)
 
