@@ -1,9 +1,11 @@
 """The CPU kernels as functions of torch tensors. Shapes and formulas: source.c. References: kernels/<op>/reference.py.
 
-All tensors are float32, dense and on the CPU. `library()` is None where they cannot be had.
+All tensors are float32, dense and on the CPU. `library()` is None where they cannot be had. Batch-invariant: a row of a result is the
+same to the last bit whatever other rows are computed with it, in one prefill, in chunks or token by token, with any number of threads.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -21,8 +23,11 @@ _SIGNATURES = {
     "meshlm_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
     "meshlm_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "meshlm_rope_cache": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 5,
-    "meshlm_paged_decode": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT, _LONG],
+    "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
+    "meshlm_span_rows": [_LONG] * 2,
+    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _LONG],
 }
+_RESULTS = {"meshlm_span_rows": _LONG, "meshlm_attention": ctypes.c_int}
 
 
 @cache
@@ -33,7 +38,7 @@ def library() -> ctypes.CDLL | None:
         for name, types in _SIGNATURES.items():
             function = getattr(found, name)
             function.argtypes = types
-            function.restype = ctypes.c_int if name == "meshlm_paged_decode" else None
+            function.restype = _RESULTS.get(name)
     return found
 
 
@@ -122,21 +127,77 @@ def rope_cache(
     return query
 
 
-def paged_decode(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor, scale: float, window: int
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    packed: Tensor,
+    bias: Tensor | None,
+    outputs: int,
+    gate: bool,
+) -> tuple[Tensor, Tensor]:
+    """linear(rms_norm(x + residual)), with `gate` followed by silu_mul; and x + residual, which is `residual`, changed in place."""
+    x = x.contiguous()
+    stream = x if residual is None else residual
+    m, k = x.shape
+    normed, out = torch.empty(m, k), torch.empty(m, outputs)
+    gated = torch.empty(m, outputs // 2) if gate else None
+    _lib().meshlm_norm_linear(
+        None if residual is None else x.data_ptr(),
+        stream.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        normed.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        None if gated is None else gated.data_ptr(),
+        m,
+        outputs,
+        k,
+    )
+    return (out if gated is None else gated), stream
+
+
+def spans(counts: Sequence[int], num_decodes: int, num_heads: int, kv_heads: int) -> Tensor:
+    """int64 [s, 3]: request, first row and rows of what attention computes together. counts: rows of the requests after the decodes."""
+    most = int(_lib().meshlm_span_rows(num_heads, kv_heads))
+    found = [(row, row, 1) for row in range(num_decodes)]
+    begin = num_decodes
+    for request, count in enumerate(counts, num_decodes):
+        found += [(request, begin + at, min(most, count - at)) for at in range(0, count, most)]
+        begin += count
+    return torch.tensor(found, dtype=torch.long).reshape(-1, 3)
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    spans: Tensor,
+    scale: float,
+    window: int,
 ) -> Tensor:
-    """query [n, heads, d] over keys, values [blocks, size, kv_heads, d] by tables int64 [n, any] and lens int64 [n]."""
-    n, heads, d = query.shape
+    """query [t, heads, d] over keys, values [blocks, size, kv_heads, d] -> [t, heads, d].
+
+    tables int64 [n, any]: blocks of a request; positions int64 [t]; a row sees the keys up to its own position, the last `window` of
+    them unless that is 0.
+    """
+    t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
-    query, out = query.contiguous(), torch.empty(n, heads, d)
-    failed = _lib().meshlm_paged_decode(
+    query, out = query.contiguous(), torch.empty(t, heads, d)
+    failed = _lib().meshlm_attention(
         query.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
         tables.data_ptr(),
-        lens.data_ptr(),
+        positions.data_ptr(),
+        spans.data_ptr(),
         out.data_ptr(),
-        n,
+        spans.shape[0],
         heads,
         kv_heads,
         d,
@@ -146,5 +207,5 @@ def paged_decode(
         window,
     )
     if failed:
-        raise MemoryError("no memory for attention scores")
+        raise MemoryError("no memory for attention")
     return out

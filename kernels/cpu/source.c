@@ -2,18 +2,20 @@
  *
  * Every function takes dense row-major float32 and splits its work over OpenMP threads. Weights are packed once into panels of
  * 16 outputs, [N/16][K][16], so that one pass over memory serves any number of rows (Goto and van de Geijn 2008, section 4).
+ *
+ * Batch-invariant: each row of a result takes the same operations in the same order whatever rows are computed beside it, however a
+ * prompt was cut, and with any number of threads. A thread computes whole elements; no sum is split between threads. So a request that
+ * is computed again in one prefill has, to the last bit, the logits that decoding gave it. Keep it so: no sum whose order depends on
+ * the number of rows, and no flag in build.py that lets the compiler order sums.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vector.h"
 
-#define WIDTH 16 /* outputs of a panel */
-typedef float vec __attribute__((vector_size(32), aligned(4)));
+#include "tile.h"
 
-static inline vec load(const float *p) { return *(const vec *)p; }
-static inline vec splat(float x) { return (vec){x, x, x, x, x, x, x, x}; }
+#include "attention.h"
+
+#define ROWS 96 /* rows of x that stay in the second-level cache while the panels pass */
 
 void meshlm_pack(const float *w, float *packed, long n, long k) {
     long panels = (n + WIDTH - 1) / WIDTH;
@@ -26,92 +28,98 @@ void meshlm_pack(const float *w, float *packed, long n, long k) {
             }
 }
 
-/* out[r, 0..16) = x[r, :] . panel, for ROWS rows: two vectors of accumulators a row stay in registers. */
-#define TILE(ROWS)                                                                                                             \
-    static void tile_##ROWS(const float *x, const float *panel, long k, float *out /* [ROWS][16] */, const float *next) {      \
-        vec low[ROWS], high[ROWS];                                                                                             \
-        for (int r = 0; r < ROWS; r++) low[r] = high[r] = splat(0.0f);                                                         \
-        for (long i = 0; i < k; i++) {                                                                                         \
-            vec a = load(panel + i * WIDTH), b = load(panel + i * WIDTH + 8);                                                  \
-            __builtin_prefetch(next + i * WIDTH, 0, 2);                                                                        \
-            for (int r = 0; r < ROWS; r++) {                                                                                   \
-                vec s = splat(x[r * k + i]);                                                                                   \
-                low[r] += s * a;                                                                                               \
-                high[r] += s * b;                                                                                              \
-            }                                                                                                                  \
-        }                                                                                                                      \
-        for (int r = 0; r < ROWS; r++) {                                                                                       \
-            *(vec *)(out + r * WIDTH) = low[r];                                                                                \
-            *(vec *)(out + r * WIDTH + 8) = high[r];                                                                           \
-        }                                                                                                                      \
-    }
-TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+/* The functions named each_* are called by all threads of a team and end with a barrier. */
 
-/* One row: the sum is split over four chains, or the latency of the addition is what is waited for. */
-static void tile_1(const float *x, const float *panel, long k, float *out, const float *next) {
-    (void)next; /* one row reads as fast as memory gives */
-    vec low[4], high[4];
-    for (int c = 0; c < 4; c++) low[c] = high[c] = splat(0.0f);
-    long i = 0;
-    for (; i + 4 <= k; i += 4)
-        for (int c = 0; c < 4; c++) {
-            vec s = splat(x[i + c]);
-            low[c] += s * load(panel + (i + c) * WIDTH);
-            high[c] += s * load(panel + (i + c) * WIDTH + 8);
-        }
-    for (; i < k; i++) {
-        vec s = splat(x[i]);
-        low[0] += s * load(panel + i * WIDTH);
-        high[0] += s * load(panel + i * WIDTH + 8);
-    }
-    *(vec *)out = (low[0] + low[1]) + (low[2] + low[3]);
-    *(vec *)(out + 8) = (high[0] + high[1]) + (high[2] + high[3]);
+/* One to ROWS rows over one panel. */
+static void panel_product(const float *x, const float *panel, const float *bias, float *out, long rows, long n, long wide, long k) {
+    float sums[ROWS * WIDTH];
+    long passes = (rows + HEIGHT - 1) / HEIGHT, step = (WIDTH + passes - 1) / passes;
+    Tile t = {.x = x, .x_stride = k, .panel = panel, .k = k, .out = sums, .out_stride = WIDTH};
+    t.next = panel + k * WIDTH, t.next_step = step; /* comes into the cache bit by bit while the rows meet this panel */
+    tiles(t, rows);
+    for (long r = 0; r < rows; r++)
+        for (long j = 0; j < wide; j++) out[r * n + j] = sums[r * WIDTH + j] + (bias ? bias[j] : 0.0f);
+}
+
+/* One row over SIDE panels. */
+static void side_product(const float *x, const float *panel, const float *bias, float *out, long wide, long k) {
+    float sums[SIDE * WIDTH];
+    Tile t = {.x = x, .panel = panel, .k = k, .out = sums};
+    tile_side(&t, k * WIDTH);
+    for (long j = 0; j < wide; j++) out[j] = sums[j] + (bias ? bias[j] : 0.0f);
 }
 
 /* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null); w packed. */
-void meshlm_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
-    static void (*const tiles[])(const float *, const float *, long, float *, const float *) = {0,      tile_1, tile_2, tile_3,
-                                                                                 tile_4, tile_5, tile_6};
-    long panels = (n + WIDTH - 1) / WIDTH;
-#pragma omp parallel for schedule(static)
-    for (long p = 0; p < panels; p++) {
-        const float *panel = packed + p * k * WIDTH;
-        long first = p * WIDTH, wide = n - first < WIDTH ? n - first : WIDTH;
-        float tile[6 * WIDTH];
-        for (long r = 0; r < m;) {
-            long rows = m - r;
-            if (rows > 6) rows = rows < 12 ? (rows + 1) / 2 : 6;
-            /* While the last rows meet this panel, the next one comes into the cache. */
-            tiles[rows](x + r * k, panel, k, tile, r + rows >= m ? panel + k * WIDTH : panel);
-            for (long i = 0; i < rows; i++) {
-                float *to = out + (r + i) * n + first;
-                for (long j = 0; j < wide; j++) to[j] = tile[i * WIDTH + j] + (bias ? bias[first + j] : 0.0f);
-            }
-            r += rows;
+static void each_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
+    long panels = (n + WIDTH - 1) / WIDTH, at_once = m == 1 ? SIDE : 1;
+    for (long r = 0; r < m; r += ROWS) {
+        long rows = m - r < ROWS ? m - r : ROWS;
+#pragma omp for schedule(static) nowait
+        for (long p = 0; p < panels; p += at_once) {
+            const float *panel = packed + p * k * WIDTH, *b = bias ? bias + p * WIDTH : 0;
+            long left = n - p * WIDTH;
+            float *to = out + r * n + p * WIDTH;
+            if (at_once == SIDE && panels - p >= SIDE)
+                side_product(x, panel, b, to, left < SIDE * WIDTH ? left : SIDE * WIDTH, k);
+            else
+                for (long q = 0; q < at_once && p + q < panels; q++, left -= WIDTH)
+                    panel_product(x + r * k, panel + q * k * WIDTH, b ? b + q * WIDTH : 0, to + q * WIDTH, rows, n,
+                                  left < WIDTH ? left : WIDTH, k);
         }
     }
+#pragma omp barrier
+}
+
+void meshlm_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
+#pragma omp parallel
+    each_linear(x, packed, bias, out, m, n, k);
 }
 
 /* residual += x (unless x is null); out = residual / rms(residual) * weight. */
-void meshlm_rms_norm(const float *x, float *residual, const float *weight, float *out, long m, long n, float eps) {
-#pragma omp parallel for schedule(static) if (m * n > 16384)
+static void each_rms_norm(const float *x, float *residual, const float *weight, float *out, long m, long n, float eps) {
+#pragma omp for schedule(static)
     for (long r = 0; r < m; r++) {
         float *line = residual + r * n;
-        float sum = 0.0f;
         if (x)
             for (long i = 0; i < n; i++) line[i] += x[r * n + i];
-        for (long i = 0; i < n; i++) sum += line[i] * line[i];
-        float scale = 1.0f / sqrtf(sum / (float)n + eps);
+        float scale = 1.0f / sqrtf(squares(line, n) / (float)n + eps);
         for (long i = 0; i < n; i++) out[r * n + i] = line[i] * scale * weight[i];
     }
 }
 
+void meshlm_rms_norm(const float *x, float *residual, const float *weight, float *out, long m, long n, float eps) {
+#pragma omp parallel if (m * n > 16384)
+    each_rms_norm(x, residual, weight, out, m, n, eps);
+}
+
+static inline vec silu_mul(vec gate, vec up) { return gate / (splat(1.0f) + exp8(-gate)) * up; }
+
 /* out[m, n] = silu(gate) * up, gate_up [m, 2n]. */
-void meshlm_silu_mul(const float *gate_up, float *out, long m, long n) {
-#pragma omp parallel for schedule(static) if (m * n > 4096)
-    for (long r = 0; r < m; r++) {
+static void each_silu_mul(const float *gate_up, float *out, long m, long n) {
+    long parts = (n + 255) / 256;
+#pragma omp for schedule(static)
+    for (long p = 0; p < m * parts; p++) {
+        long r = p / parts, i = p % parts * 256, end = i + 256 < n ? i + 256 : n;
         const float *gate = gate_up + 2 * r * n, *up = gate + n;
-        for (long i = 0; i < n; i++) out[r * n + i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+        float *to = out + r * n;
+        for (; i + LANES <= end; i += LANES) store(to + i, silu_mul(load(gate + i), load(up + i)));
+        if (i < end) store_part(to + i, silu_mul(load_part(gate + i, end - i), load_part(up + i, end - i)), end - i);
+    }
+}
+
+void meshlm_silu_mul(const float *gate_up, float *out, long m, long n) {
+#pragma omp parallel if (m * n > 4096)
+    each_silu_mul(gate_up, out, m, n);
+}
+
+/* The three above in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k]. */
+void meshlm_norm_linear(const float *x, float *residual, const float *weight, float eps, float *normed, const float *packed,
+                        const float *bias, float *out, float *gated, long m, long n, long k) {
+#pragma omp parallel
+    {
+        each_rms_norm(x, residual, weight, normed, m, k, eps);
+        each_linear(normed, packed, bias, out, m, n, k);
+        if (gated) each_silu_mul(out, gated, m, n / 2);
     }
 }
 
@@ -119,9 +127,7 @@ static void head(const float *from, float *to, const float *norm, const float *t
     float line[1024];
     memcpy(line, from, d * sizeof(float));
     if (norm) {
-        float sum = 0.0f;
-        for (long i = 0; i < d; i++) sum += line[i] * line[i];
-        float scale = 1.0f / sqrtf(sum / (float)d + eps);
+        float scale = 1.0f / sqrtf(squares(line, d) / (float)d + eps);
         for (long i = 0; i < d; i++) line[i] *= scale * norm[i];
     }
     long half = rotary / 2;
@@ -134,11 +140,11 @@ static void head(const float *from, float *to, const float *norm, const float *t
 }
 
 /* qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values go to their slots of the cache. d <= 1024. */
-void meshlm_rope_cache(const float *qkv, const int64_t *positions, const int64_t *slots, const float *table, const float *q_norm,
-                       const float *k_norm, float eps, float *query, float *keys, float *values, long t, long heads,
-                       long kv_heads, long d, long rotary) {
+static void each_rope_cache(const float *qkv, const int64_t *positions, const int64_t *slots, const float *table,
+                            const float *q_norm, const float *k_norm, float eps, float *query, float *keys, float *values, long t,
+                            long heads, long kv_heads, long d, long rotary) {
     long width = (heads + 2 * kv_heads) * d;
-#pragma omp parallel for schedule(static) if (t > 8)
+#pragma omp for schedule(static)
     for (long i = 0; i < t; i++) {
         const float *line = qkv + i * width, *angles = table + positions[i] * rotary;
         float *key = keys + slots[i] * kv_heads * d, *value = values + slots[i] * kv_heads * d;
@@ -148,55 +154,37 @@ void meshlm_rope_cache(const float *qkv, const int64_t *positions, const int64_t
     }
 }
 
-/* One query token a request over its paged context. query, out [n, heads, d]; keys, values [blocks, size, kv_heads, d];
- * tables [n, stride]. Two passes: scores of a whole context, then their weighted sum of values. Returns 0, or 1 without memory. */
-int meshlm_paged_decode(const float *query, const float *keys, const float *values, const int64_t *tables, const int64_t *lens,
-                        float *out, long n, long heads, long kv_heads, long d, long size, long stride, float scale,
-                        long window) {
-    long group = heads / kv_heads;
+void meshlm_rope_cache(const float *qkv, const int64_t *positions, const int64_t *slots, const float *table, const float *q_norm,
+                       const float *k_norm, float eps, float *query, float *keys, float *values, long t, long heads,
+                       long kv_heads, long d, long rotary) {
+#pragma omp parallel if (t > 8)
+    each_rope_cache(qkv, positions, slots, table, q_norm, k_norm, eps, query, keys, values, t, heads, kv_heads, d, rotary);
+}
+
+/* Attention of all spans; see attention.h. Returns 0, or 1 without memory. */
+int meshlm_attention(const float *query, const float *keys, const float *values, const int64_t *tables, const int64_t *positions,
+                     const int64_t *spans, float *out, long num_spans, long heads, long kv_heads, long d, long size, long stride,
+                     float scale, long window) {
+    Attention a = {.query = query, .keys = keys, .values = values, .tables = tables, .positions = positions, .spans = spans};
+    a.out = out, a.heads = heads, a.kv_heads = kv_heads, a.d = d, a.size = size, a.stride = stride;
+    a.scale = scale, a.window = window;
+    long most = 0;
     int failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) collapse(2)
-    for (long r = 0; r < n; r++)
-        for (long h = 0; h < kv_heads; h++) {
-            long len = lens[r], begin = window && len > window ? len - window : 0, count = len - begin;
-            float *scores = malloc(sizeof(float) * group * count);
-            if (!scores) {
-                failed = 1;
-                continue;
+    for (long i = 0; i < num_spans; i++) most = spans[3 * i + 2] > most ? spans[3 * i + 2] : most;
+    most *= heads / kv_heads;
+#pragma omp parallel reduction(| : failed)
+    {
+        float *memory = malloc(sizeof(float) * scratch_floats(most, d));
+        failed = !memory;
+        if (memory) {
+            Scratch s = divide(memory, most, d);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (long i = 0; i < num_spans * kv_heads; i++) { /* a prompt's last rows first: they take longest */
+                long at = num_spans * kv_heads - 1 - i;
+                attend(&a, &s, spans + 3 * (at / kv_heads), at % kv_heads);
             }
-            const float *q = query + (r * heads + h * group) * d;
-            float *o = out + (r * heads + h * group) * d;
-            const int64_t *table = tables + r * stride;
-            for (long i = 0; i < count;) { /* a block at a time: one division for all of its keys */
-                long at = begin + i, within = at % size, here = size - within < count - i ? size - within : count - i;
-                const float *key = keys + ((table[at / size] * size + within) * kv_heads + h) * d;
-                for (long j = 0; j < here; j++, key += kv_heads * d)
-                    for (long g = 0; g < group; g++) {
-                        float sum = 0.0f;
-                        for (long e = 0; e < d; e++) sum += q[g * d + e] * key[e];
-                        scores[g * count + i + j] = sum * scale;
-                    }
-                i += here;
-            }
-            for (long g = 0; g < group; g++) {
-                float *line = scores + g * count, most = line[0], sum = 0.0f;
-                for (long i = 1; i < count; i++) most = line[i] > most ? line[i] : most;
-                for (long i = 0; i < count; i++) line[i] = expf(line[i] - most);
-                for (long i = 0; i < count; i++) sum += line[i];
-                for (long i = 0; i < count; i++) line[i] /= sum;
-            }
-            memset(o, 0, sizeof(float) * group * d);
-            for (long i = 0; i < count;) {
-                long at = begin + i, within = at % size, here = size - within < count - i ? size - within : count - i;
-                const float *value = values + ((table[at / size] * size + within) * kv_heads + h) * d;
-                for (long j = 0; j < here; j++, value += kv_heads * d)
-                    for (long g = 0; g < group; g++) {
-                        float weight = scores[g * count + i + j];
-                        for (long e = 0; e < d; e++) o[g * d + e] += weight * value[e];
-                    }
-                i += here;
-            }
-            free(scores);
         }
+        free(memory);
+    }
     return failed;
 }

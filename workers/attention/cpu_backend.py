@@ -1,18 +1,43 @@
-"""Attention on the CPU: decodes by the compiled kernel, prompt chunks by torch."""
+"""Attention on the CPU by the compiled kernel, the same for decodes and prompt chunks: what a row gets does not depend on its step."""
 
 import torch
 from torch import Tensor
 
 from meshlm.kernels.cpu import kernel
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads, Ops
 
 
-class _CpuAttention(TorchAttention):
-    def _decode(self, query: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
+class CpuAttention:
+    """See `meshlm.workers.attention.backend.StepAttention`."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        self._spans: Tensor | None = None  # the same for all layers
+
+    def attend(
+        self,
+        qkv: Tensor,
+        ops: Ops,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        query = ops.rope_cache(qkv, batch, table, cache, heads)
+        return self.run(query, cache, scale, sliding_window)
+
+    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
+        """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
         batch = self._batch
-        return kernel.paged_decode(query, cache.keys, cache.values, batch.block_tables, batch.seq_lens, scale, window)
+        if self._spans is None:
+            self._spans = kernel.spans(batch.query_lens, batch.num_decodes, query.shape[1], cache.keys.shape[2])
+        return kernel.attention(
+            query, cache.keys, cache.values, batch.block_tables, batch.positions, self._spans, scale, sliding_window
+        )
 
 
 class CpuBackend:
@@ -27,5 +52,5 @@ class CpuBackend:
             return "it computes in float32"
         return "" if kernel.library() is not None else "its kernels cannot be compiled here"
 
-    def step(self, batch: ForwardBatch, block_size: int) -> _CpuAttention:
-        return _CpuAttention(batch, block_size)
+    def step(self, batch: ForwardBatch, block_size: int) -> CpuAttention:
+        return CpuAttention(batch)

@@ -1,4 +1,4 @@
-"""Ops by the compiled CPU kernels (kernels/cpu): float32 only."""
+"""Ops by the compiled CPU kernels (kernels/cpu): float32 only. Batch-invariant, as those are."""
 
 from torch import Tensor
 
@@ -29,6 +29,19 @@ class CpuOps(Composed):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return kernel.silu_mul(gate_up)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: tuple[Tensor, float],
+        packed: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        *,
+        gate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        return kernel.norm_linear(x, residual, *norm, packed, bias, outputs, gate)
 
     def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
         return kernel.rope_cache(

@@ -1,0 +1,171 @@
+/* Paged attention with grouped queries: softmax(q k^T * scale) v over the keys (position - window, position] of each row.
+ *
+ * Decode rows and the rows of a prompt go through the same code: keys in blocks of 64 that begin at multiples of 64, an online softmax
+ * from block to block (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), every score and every output one chain of fused
+ * multiply-adds (tile.h). What a row may not see has weight exactly 0 and adds nothing, so a row's result does not depend on the rows
+ * that share its tile. */
+
+#define KEYS 64  /* of a block */
+#define LINES 96 /* query vectors that share a block's keys, about */
+
+typedef struct {
+    const float *query; /* [t, heads, d] */
+    const float *keys;  /* [blocks, size, kv_heads, d]; values too */
+    const float *values;
+    const int64_t *tables; /* [n, stride] */
+    const int64_t *positions; /* [t] */
+    const int64_t *spans;     /* [num_spans, 3]: request, first row, rows; at most what `meshlm_span_rows` says */
+    float *out;               /* [t, heads, d] */
+    long heads, kv_heads, d, size, stride, window;
+    float scale;
+} Attention;
+
+/* One thread's memory, in floats: d8 and d16 are d rounded up. */
+typedef struct {
+    float *queries; /* [lines][d] */
+    float *keys;    /* [KEYS / 16][d][16] */
+    float *values;  /* [d16 / 16][KEYS][16] */
+    float *weights; /* [lines][KEYS] */
+    float *sums;    /* [lines][d16] */
+    float *most, *total; /* [lines] */
+} Scratch;
+
+static const float nothing[1024]; /* what stands for a key or value that no row of a tile sees */
+
+static inline long rounded(long n, long to) { return (n + to - 1) / to * to; }
+
+/* Rows of a request that are computed together. */
+long meshlm_span_rows(long heads, long kv_heads) {
+    long rows = LINES / (heads / kv_heads);
+    return rows ? rows : 1;
+}
+
+static long scratch_floats(long lines, long d) {
+    return lines * (d + KEYS + rounded(d, WIDTH) + 2) + KEYS * (d + rounded(d, WIDTH));
+}
+
+static Scratch divide(float *memory, long lines, long d) {
+    Scratch s;
+    s.queries = memory;
+    s.keys = s.queries + lines * d;
+    s.values = s.keys + KEYS * d;
+    s.weights = s.values + KEYS * rounded(d, WIDTH);
+    s.sums = s.weights + lines * KEYS;
+    s.most = s.sums + lines * rounded(d, WIDTH);
+    s.total = s.most + lines;
+    return s;
+}
+
+#ifdef __clang__
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIX(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
+/* Eight rows of eight floats -> columns. */
+static inline void transpose8(const float *const rows[8], long at, float *to, long to_stride) {
+    vec a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = load(rows[i] + at);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = MIX(a[i], a[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        b[i + 1] = MIX(a[i], a[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = MIX(b[i + j], b[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
+            a[i + 2 * j + 1] = MIX(b[i + j], b[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        store(to + i * to_stride, MIX(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+        store(to + (i + 4) * to_stride, MIX(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+    }
+}
+
+/* Positions begin to end (of the 64 from `first` on) of one head: keys as panels [d][16], values as panels [64][16]. */
+static void gather(const Attention *a, const Scratch *s, const int64_t *table, long h, long first, long begin, long end) {
+    const float *keys[KEYS], *values[KEYS];
+    long d = a->d, used = rounded(end, WIDTH);
+    for (long j = 0; j < used; j++) {
+        long at = first + j;
+        int seen = j >= begin && j < end;
+        long line = seen ? ((table[at / a->size] * a->size + at % a->size) * a->kv_heads + h) * d : 0;
+        keys[j] = seen ? a->keys + line : nothing;
+        values[j] = seen ? a->values + line : nothing;
+    }
+    for (long j = 0; j < used; j += LANES) {
+        float *to = s->keys + j / WIDTH * d * WIDTH + j % WIDTH;
+        long e = 0;
+        for (; e + LANES <= d; e += LANES) transpose8(keys + j, e, to + e * WIDTH, WIDTH);
+        for (; e < d; e++)
+            for (long i = 0; i < LANES; i++) to[e * WIDTH + i] = keys[j + i][e];
+    }
+    for (long j = 0; j < end; j++) {
+        long e = 0;
+        for (; e + WIDTH <= d; e += WIDTH) {
+            float *to = s->values + (e * KEYS) + j * WIDTH;
+            store(to, load(values[j] + e));
+            store(to + LANES, load(values[j] + e + LANES));
+        }
+        for (long i = e; i < rounded(d, WIDTH); i++) s->values[e * KEYS + j * WIDTH + i - e] = i < d ? values[j][i] : 0.0f;
+    }
+}
+
+/* Scores [used] of one line -> weights e^(score - most); the running maximum, sum and outputs follow. */
+static void soften(const Attention *a, const Scratch *s, long line, long begin, long end, long used) {
+    float *w = s->weights + line * KEYS, before = s->most[line];
+    for (long j = 0; j < begin && j < used; j++) w[j] = -INFINITY;
+    for (long j = end > 0 ? end : 0; j < used; j++) w[j] = -INFINITY;
+    vec most = splat(before);
+    for (long j = 0; j < used; j += LANES) most = max8(load(w + j), most);
+    float now = most8(most);
+    if (now == -INFINITY) { /* nothing seen yet */
+        memset(w, 0, used * sizeof(float));
+        return;
+    }
+    vec sum = splat(0.0f);
+    for (long j = 0; j < used; j += LANES) {
+        vec e = exp8(load(w + j) - splat(now));
+        store(w + j, e);
+        sum += e;
+    }
+    if (now != before) {
+        long d16 = rounded(a->d, WIDTH);
+        vec fade = exp8(splat(before - now));
+        for (long e = 0; e < d16; e += LANES) store(s->sums + line * d16 + e, load(s->sums + line * d16 + e) * fade);
+        s->total[line] *= fade[0];
+    }
+    s->most[line] = now;
+    s->total[line] += sum8(sum);
+}
+
+/* Rows `row` to `row + rows` of one request, the heads that share KV head h. */
+static void attend(const Attention *a, const Scratch *s, const int64_t *span, long h) {
+    long d = a->d, d16 = rounded(d, WIDTH), group = a->heads / a->kv_heads, rows = span[2], lines = rows * group;
+    const int64_t *table = a->tables + span[0] * a->stride, *positions = a->positions + span[1];
+    for (long l = 0; l < lines; l++) {
+        const float *q = a->query + ((span[1] + l / group) * a->heads + h * group + l % group) * d;
+        for (long e = 0; e < d; e++) s->queries[l * d + e] = q[e] * a->scale;
+        s->most[l] = -INFINITY, s->total[l] = 0.0f;
+    }
+    memset(s->sums, 0, lines * d16 * sizeof(float));
+    long last = positions[rows - 1] + 1, lowest = a->window ? positions[0] + 1 - a->window : 0;
+    if (lowest < 0) lowest = 0;
+    for (long first = lowest / KEYS * KEYS; first < last; first += KEYS) {
+        long begin = lowest > first ? lowest - first : 0, end = last - first < KEYS ? last - first : KEYS;
+        long used = rounded(end, WIDTH);
+        gather(a, s, table, h, first, begin, end);
+        Tile scores = {.x = s->queries, .x_stride = d, .panel = s->keys, .k = d, .out = s->weights, .out_stride = KEYS};
+        tile_panels(scores, lines, used / WIDTH, d * WIDTH);
+        for (long l = 0; l < lines; l++) {
+            long at = positions[l / group];
+            soften(a, s, l, a->window ? at + 1 - a->window - first : 0, at + 1 - first, used);
+        }
+        Tile sums = {.x = s->weights, .x_stride = KEYS, .panel = s->values, .k = end, .out = s->sums, .out_stride = d16};
+        sums.more = 1;
+        tile_panels(sums, lines, d16 / WIDTH, KEYS * WIDTH);
+    }
+    for (long l = 0; l < lines; l++) {
+        float *out = a->out + ((span[1] + l / group) * a->heads + h * group + l % group) * d;
+        for (long e = 0; e < d; e++) out[e] = s->sums[l * d16 + e] / s->total[l];
+    }
+}
