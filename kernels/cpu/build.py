@@ -63,8 +63,8 @@ def _openmp() -> None:
 def load() -> ctypes.CDLL | None:
     """The library, compiled if need be (about two seconds, once per machine)."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    text = b"".join(file.read_bytes() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
-    key = hashlib.sha256(text + "\0".join([*FLAGS, _processor()]).encode()).hexdigest()[:16]
+    content = b"".join(file.read_bytes() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    key = hashlib.sha256(content + "\0".join([*FLAGS, _processor()]).encode()).hexdigest()[:16]
     library = _cache_dir() / f"kernels-{key}.so"
     try:
         _openmp()

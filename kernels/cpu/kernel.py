@@ -22,6 +22,7 @@ _SIGNATURES = {
     "meshlm_linear": [_POINTER] * 4 + [_LONG] * 3,
     "meshlm_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
     "meshlm_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
+    "meshlm_gelu_mul": [_POINTER] * 2 + [_LONG] * 3,
     "meshlm_rope_cache": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 5,
     "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
     "meshlm_span_rows": [_LONG] * 2,
@@ -89,6 +90,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
     _lib().meshlm_silu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n)
+    return out
+
+
+def act_mul(gate_up: Tensor, act: str) -> Tensor:
+    """[m, 2n] -> act(gate) * up [m, n]; act: silu, gelu or gelu_pytorch_tanh."""
+    if act == "silu":
+        return silu_mul(gate_up)
+    m, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(m, n)
+    _lib().meshlm_gelu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n, act == "gelu_pytorch_tanh")
     return out
 
 

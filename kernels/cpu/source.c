@@ -112,7 +112,20 @@ void meshlm_silu_mul(const float *gate_up, float *out, long m, long n) {
     each_silu_mul(gate_up, out, m, n);
 }
 
-/* The three above in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k]. */
+/* out[m, n] = gelu(gate) * up (Hendrycks and Gimpel 2016), exact or by tanh. One by one: torch's vectors and its tails differ. */
+void meshlm_gelu_mul(const float *gate_up, float *out, long m, long n, long by_tanh) {
+#pragma omp parallel for schedule(static) if (m * n > 1024)
+    for (long r = 0; r < m; r++) {
+        const float *gate = gate_up + 2 * r * n, *up = gate + n;
+        for (long i = 0; i < n; i++) {
+            float g = gate[i];
+            float bent = by_tanh ? tanhf(0.79788456f * (g + 0.044715f * g * g * g)) : erff(g * 0.70710678f);
+            out[r * n + i] = 0.5f * g * (1.0f + bent) * up[i];
+        }
+    }
+}
+
+/* The norm, the product and the gate in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k]. */
 void meshlm_norm_linear(const float *x, float *residual, const float *weight, float eps, float *normed, const float *packed,
                         const float *bias, float *out, float *gated, long m, long n, long k) {
 #pragma omp parallel

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-odd-sizes": ("LlamaConfig", ODD),  # heads of 10, no grouping
     "llama-one-kv-head": ("LlamaConfig", {"num_key_value_heads": 1, "head_dim": 72}),
     "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu", "intermediate_size": 83}),
+    "llama-gelu-tanh": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh", "intermediate_size": 83}),
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "mistral-wide": ("MistralConfig", {"sliding_window": 70}),
     "qwen2": ("Qwen2Config", {}),
@@ -108,10 +109,10 @@ def test_logits_do_not_depend_on_the_step(case: str, tmp_path: Path) -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(Crowd(model, tokens, 0, chance).logits([LENGTH]), expected), f"whole, {threads} threads"
-        for most in (7, 33, 90):
+        for most in (7, 33, 90) if threads == 1 else (33,):
             found = Crowd(model, tokens, 0, chance).logits(cut(LENGTH, chance, most))
             assert torch.equal(found, expected), f"chunks of at most {most}, {threads} threads"
-        for others in (1, 2, 5, 11, 17):
+        for others in (1, 2, 5, 11, 17) if threads == 1 else (5, 8):
             parts = cut(LENGTH, chance, 30) if others % 2 else [LENGTH]
             found = Crowd(model, tokens, others, chance).logits(parts)
             assert torch.equal(found, expected), f"{parts} beside {others}, {threads} threads"

@@ -31,6 +31,8 @@ CASES = {
     "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
     "llama-linear": ("LlamaConfig", {"rope_parameters": LINEAR}),
+    "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu"}),
+    "llama-gelu-tanh": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),

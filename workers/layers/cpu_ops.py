@@ -30,6 +30,9 @@ class CpuOps(Composed):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return kernel.silu_mul(gate_up)
 
+    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
+        return kernel.act_mul(gate_up, act)
+
     def norm_linear(
         self,
         x: Tensor,

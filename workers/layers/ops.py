@@ -3,6 +3,7 @@
 A model never asks on which device it runs; `make_ops` does, once.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,6 +24,13 @@ class Heads:
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class Ops(Protocol):
@@ -54,6 +62,10 @@ class Ops(Protocol):
         """[m, 2n] -> silu(first half) * second half."""
         ...
 
+    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
+        """The same with another of ACTIVATIONS."""
+        ...
+
     def norm_linear(
         self,
         x: Tensor,
@@ -80,12 +92,16 @@ class Ops(Protocol):
 
 
 class Composed:
-    """embed and norm_linear by their parts."""
+    """embed and norm_linear by their parts; the rarer activations in plain torch."""
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         return F.embedding(ids, table), None
+
+    def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[act](gate) * up
 
     def norm_linear(
         self: "Ops",

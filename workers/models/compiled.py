@@ -21,7 +21,8 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.models.decoder import ACTIVATIONS, Decoder, DecoderLayer, Linear
+from meshlm.workers.layers.ops import ACTIVATIONS
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, Linear
 
 Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
 

@@ -4,7 +4,6 @@
 key and value projections are one product, gate and up projections another; a layer has two sums over the tensor-parallel ranks.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,12 +18,6 @@ from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.parallel.communicator import ALONE, Communicator
 from meshlm.workers.parallel.ops import SummingOps
 from meshlm.workers.parallel.shard import WHOLE, Shard
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class RMSNorm(nn.Module):
@@ -137,14 +130,13 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self._act = None if spec.hidden_act == "silu" else ACTIVATIONS[spec.hidden_act]
+        self._act = spec.hidden_act
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
         """What the MLP adds to the stream, and the stream with x in it."""
-        hidden, stream = self.gate_up.after_norm(x, residual, norm, ops, gate=self._act is None)
-        if self._act is not None:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = self._act(gate) * up
+        hidden, stream = self.gate_up.after_norm(x, residual, norm, ops, gate=self._act == "silu")
+        if self._act != "silu":
+            hidden = ops.act_mul(hidden, self._act)
         return self.down(hidden, ops), stream
 
 
