@@ -56,29 +56,33 @@ static Scratch divide(float *memory, long lines, long d) {
     return s;
 }
 
-#ifdef __clang__
-#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIX(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-
 /* Eight rows of eight floats -> columns. */
 static inline void transpose8(const float *const rows[8], long at, float *to, long to_stride) {
-    vec a[8], b[8];
-    for (int i = 0; i < 8; i++) a[i] = load(rows[i] + at);
-    for (int i = 0; i < 8; i += 2) {
-        b[i] = MIX(a[i], a[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        b[i + 1] = MIX(a[i], a[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+#ifdef __AVX2__
+    __m256 a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[i] + at);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) { /* pairs of rows, then fours, then eight */
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
     }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = MIX(b[i + j], b[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
-            a[i + 2 * j + 1] = MIX(b[i + j], b[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+    }
+#pragma GCC unroll 8
     for (int i = 0; i < 4; i++) {
-        store(to + i * to_stride, MIX(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-        store(to + (i + 4) * to_stride, MIX(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+        _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
     }
+#else
+    for (long e = 0; e < 8; e++)
+        for (long i = 0; i < 8; i++) to[e * to_stride + i] = rows[i][at + e];
+#endif
 }
 
 /* Positions begin to end (of the 64 from `first` on) of one head: keys as panels [d][16], values as panels [64][16]. */
