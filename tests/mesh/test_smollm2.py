@@ -1,5 +1,8 @@
 """SmolLM2 through the whole mesh, against transformers: the same greedy tokens."""
 
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +118,28 @@ def test_seeded_sampling_repeats(smol: Serving) -> None:
     texts = [choice["text"] for choice in first["choices"]]
     assert texts == [choice["text"] for choice in second["choices"]]
     assert texts[0] != texts[1]
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_worker_changes_no_seeded_text() -> None:
+    """Six seeded texts, each asked for alone; then all at once, and their worker is killed in the middle.
+
+    What was decoded one by one is then computed again in one prefill, beside others: the logits must be the same to the last bit.
+    """
+    body: dict[str, Any] = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+    with serving("--device", "cpu", "--kv-cache-memory", "512M", "--max-num-batched-tokens", "100") as server:
+        url = f"{server.url}/v1/completions"
+        alone = [httpx.post(url, json={**body, "prompt": prompt}, timeout=120).json() for prompt in PROMPTS[:6]]
+        expected = [answer["choices"][0]["text"] for answer in alone]
+        texts, killed = [""] * 6, False
+        with httpx.stream("POST", url, json={**body, "prompt": PROMPTS[:6], "stream": True}, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["text"]
+                if not killed and all(len(text) > 60 for text in texts):
+                    os.kill(server.pid("worker"), signal.SIGKILL)
+                    killed = True
+        assert killed
+        assert texts == expected
