@@ -28,7 +28,7 @@ void meshlm_pack(const float *w, float *packed, long n, long k) {
             }
 }
 
-/* The functions named each_* are called by all threads of a team and end with a barrier. */
+/* The functions named each_* are called by all threads of a team, and do not wait for the others at their end. */
 
 /* One to ROWS rows over one panel. */
 static void panel_product(const float *x, const float *panel, const float *bias, float *out, long rows, long n, long wide, long k) {
@@ -67,7 +67,6 @@ static void each_linear(const float *x, const float *packed, const float *bias, 
                                   left < WIDTH ? left : WIDTH, k);
         }
     }
-#pragma omp barrier
 }
 
 void meshlm_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
@@ -77,7 +76,7 @@ void meshlm_linear(const float *x, const float *packed, const float *bias, float
 
 /* residual += x (unless x is null); out = residual / rms(residual) * weight. */
 static void each_rms_norm(const float *x, float *residual, const float *weight, float *out, long m, long n, float eps) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (long r = 0; r < m; r++) {
         float *line = residual + r * n;
         if (x)
@@ -97,7 +96,7 @@ static inline vec silu_mul(vec gate, vec up) { return gate / (splat(1.0f) + exp8
 /* out[m, n] = silu(gate) * up, gate_up [m, 2n]. */
 static void each_silu_mul(const float *gate_up, float *out, long m, long n) {
     long parts = (n + 255) / 256;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (long p = 0; p < m * parts; p++) {
         long r = p / parts, i = p % parts * 256, end = i + 256 < n ? i + 256 : n;
         const float *gate = gate_up + 2 * r * n, *up = gate + n;
@@ -131,8 +130,12 @@ void meshlm_norm_linear(const float *x, float *residual, const float *weight, fl
 #pragma omp parallel
     {
         each_rms_norm(x, residual, weight, normed, m, k, eps);
+#pragma omp barrier
         each_linear(normed, packed, bias, out, m, n, k);
-        if (gated) each_silu_mul(out, gated, m, n / 2);
+        if (gated) {
+#pragma omp barrier
+            each_silu_mul(out, gated, m, n / 2);
+        }
     }
 }
 
@@ -157,7 +160,7 @@ static void each_rope_cache(const float *qkv, const int64_t *positions, const in
                             const float *q_norm, const float *k_norm, float eps, float *query, float *keys, float *values, long t,
                             long heads, long kv_heads, long d, long rotary) {
     long width = (heads + 2 * kv_heads) * d;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (long i = 0; i < t; i++) {
         const float *line = qkv + i * width, *angles = table + positions[i] * rotary;
         float *key = keys + slots[i] * kv_heads * d, *value = values + slots[i] * kv_heads * d;
