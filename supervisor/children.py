@@ -34,17 +34,6 @@ def command(config_file: Path, identity: Identity, incarnation: Incarnation, sta
     ]
 
 
-def environment(role: Role) -> dict[str, str]:
-    """Of a process of this role."""
-    found = {**os.environ, "PYTHONSAFEPATH": "1"}
-    found.pop("MESHLM_API_KEY", None)  # it is in mesh.json, for the frontends
-    if role is Role.WORKER and "OMP_WAIT_POLICY" not in found:
-        # libgomp's threads wait for each other in a loop of 300,000 rounds. Where another process has one's core, all wait that long
-        # and keep the rest of the mesh from its cores meanwhile. This is about 40 us, which spans the gaps within a step.
-        found.setdefault("GOMP_SPINCOUNT", "2000")
-    return found
-
-
 class Child:
     """One life of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
     as long as it lives: it may have its turn before it has said anything."""
@@ -59,12 +48,14 @@ class Child:
         if standby:
             self._turn, theirs = socket.socketpair()
         descriptors = (theirs.fileno(),) if theirs is not None else ()
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        environment.pop("MESHLM_API_KEY", None)  # it is in mesh.json, for the frontends
         self._process = subprocess.Popen(
             command(config_file, identity, incarnation, *descriptors),
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env=environment(identity.role),
+            env=environment,
         )
         if theirs is not None:
             theirs.close()
