@@ -21,12 +21,15 @@ from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.events import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
 from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.steady import FEWEST, Steady
 
 OrderKey = tuple[int, float, str]
 
 
 class Batching:
     """Queues, rows and blocks of one rank; owned by core.py."""
+
+    fewest_steady = FEWEST
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, num_rows: int) -> None:
         self.limits, self.block_size = limits, block_size
@@ -39,6 +42,8 @@ class Batching:
         self.cache_hits = 0  # tokens
         self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
+        self.steady: Steady | None = None  # what it has of its requests, their own counts lack
+        self._decodes_before: list[Request] = []
 
     def _key(self, request: Request) -> OrderKey:
         priority, arrival, request_id = request.order
@@ -49,6 +54,7 @@ class Batching:
 
     def remove(self, request: Request) -> None:
         """Take a finished request out and free what it holds."""
+        self.settle()
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
             self.waiting.remove(request)
         else:
@@ -66,6 +72,7 @@ class Batching:
 
     def preempt(self, request: Request) -> None:
         """Free all it holds; it waits again and is recomputed."""
+        self.settle()
         self.running.remove(request)
         request.move(RequestState.PREEMPTED)
         self._give_back(request)
@@ -76,6 +83,11 @@ class Batching:
 
     def plan(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
         """The next step, or None when nothing can be computed now."""
+        if self.steady is not None:
+            planned = self.steady.plan(self.pool, session, step, now_ns)
+            if planned is not None:
+                return planned
+            self.settle()
         builder = PlanBuilder(self._removed_rows, self.limits.num_stages > 1)
         before = self.num_preemptions
         self._plan_running(builder)
@@ -84,7 +96,33 @@ class Batching:
         if not len(builder):
             return None
         self._removed_rows = []
-        return builder.finish(session, step, now_ns, self.pool.take_changes())
+        planned = builder.finish(session, step, now_ns, self.pool.take_changes())
+        self._watch(builder)
+        return planned
+
+    def _watch(self, builder: PlanBuilder) -> None:
+        """The same decodes twice in a row, and nothing else to do: go on with columns."""
+        before, self._decodes_before = self._decodes_before, builder.decodes
+        if not (len(builder) == len(builder.decodes) == len(self.running) >= self.fewest_steady):
+            return
+        if self.limits.num_stages > 1 or (self.waiting and self._free_rows) or before != builder.decodes:
+            return
+        steady = Steady(builder.decodes, builder.decode_starts, self.block_size)
+        if steady.num_steps > 0:
+            self.steady = steady
+
+    def settle(self) -> None:
+        """Before anything looks at the requests: bring their counts up to date, and give them the general way."""
+        steady, self.steady = self.steady, None
+        if steady is None:
+            return
+        steady.settle()
+        self._decodes_before = []
+        if steady.num_taken and self.limits.prefix_caching:
+            for request in steady.requests:
+                known = min(len(request.tokens) - 1, request.num_computed)
+                if known // self.block_size > request.num_remembered:
+                    self._remember(request, known)
 
     def _plan_running(self, builder: PlanBuilder) -> None:
         """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
@@ -263,17 +301,27 @@ class Batching:
             max(0, len(r.tokens) - r.num_computed) for r in self.running if r.num_computed < r.num_prompt
         )
 
+    @property
+    def lag(self) -> tuple[int, int]:
+        """Steps planned and results taken that running requests do not count yet."""
+        return (self.steady.num_planned, self.steady.num_taken) if self.steady is not None else (0, 0)
+
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.pool.check([request.blocks for request in self.running])
         rows = [request.row for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert not set(rows) & set(self._free_rows), "a used row is free"
+        if self.steady is not None:
+            self.steady.check()
+            assert self.steady.requests == self.running
+        planned, _ = self.lag
         for request in self.running:
             assert request.state is RequestState.RUNNING
-            assert request.num_computed <= len(request.tokens) + request.num_inflight, "computed what does not exist"
+            num_tokens = len(request.tokens) + request.num_inflight + planned
+            assert request.num_computed + planned <= num_tokens, "computed what does not exist"
             assert request.capacity == len(request.blocks) * self.block_size
-            assert request.capacity >= request.num_computed, "tokens without a block"
+            assert request.capacity >= request.num_computed + planned, "tokens without a block"
         for request in self.waiting:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.blocks
