@@ -2,20 +2,24 @@
 
 from array import array
 from itertools import pairwise
+from operator import concat
 
 from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stream import Stream
-from meshlm.protocol.columns import unpack_f32, unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
+
+ONE = pack_i32([1])
 
 
 class FrontendBatch:
     """Rows in the order of arrival."""
 
     __slots__ = (
+        "blocks",
         "cached",
         "counts",
         "finished",
@@ -31,6 +35,7 @@ class FrontendBatch:
 
     def __init__(self) -> None:
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
+        self.blocks: dict[object, tuple[int, list[bytes]]] = {}  # of `columns`: first row, columns after its first
         self.more: dict[int, list[int]] = {}  # row -> tokens after its first, not in `tokens` yet
         self.texts: list[str] = []
         self.finished: list[Finished] = []
@@ -60,6 +65,24 @@ class FrontendBatch:
         self.counts.append(1)
         self.tokens.append(token)
         self.texts.append(text)
+
+    def columns(self, part: object, handles: bytes, starts: bytes, token_ids: bytes, texts: list[str]) -> int:
+        """One more token of each stream of `part`; its first row. Where its last ones are in this batch too, those rows grow."""
+        block = self.blocks.get(part)
+        if block is not None:
+            first, later = block
+            later.append(token_ids)
+            grown = slice(first, first + len(texts))
+            self.texts[grown] = map(concat, self.texts[grown], texts)
+            return first
+        first = len(self.texts)
+        self.blocks[part] = (first, [])
+        self.handles.frombytes(handles)
+        self.starts.frombytes(starts)
+        self.counts.frombytes(ONE * len(texts))
+        self.tokens.frombytes(token_ids)
+        self.texts += texts
+        return first
 
     def details(
         self, stream: Stream, place: int, taken: list[int], skip: int, row: int, deltas: TokenDeltas, table: TokenTable
@@ -99,6 +122,20 @@ class FrontendBatch:
             self.texts[place] += stream.tail
             self.finished.append(replace(finished, row=place))
 
+    def _spread_blocks(self) -> None:
+        """Bring the columns of `blocks` into their places, last block first: what stands before each is as it was."""
+        for first, later in sorted(self.blocks.values(), reverse=True):
+            if not later:
+                continue
+            num_rows, width = len(later[0]) // len(ONE), len(later) + 1
+            begin = sum(self.counts[:first])
+            spread = array("i", bytes(len(ONE) * num_rows * width))
+            spread[::width] = self.tokens[begin : begin + num_rows]
+            for place, column in enumerate(later, 1):
+                spread[place::width] = array("i", column)
+            self.tokens[begin : begin + num_rows] = spread
+            self.counts[first : first + num_rows] = array("i", [width]) * num_rows
+
     def _spread(self) -> None:
         """Bring the tokens of `more` into their places."""
         more, flat, at = self.more, array("i"), 0
@@ -111,6 +148,7 @@ class FrontendBatch:
         self.tokens, self.more = flat, {}
 
     def message(self) -> TextDeltas:
+        self._spread_blocks()
         if self.more:
             self._spread()
         return TextDeltas(

@@ -13,6 +13,7 @@ from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.detokenizer.journal import is_of
+from meshlm.detokenizer.steady import FEWEST, Steady
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
 from meshlm.protocol.admit_edge import RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import unpack_i32
@@ -33,6 +34,8 @@ from meshlm.runtime.errors import RequestError
 class Detokenizer(Attempts):
     """See the module docstring."""
 
+    fewest_steady = FEWEST
+
     def __init__(
         self, table: TokenTable, vocab_size: int, max_model_len: int, retry_window_s: float = 60.0, life: int = 0
     ) -> None:
@@ -42,8 +45,12 @@ class Detokenizer(Attempts):
         self.jobs: dict[int, list[Stream] | tuple[Identity, Tokenize]] = {}
         self._next_job = 0
         self.num_tokens = 0
+        self._steady: dict[Identity, Steady] = {}  # by scheduler; what they have, the journal's entries lack
+        self._handles_before: dict[Identity, bytes] = {}  # by scheduler, of its last frame, if that was plain
 
     def handle(self, event: Event) -> list[Effect]:
+        if not (type(event) is Received and type(event.message) is TokenDeltas):
+            self._settle()
         match event:
             case Received(message=TokenDeltas() as deltas):
                 return self._tokens(event, deltas)
@@ -152,16 +159,22 @@ class Detokenizer(Attempts):
 
     def _tokens(self, event: Received, deltas: TokenDeltas) -> list[Effect]:
         sender = event.sender
+        plain = not (
+            deltas.counts or deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.num_cached_tokens
+        )
+        if plain and (effects := self._columns(sender, deltas)) is not None:
+            return effects
+        self._settle()
+        if not plain:
+            self._handles_before.pop(sender, None)
         handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
         counts = unpack_i32(deltas.counts) if deltas.counts else None
-        if counts is None and not (
-            deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.num_cached_tokens
-        ):
+        if plain:
             return self._plain_tokens(sender, deltas, handles, starts, tokens)
         for row in deltas.num_cached_tokens:
             self._heard(handles[row], SchedulerLife(sender, event.incarnation))
         ended = {end.row: end for end in deltas.ended}
-        effects: list[Effect] = []
+        effects = []
         at = 0
         for row, handle in enumerate(handles):
             count = 1 if counts is None else counts[row]
@@ -177,6 +190,48 @@ class Detokenizer(Attempts):
                 effects += self._stranger(sender, handle)
             at += count
         return effects
+
+    def _columns(self, sender: Identity, deltas: TokenDeltas) -> list[Effect] | None:
+        """The next token of each of the same streams as before; None when it is something else."""
+        steady = self._steady.get(sender)
+        if steady is None or not steady.is_next(deltas):
+            return None
+        stopped = steady.take(deltas.token_ids, self._batches)
+        if stopped is None:
+            return None
+        self.num_tokens += len(steady.streams)
+        for part in steady.parts if deltas.timings_ns else ():
+            self._batches[part.frontend].timings = deltas.timings_ns
+        effects: list[Effect] = []
+        if stopped:
+            self._settle()
+        for stream, row in stopped:
+            assert stream.stop is not None
+            self._finish_row(stream, row, FinishReason.STOP, stream.stop.matched)
+            effects += self._say_abort((stream.work_id,))
+        return effects
+
+    def _watch(self, sender: Identity, deltas: TokenDeltas, handles: memoryview) -> None:
+        """The same rows twice in a row: go on with columns."""
+        before = self._handles_before.get(sender)
+        self._handles_before[sender] = deltas.handles
+        if before == deltas.handles and len(handles) >= self.fewest_steady:
+            steady = Steady.of(deltas.handles, [self.by_handle.get(handle) for handle in handles])
+            if steady is not None:
+                self._steady[sender] = steady
+
+    def _settle(self) -> None:
+        """Before anything looks at the journal: bring its entries up to date."""
+        for steady in self._steady.values():
+            steady.settle()
+        self._steady.clear()
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        super().check()
+        for steady in self._steady.values():
+            steady.check()
+            assert all(self.by_handle.get(stream.handle) is stream for stream in steady.streams)
 
     def _plain_tokens(
         self, sender: Identity, deltas: TokenDeltas, handles: memoryview, starts: memoryview, tokens: memoryview
@@ -211,6 +266,8 @@ class Detokenizer(Attempts):
         self.num_tokens += len(handles)
         if deltas.timings_ns and batch is not None:
             batch.timings = deltas.timings_ns
+        if not effects:
+            self._watch(sender, deltas, handles)
         return effects
 
     def _new_tokens(

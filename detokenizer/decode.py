@@ -19,6 +19,9 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 class Decoder(Protocol):
     """One stream's decode state."""
 
+    texts: list[str | None] | None  # what `push` gives where no character is cut (None: one is); None: no such table
+    partial: bool  # a character is not whole yet
+
     def push(self, token: int) -> str:
         """The text that this token completes."""
         ...
@@ -100,10 +103,10 @@ def _plain_bytes(token: str, added: bool) -> bytes:
 
 
 class _ByteDecoder:
-    __slots__ = ("_bytes", "_pending", "_skip", "_text")
+    __slots__ = ("_bytes", "_pending", "_skip", "texts")
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._text = table.shown if skip_special_tokens else table.text
+        self.texts = table.shown if skip_special_tokens else table.text
         self._bytes = table.bytes
         self._skip = table.special if skip_special_tokens else frozenset()
         self._pending: codecs.IncrementalDecoder | None = None
@@ -111,7 +114,7 @@ class _ByteDecoder:
     def push(self, token: int) -> str:
         if self._pending is None:
             try:
-                text = self._text[token]
+                text = self.texts[token]
             except IndexError:
                 return ""
             if text is not None:
@@ -126,6 +129,10 @@ class _ByteDecoder:
             self._pending = None
         return text
 
+    @property
+    def partial(self) -> bool:
+        return self._pending is not None
+
     def finish(self) -> str:
         pending, self._pending = self._pending, None
         return pending.decode(b"", final=True) if pending is not None else ""
@@ -133,6 +140,9 @@ class _ByteDecoder:
 
 class _StreamDecoder:
     """Any other tokenizer, by the library's own incremental decoding."""
+
+    texts = None
+    partial = False
 
     __slots__ = ("_emitted", "_ids", "_skip", "_stream", "_tokenizer")
 

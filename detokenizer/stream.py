@@ -137,6 +137,21 @@ class Stream:
         self.emitted.append(token)
         return ""
 
+    def decode(self, token: int) -> str:
+        """The text of one more token, which its owner counts; stop strings are not looked for."""
+        assert self.decoder is not None
+        return self.decoder.push(token)
+
+    @property
+    def texts(self) -> list[str | None] | None:
+        """What `decode` gives where no character is cut; None when there is no such table."""
+        return self.decoder.texts if self.decoder is not None else None
+
+    @property
+    def partial(self) -> bool:
+        """Whether a character is not whole yet."""
+        return self.decoder is not None and self.decoder.partial
+
     def finish(self) -> str:
         """The text that was held back, at the end without a stop string."""
         assert self.decoder is not None

@@ -13,6 +13,7 @@ from supervisors import Supervisor
 from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
+from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.session import SessionState
@@ -32,7 +33,10 @@ class History:
 
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
-        Batching.fewest_steady = FEWEST if scenario.seed % 4 == 0 else 1  # so few requests would never make columns
+        if scenario.seed % 4:  # so few requests would never make columns
+            Batching.fewest_steady = Detokenizer.fewest_steady = 1
+        else:
+            Batching.fewest_steady = Detokenizer.fewest_steady = FEWEST
         self.clients = [Client(ask) for ask in scenario.asks]
         self.everyone = everyone = (*scenario.supervisors, *scenario.identities)
         linked = scenario.linked
