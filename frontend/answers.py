@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.desk import Choice
+from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import STATUS, HttpError, error_object
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.retry import Progress
@@ -165,6 +165,9 @@ class WholeAnswer(Answer):
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         self._texts.setdefault(choice.index, []).append(text)
 
+    def plain(self, choice: Choice) -> Callable[[str], None]:
+        return self._texts.setdefault(choice.index, []).append
+
     def body(self) -> bytes:
         """The JSON answer; call after the end, when `error` is None."""
         kept = self._best()
@@ -287,6 +290,18 @@ class StreamAnswer(Answer):
             self._write(affixes[0] + _encode(text) + affixes[1])
         elif text:
             self._emit(choice, affixes[0] + _encode(text) + affixes[1])
+
+    def plain(self, choice: Choice) -> Callable[[str], None] | None:
+        affixes = self._affixes.get(choice.index)
+        if affixes is None or not self._plain or self._progress is not None:
+            return None
+        write, encode = self._write, _encode
+        prefix, suffix = affixes
+
+        def take(text: str) -> None:
+            write(prefix + encode(text) + suffix)
+
+        return take
 
     def _emit(self, choice: Choice, event: bytes, num_tokens: int = -1, ended: bool = False) -> None:
         """Write an event that brings a choice so far; -1: to its newest token."""

@@ -4,12 +4,11 @@ One `Choice` per request of the mesh, grouped in an `Exchange` per HTTP request.
 follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by io.py.
 """
 
-from array import array
-from typing import Protocol
-
 import msgspec
 from msgspec import Struct
 
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.steady import FEWEST, Steady
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import (
@@ -18,7 +17,6 @@ from meshlm.protocol.text_edge import (
     Attach,
     Detach,
     Finished,
-    PositionLogprobs,
     Rejected,
     Submit,
     TextDeltas,
@@ -26,55 +24,6 @@ from meshlm.protocol.text_edge import (
 
 MAX_ATTEMPTS = 5  # without a token
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
-
-
-class Choice:
-    """One sequence that is being generated, and what its client has of it."""
-
-    __slots__ = (
-        "begun_with",
-        "detokenizer",
-        "exchange",
-        "finished",
-        "first_at",
-        "fruitless",
-        "handle",
-        "index",
-        "last_at",
-        "prompt_index",
-        "submit",
-        "token_ids",
-    )
-
-    def __init__(self, exchange: "Exchange", index: int, prompt_index: int, submit: Submit, handle: Handle) -> None:
-        self.exchange, self.index, self.prompt_index = exchange, index, prompt_index
-        self.submit, self.handle = submit, handle
-        self.detokenizer: Identity | None = None
-        self.token_ids: array[int] = array("i")
-        self.finished: Finished | None = None
-        self.begun_with = self.fruitless = 0  # tokens at this attempt's begin; attempts since the last token
-        self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
-
-
-class Exchange(Protocol):
-    """What an HTTP request does with news of its choices (answers.py)."""
-
-    def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
-        num_cached: int | None,
-    ) -> None: ...
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
-        """A row that is nothing but tokens and text, as nearly all are."""
-        ...
-
-    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...
 
 
 class Send(Struct, frozen=True):
@@ -91,6 +40,8 @@ class Desk:
     finds it, and waits while that one is away.
     """
 
+    fewest_steady = FEWEST
+
     def __init__(self, num_detokenizers: int = 1) -> None:
         self.num_detokenizers = num_detokenizers
         self.by_handle: dict[int, Choice] = {}
@@ -99,6 +50,8 @@ class Desk:
         self.intervals: dict[float, int] = {}  # seconds between tokens -> how often, for the metrics
         self.unaccepted: set[int] = set()  # handles of new choices whose prompts are not encoded yet
         self._next_handle = 0
+        self._steady: dict[Identity, Steady] = {}  # by detokenizer; what they have, the choices lack
+        self._handles_before: dict[Identity, bytes] = {}  # by detokenizer, of its last message, if that was plain
 
     def new_handle(self) -> Handle:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
@@ -113,6 +66,7 @@ class Desk:
 
     def detokenizer_down(self, identity: Identity) -> list[Send]:
         """Its choices go on elsewhere, after what their clients have."""
+        self._settle()
         self.load.pop(identity, None)
         lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
         return [send for choice in lost for send in self._again(choice)]
@@ -175,6 +129,7 @@ class Desk:
 
     def close(self, choices: list[Choice]) -> list[Send]:
         """The client left: end what still runs, or let it go on for one that may ask again."""
+        self._settle()
         running: dict[Identity, list[Choice]] = {}
         for choice in choices:
             if choice.finished is None:
@@ -212,6 +167,7 @@ class Desk:
                 self._fail(choice, message.kind, message.message, message.param)
 
     def _fail(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
+        self._settle()
         self._forget(choice)
         choice.finished = Finished(0, FinishReason.ERROR, None, len(choice.token_ids), message, kind)
         choice.exchange.failed(choice, kind, message, param)
@@ -237,11 +193,14 @@ class Desk:
 
     def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:
         """A batch of new text, in rows, that came at `now`."""
+        plain = not (message.finished or message.logprobs or message.prompt_logprobs or message.num_cached_tokens)
+        if plain and self._columns(message, sender, now):
+            return []
+        self._settle()
         handles, starts, tokens = unpack_i32(message.handles), unpack_i32(message.starts), unpack_i32(message.token_ids)
         counts = unpack_i32(message.counts) if message.counts else None
         finished = {end.row: end for end in message.finished}
         logprobs, prompt_logprobs, cached = message.logprobs, message.prompt_logprobs, message.num_cached_tokens
-        plain = not (finished or logprobs or prompt_logprobs or cached)
         gaps: list[Send] = []
         by_handle, texts, intervals = self.by_handle, message.texts, self.intervals
         at = 0
@@ -273,10 +232,41 @@ class Desk:
                 elif start > have:
                     gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
             at += count
+        self._watch(message, sender, now, plain and not gaps)
         return gaps
+
+    def _columns(self, message: TextDeltas, sender: Identity, now: float) -> bool:
+        """Whether this was more text of the same choices as before, which are then served."""
+        steady = self._steady.get(sender)
+        if steady is None or not (width := steady.width_of(message)):
+            return False
+        interval, count = now - steady.last_at, len(steady.choices)
+        self.intervals[interval] = self.intervals.get(interval, 0) + count
+        steady.take(message, width, now)
+        return True
+
+    def _watch(self, message: TextDeltas, sender: Identity, now: float, plain: bool) -> None:
+        """The same rows twice in a row, each of which was new: go on with columns."""
+        before = self._handles_before.get(sender)
+        self._handles_before[sender] = message.handles if plain else b""
+        if not plain or before != message.handles or len(message.texts) < self.fewest_steady:
+            return
+        found = [self.by_handle.get(handle) for handle in unpack_i32(message.handles)]
+        choices = [choice for choice in found if choice is not None and choice.last_at == now]
+        if len(choices) == len(found) == len({choice.handle for choice in choices}):
+            self._steady[sender] = Steady(message.handles, choices, now)
+
+    def _settle(self) -> None:
+        """Before anything looks at the choices: bring them up to date."""
+        for steady in self._steady.values():
+            steady.settle()
+        self._steady.clear()
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
+        for steady in self._steady.values():
+            steady.check()
+            assert all(self.by_handle.get(choice.handle) is choice for choice in steady.choices)
         for handle, choice in self.by_handle.items():
             assert choice.handle == handle
             assert choice.finished is None, "a finished choice is still open"

@@ -110,6 +110,7 @@ class EventWriter:
         self._wake = asyncio.Event()
         self._draining = asyncio.Lock()
         self.started = False
+        self._is_free = False  # what comes goes out at once: started, nothing waits, nothing drains
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         base = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -117,15 +118,16 @@ class EventWriter:
         if self._transport is not None:
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
         self.started = True
+        self._is_free = self._transport is not None and not self._waiting
 
     def write(self, event: bytes) -> None:
         """One or more whole events. What cannot be sent now waits, and goes out in one piece later."""
-        transport = self._transport
-        free = self.started and not self._waiting and not self._draining.locked()
-        if transport is not None and free and not self._flow.write_paused:
-            if not transport.is_closing():  # uvloop raises for a client that left
-                transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        if self._is_free and not self._flow.write_paused:
+            transport = self._transport
+            if not transport.is_closing():  # type: ignore[union-attr]  # uvloop raises for a client that left
+                transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # type: ignore[union-attr]
             return
+        self._is_free = False
         self._waiting.append(event)
         self._wake.set()
 
@@ -148,6 +150,7 @@ class EventWriter:
                     await asyncio.shield(self._send({"type": "http.response.body", "body": piece, "more_body": True}))
                 elif not self._transport.is_closing():
                     self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._is_free = self.started and self._transport is not None
 
     async def finish(self) -> None:
         await self.drain()

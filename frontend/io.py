@@ -10,7 +10,8 @@ from msgspec import Struct
 from meshlm import __version__
 from meshlm.frontend import http
 from meshlm.frontend.answers import Answer
-from meshlm.frontend.desk import Choice, Desk, Send
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.server import Routes
 from meshlm.protocol.control_edge import MeshStats, OpenRequests, Profile, Profiled, QueueFull, Refuse, Shutdown

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from meshlm.frontend import parse, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
-from meshlm.frontend.desk import Choice
+from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import EventWriter

@@ -12,7 +12,7 @@ import msgspec
 
 from meshlm.frontend import parse, retry
 from meshlm.frontend.answers import Answer
-from meshlm.frontend.desk import Choice
+from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Retry, Submit

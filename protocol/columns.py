@@ -53,9 +53,9 @@ class Counters:
         self._lanes = int.from_bytes(column, "little")
         self._ones = int.from_bytes(pack_i32([1]) * (self._size // 4), "little")
 
-    def advance(self) -> None:
-        """One more for each."""
-        self._lanes += self._ones
+    def advance(self, by: int = 1) -> None:
+        """So many more for each."""
+        self._lanes += self._ones * by
 
     def column(self) -> bytes:
         """As an int32 column."""

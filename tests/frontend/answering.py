@@ -8,7 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
-from meshlm.frontend.desk import Choice
+from meshlm.frontend.choice import Choice
 from meshlm.frontend.parse import Ask
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId

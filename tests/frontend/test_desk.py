@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.frontend.desk import MAX_ATTEMPTS, Choice, Desk, Send
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.desk import MAX_ATTEMPTS, Desk, Send
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -73,6 +74,9 @@ class Client:
         assert choice.index not in self.ends, "news after the end"
         self.tokens.setdefault(choice.index, []).extend(token_ids.tolist())
         self.texts[choice.index] = self.texts.get(choice.index, "") + text
+
+    def plain(self, choice: Choice) -> None:
+        """Its rows are looked at one by one."""
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         assert not self.closed, "news for a client that left"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from meshlm.frontend import retry
 from meshlm.frontend.answers import StreamAnswer
-from meshlm.frontend.desk import Choice, Desk, Send
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.submits import build as build_submits

@@ -15,7 +15,7 @@ from meshlm.detokenizer import decode
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
-from meshlm.frontend.desk import Choice
+from meshlm.frontend.choice import Choice
 from meshlm.frontend.io import FrontendApp
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
@@ -192,6 +192,9 @@ class Client:
         assert got.text == wanted.text, f"{name} got {got.text!r} instead of {wanted.text!r}"
         assert got.end is wanted.reason, f"{name} ended with {got.end} instead of {wanted.reason}"
         assert finished.num_output_tokens == len(got.tokens)
+
+    def plain(self, choice: Choice) -> None:
+        """Its rows are looked at one by one."""
 
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         got, name = self.got[choice.index], choice.submit.request_ids[0]

@@ -15,6 +15,7 @@ from world import BEGIN_S, World
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.io import DetokenizerApp
+from meshlm.frontend.desk import Desk
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.session import SessionState
 from meshlm.runtime.mesh import COORDINATOR, SUPERVISOR
@@ -34,9 +35,9 @@ class History:
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
         if scenario.seed % 4:  # so few requests would never make columns
-            Batching.fewest_steady = Detokenizer.fewest_steady = 1
+            Batching.fewest_steady = Detokenizer.fewest_steady = Desk.fewest_steady = 1
         else:
-            Batching.fewest_steady = Detokenizer.fewest_steady = FEWEST
+            Batching.fewest_steady = Detokenizer.fewest_steady = Desk.fewest_steady = FEWEST
         self.clients = [Client(ask) for ask in scenario.asks]
         self.everyone = everyone = (*scenario.supervisors, *scenario.identities)
         linked = scenario.linked

@@ -1,0 +1,61 @@
+"""One sequence that is being generated, and what its HTTP request does with news of it. Owned by desk.py; implemented by answers.py."""
+
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+from meshlm.protocol.ids import ErrorKind, Handle, Identity
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit
+
+
+class Choice:
+    """One sequence that is being generated, and what its client has of it."""
+
+    __slots__ = (
+        "begun_with",
+        "detokenizer",
+        "exchange",
+        "finished",
+        "first_at",
+        "fruitless",
+        "handle",
+        "index",
+        "last_at",
+        "prompt_index",
+        "submit",
+        "token_ids",
+    )
+
+    def __init__(self, exchange: "Exchange", index: int, prompt_index: int, submit: Submit, handle: Handle) -> None:
+        self.exchange, self.index, self.prompt_index = exchange, index, prompt_index
+        self.submit, self.handle = submit, handle
+        self.detokenizer: Identity | None = None
+        self.token_ids: array[int] = array("i")
+        self.finished: Finished | None = None
+        self.begun_with = self.fruitless = 0  # tokens at this attempt's begin; attempts since the last token
+        self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
+
+
+class Exchange(Protocol):
+    """What an HTTP request does with news of its choices (answers.py)."""
+
+    def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
+    def row(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+        num_cached: int | None,
+    ) -> None: ...
+    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+        """A row that is nothing but tokens and text, as nearly all are."""
+        ...
+
+    def plain(self, choice: Choice) -> Callable[[str], None] | None:
+        """What takes the text of such rows (never "") and needs no token ids; None where a chunk says more than its text."""
+        ...
+
+    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...
