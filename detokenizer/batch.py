@@ -2,7 +2,6 @@
 
 from array import array
 from itertools import pairwise
-from operator import concat
 
 from msgspec.structs import replace
 
@@ -23,6 +22,7 @@ class FrontendBatch:
         "cached",
         "counts",
         "finished",
+        "grown_from",
         "handles",
         "logprobs",
         "more",
@@ -36,6 +36,7 @@ class FrontendBatch:
     def __init__(self) -> None:
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
         self.blocks: dict[object, tuple[int, list[bytes]]] = {}  # of `columns`: first row, columns after its first
+        self.grown_from = 0  # rows before this one have tokens in `blocks` behind them: they do not grow any more
         self.more: dict[int, list[int]] = {}  # row -> tokens after its first, not in `tokens` yet
         self.texts: list[str] = []
         self.finished: list[Finished] = []
@@ -55,7 +56,7 @@ class FrontendBatch:
 
     def token(self, stream: Stream, start: int, token: int, text: str) -> None:
         """One more token of a stream. Where its last row is in this batch too (tokens pile up), the row grows."""
-        if stream.batch is self:
+        if stream.batch is self and stream.place >= self.grown_from:
             self.more.setdefault(stream.place, []).append(token)
             self.texts[stream.place] += text
             return
@@ -73,7 +74,7 @@ class FrontendBatch:
             first, later = block
             later.append(token_ids)
             grown = slice(first, first + len(texts))
-            self.texts[grown] = map(concat, self.texts[grown], texts)
+            self.texts[grown] = [before + text for before, text in zip(self.texts[grown], texts, strict=True)]
             return first
         first = len(self.texts)
         self.blocks[part] = (first, [])
@@ -82,6 +83,7 @@ class FrontendBatch:
         self.counts.frombytes(ONE * len(texts))
         self.tokens.frombytes(token_ids)
         self.texts += texts
+        self.grown_from = len(self.texts)
         return first
 
     def details(

@@ -19,8 +19,15 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 class Decoder(Protocol):
     """One stream's decode state."""
 
-    texts: list[str | None] | None  # what `push` gives where no character is cut (None: one is); None: no such table
-    partial: bool  # a character is not whole yet
+    @property
+    def texts(self) -> list[str | None] | None:
+        """What `push` gives where no character is cut, and None where one is; None when there is no such table."""
+        ...
+
+    @property
+    def partial(self) -> bool:
+        """Whether a character is not whole yet."""
+        ...
 
     def push(self, token: int) -> str:
         """The text that this token completes."""
