@@ -1,0 +1,110 @@
+"""Steady streams: the columns give the text that the loop would have given, cut characters, stop strings and pile-ups included."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from meshlm.detokenizer.attempts import COORDINATOR
+from meshlm.detokenizer.core import Detokenizer
+from meshlm.detokenizer.decode import TokenTable, _byte_alphabet
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received, Tick
+from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.token_edge import TokenDeltas
+
+FRONTENDS = [Identity(Role.FRONTEND, index) for index in range(2)]
+SCHEDULER, LIFE = Identity(Role.SCHEDULER), Incarnation(1)
+PIECES = [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:], "é".encode()]
+_LETTERS = {byte: letter for letter, byte in _byte_alphabet().items()}
+_VOCABULARY = {"".join(_LETTERS[byte] for byte in piece): index for index, piece in enumerate(PIECES)}
+TABLE = TokenTable(LoadedTokenizer(Tokenizer(models.WordLevel(_VOCABULARY, "a")), {}, frozenset(), True))
+NUM_STREAMS = 4
+
+
+class Bench:
+    """Four streams of two frontends, two of them with a stop string; a check after every event."""
+
+    def __init__(self, fewest_steady: int) -> None:
+        self.core = Detokenizer(TABLE, len(PIECES), 1000)
+        self.core.fewest_steady = fewest_steady  # type: ignore[misc]
+        self.event(PeerUp(COORDINATOR, LIFE))
+        self.texts = [""] * NUM_STREAMS
+        self.ends: dict[int, int] = {}
+        for number in range(NUM_STREAMS):
+            name, text = RequestId(f"r{number}"), TextParams(stop=("cab",) if number % 2 else ())
+            prompt = TokenPrompt(pack_i32([0]))
+            submit = Submit((Handle(number),), (name,), prompt, SamplingParams(min_tokens=number), text, 500)
+            (encode,) = self.event(Received(FRONTENDS[number // 2], LIFE, submit))
+            assert isinstance(encode, Encode)
+            self.event(Encoded(encode.job, array("i", [0])))
+        self.streams = list(self.core.by_handle.values())
+        self.told = 0
+
+    def event(self, event: Event) -> list[Effect]:
+        effects = self.core.handle(event)
+        self.core.check()
+        return effects
+
+    def step(self, tokens: list[int]) -> None:
+        """The next token of each stream that has not ended."""
+        live = [number for number in range(NUM_STREAMS) if self.streams[number].handle in self.core.by_handle]
+        handles = pack_i32(self.streams[number].handle for number in live)
+        ids = pack_i32(tokens[number] for number in live)
+        starts = pack_i32([self.told] * len(live))
+        self.told += 1
+        if live:
+            self.event(Received(SCHEDULER, LIFE, TokenDeltas(handles, starts, b"", ids)))
+
+    def flush(self) -> None:
+        for send in self.core.batches():
+            batch = send.message
+            assert isinstance(batch, TextDeltas)
+            handles = ints(batch.handles)
+            for handle, text in zip(handles, batch.texts, strict=True):
+                self.texts[handle] += text
+            assert sum(ints(batch.counts) or [1] * len(handles)) == len(ints(batch.token_ids))
+            self.ends.update({handles[end.row]: end.num_output_tokens for end in batch.finished})
+
+
+frames = st.tuples(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=NUM_STREAMS, max_size=NUM_STREAMS), st.sampled_from("--f-ft")
+)
+
+
+@given(st.lists(frames, max_size=40))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_columns_give_what_the_loop_gives(story: list[tuple[list[int], str]]) -> None:
+    benches = [Bench(1), Bench(10_000)]
+    for bench in benches:
+        for tokens, then in story:
+            bench.step(tokens)
+            if then == "f":
+                bench.flush()
+            elif then == "t":
+                bench.event(Tick(1.0))
+        bench.flush()
+        bench.event(Tick(2.0))
+    columns, loop = benches
+    assert columns.texts == loop.texts
+    assert columns.ends == loop.ends
+    assert [stream.emitted for stream in columns.streams] == [stream.emitted for stream in loop.streams]
+
+
+def test_tokens_that_pile_up_share_a_row() -> None:
+    bench = Bench(1)
+    for _ in range(3):
+        bench.step([0, 1, 1, 0])
+    bench.flush()
+    for _ in range(3):
+        bench.step([0, 1, 2, 5])
+    (first, second) = (send.message for send in bench.core.batches())
+    assert isinstance(first, TextDeltas)
+    assert isinstance(second, TextDeltas)
+    assert (first.texts, ints(first.counts), ints(first.token_ids)) == (["aaa", "bbb"], [3, 3], [0] * 3 + [1] * 3)
+    assert (second.texts, ints(second.starts)) == (["ccc", "ééé"], [3, 3])
