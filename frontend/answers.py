@@ -246,9 +246,11 @@ class StreamAnswer(Answer):
         on_end: Callable[[], None],
         write: Callable[[bytes], None],
         progress: Progress | None = None,
+        texts: Callable[[bytes, bytes, Callable[[str], bytes]], Callable[[str], None]] | None = None,
     ) -> None:
+        """`texts` makes what writes events of one form at once: a prefix, an encoded text, a suffix."""
         super().__init__(ask, request_id, created, model, on_end)
-        self._write, self._progress = write, progress
+        self._write, self._progress, self._texts = write, progress, texts
         self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         self._affixes: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
@@ -297,6 +299,8 @@ class StreamAnswer(Answer):
             return None
         write, encode = self._write, _encode
         prefix, suffix = affixes
+        if self._texts is not None:
+            return self._texts(prefix, suffix, encode)
 
         def take(text: str) -> None:
             write(prefix + encode(text) + suffix)

@@ -135,3 +135,16 @@ async def test_the_end_of_the_answer_loses_nothing(connection: Connection) -> No
     connection.flow.resume_writing()
     await connection.writer.finish()
     assert connection.text() == b"ABC"
+
+
+async def test_texts_are_events_like_others(connection: Connection) -> None:
+    """Also while the socket is full, and without a transport."""
+    take = connection.writer.texts(b"<", b">", str.encode)
+    pump = await blocked(connection)
+    take("C")
+    connection.flow.resume_writing()
+    await turn()
+    take("D")
+    connection.writer.write(b"E")
+    await stop(pump)
+    assert connection.text() == b"AB<C><D>E"
