@@ -118,11 +118,6 @@ class Batching:
             return
         steady.settle()
         self._decodes_before = []
-        if steady.num_taken and self.limits.prefix_caching:
-            for request in steady.requests:
-                known = min(len(request.tokens) - 1, request.num_computed)
-                if known // self.block_size > request.num_remembered:
-                    self._remember(request, known)
 
     def _plan_running(self, builder: PlanBuilder) -> None:
         """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
@@ -209,6 +204,13 @@ class Batching:
             request.num_inflight += 1
         if self.limits.prefix_caching:
             self._remember(request, min(request.num_computed, len(request.tokens)))
+
+    def took_column(self) -> None:
+        """A result came as a column: remember the blocks that are full of known tokens since."""
+        if self.steady is None or not self.limits.prefix_caching:
+            return
+        for request in self.steady.filled():
+            self._remember(request, len(request.tokens) - 1)
 
     def appended(self, request: Request, num_tokens: int) -> None:
         """A result brought token number `num_tokens`; all before it are computed. Called when that fills a block."""
@@ -301,10 +303,13 @@ class Batching:
             max(0, len(r.tokens) - r.num_computed) for r in self.running if r.num_computed < r.num_prompt
         )
 
-    @property
-    def lag(self) -> tuple[int, int]:
-        """Steps planned and results taken that running requests do not count yet."""
-        return (self.steady.num_planned, self.steady.num_taken) if self.steady is not None else (0, 0)
+    def lag(self) -> tuple[int, dict[int, int]]:
+        """Steps planned that running requests do not count yet, and by id of each the results that it does not know yet."""
+        steady = self.steady
+        if steady is None:
+            return 0, {}
+        unknown = {id(r): steady.num_taken - told for r, told in zip(steady.requests, steady.num_told, strict=True)}
+        return steady.num_planned, unknown
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -315,7 +320,7 @@ class Batching:
         if self.steady is not None:
             self.steady.check()
             assert self.steady.requests == self.running
-        planned, _ = self.lag
+        planned, _ = self.lag()
         for request in self.running:
             assert request.state is RequestState.RUNNING
             num_tokens = len(request.tokens) + request.num_inflight + planned

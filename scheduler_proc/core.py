@@ -312,6 +312,7 @@ class Scheduler:
         if not steady.take(token_ids, output):
             self.batching.settle()
             return False
+        self.batching.took_column()
         self.news.generation_tokens += len(record.batch)
         self.news.live_tokens += len(record.batch)
         return True
@@ -383,16 +384,16 @@ class Scheduler:
             "a request is in no queue, or a ghost in one"
         )
         assert len(self.inflight) <= self._depth + 1
-        planned, taken = self.batching.lag
+        planned, unknown = self.batching.lag()
         live = sum(len(r.tokens) - r.num_given for r in self.requests.values())
-        assert self.news.live_tokens == live + taken * len(self.batching.running)
+        assert self.news.live_tokens == live + sum(unknown.values())
         owed: dict[int, int] = {}
         for record in self.inflight:
             for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
                 owed[id(request)] = owed.get(id(request), 0) + samples
         for request in self.requests.values():
             runs = request.state is RequestState.RUNNING
-            inflight = request.num_inflight + (planned - taken if runs else 0)
+            inflight = request.num_inflight + (planned - unknown.get(id(request), 0) if runs else 0)
             assert inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
             num_tokens = len(request.tokens) + request.num_inflight + (planned if runs else 0)
             assert num_tokens <= request.max_len, "more tokens than allowed"

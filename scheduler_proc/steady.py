@@ -49,7 +49,13 @@ class Steady:
         # Until the first of them has all its tokens on the way.
         self.num_steps = min(request.max_len - start for request, start in zip(requests, starts, strict=True)) - 1
         self._stop_ids = frozenset[int]().union(*(request.stop_ids for request in requests))
-        self._token_ids: list[bytes] = []  # columns of the results, in order
+        self._columns: list[memoryview[int]] = []  # tokens of the results, in order
+        self.num_told = [0] * len(requests)  # of those, how many each request has already
+        self._filling: dict[
+            int, list[int]
+        ] = {}  # result, modulo block_size -> places whose token before it filled a block
+        for place, start in enumerate(starts):
+            self._filling.setdefault(-start % block_size, []).append(place)
         self._parts = _by_detokenizer(requests, starts)
 
     def plan(self, pool: BlockPool, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
@@ -102,23 +108,33 @@ class Steady:
             mine = token_ids if whole else pack_i32([tokens[place] for place in part.places])
             output.of(part.detokenizer).columns(part.handles, part.next_index.column(), mine)
             part.next_index.advance()
-        self._token_ids.append(token_ids)
+        self._columns.append(tokens)
         self.num_taken += 1
         return True
 
+    def filled(self) -> list[Request]:
+        """The requests that the last result gave the first token behind a full block; they know their tokens now."""
+        places = self._filling.get(self.num_taken % self._block_size, [])
+        for place in places:
+            self._tell(place)
+        return [self.requests[place] for place in places]
+
+    def _tell(self, place: int) -> None:
+        request, told = self.requests[place], self.num_told[place]
+        request.tokens.extend([column[place] for column in self._columns[told:]])
+        request.num_inflight -= self.num_taken - told
+        self.num_told[place] = self.num_taken
+
     def settle(self) -> None:
         """Tell the requests what happened to them. Call once, and drop this."""
-        planned, inflight, count = self.num_planned, self.num_planned - self.num_taken, len(self.requests)
-        tokens = array("i", b"".join(self._token_ids))
         for place, request in enumerate(self.requests):
-            request.num_computed += planned
-            request.num_inflight += inflight
-            if tokens:
-                request.tokens.extend(tokens[place::count])
+            self._tell(place)
+            request.num_computed += self.num_planned
+            request.num_inflight += self.num_planned
 
     def check(self) -> None:
         """AssertionError when the columns contradict the requests."""
-        assert len(self._token_ids) == self.num_taken
+        assert len(self._columns) == self.num_taken
         starts, rows = unpack_i32(self._starts.column()), unpack_i32(self._rows)
         growing = {place: step for step, places in self._growing.items() for place in places}
         for place, request in enumerate(self.requests):
@@ -128,7 +144,7 @@ class Steady:
         for part in self._parts:
             for place, index in zip(part.places, unpack_i32(part.next_index.column()), strict=True):
                 request = self.requests[place]
-                expected = request.num_prompt + index - self.num_taken
+                expected = request.num_prompt + index - self.num_taken + self.num_told[place]
                 assert len(request.tokens) == expected if self.num_taken else len(request.tokens) <= expected
 
 
