@@ -34,6 +34,11 @@ def command(config_file: Path, identity: Identity, incarnation: Incarnation, sta
     ]
 
 
+# Of libgomp's threads while they wait for each other, instead of 300,000: that long they keep the cores from the other processes, and from
+# the very thread that they wait for (docs/performance.md, "On a CPU").
+SPINS = "1000"
+
+
 class Child:
     """One life of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
     as long as it lives: it may have its turn before it has said anything."""
@@ -50,6 +55,8 @@ class Child:
         descriptors = (theirs.fileno(),) if theirs is not None else ()
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         environment.pop("MESHLM_API_KEY", None)  # it is in mesh.json, for the frontends
+        if identity.role is Role.WORKER and "OMP_WAIT_POLICY" not in environment:
+            environment.setdefault("GOMP_SPINCOUNT", SPINS)
         self._process = subprocess.Popen(
             command(config_file, identity, incarnation, *descriptors),
             pass_fds=descriptors,
