@@ -34,8 +34,8 @@ def command(config_file: Path, identity: Identity, incarnation: Incarnation, sta
     ]
 
 
-# Of libgomp's threads while they wait for each other, instead of 300,000: that long they keep the cores from the other processes, and from
-# the very thread that they wait for (docs/performance.md, "On a CPU").
+# Of libgomp's threads while they wait for each other, instead of 300,000: for that long they keep the cores from other processes, and
+# from the very thread that they wait for (docs/performance.md, "On a CPU").
 SPINS = "1000"
 
 
