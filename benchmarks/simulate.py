@@ -278,7 +278,7 @@ class World:
         self.messages["scheduler > detokenizer"] += 1
         handles = memoryview(deltas.handles).cast("i")
         self.num_tokens += len(handles)
-        for row in deltas.num_cached_tokens:
+        for row in deltas.first:
             job = self.jobs[handles[row]]
             if not job.first:
                 job.first = self.now

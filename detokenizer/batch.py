@@ -9,7 +9,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stream import Stream
 from meshlm.protocol.columns import pack_i32, unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
-from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
+from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
 
 ONE = pack_i32([1])
 
@@ -19,9 +19,9 @@ class FrontendBatch:
 
     __slots__ = (
         "blocks",
-        "cached",
         "counts",
         "finished",
+        "first",
         "grown_from",
         "handles",
         "logprobs",
@@ -42,7 +42,7 @@ class FrontendBatch:
         self.finished: list[Finished] = []
         self.logprobs: dict[int, list[PositionLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
-        self.cached: dict[int, int] = {}
+        self.first: dict[int, First] = {}
         self.timings: tuple[int, ...] = ()
 
     def row(self, handle: int, start: int, tokens: "array[int] | list[int]", text: str) -> int:
@@ -89,11 +89,11 @@ class FrontendBatch:
     def details(
         self, stream: Stream, place: int, taken: list[int], skip: int, row: int, deltas: TokenDeltas, table: TokenTable
     ) -> None:
-        """What few rows have: logprobs, cached prompt tokens. `skip`: tokens of the scheduler's row that are not taken."""
+        """What few rows have: logprobs, what comes with the first token. `skip`: tokens of the scheduler's row that are not taken."""
         if deltas.timings_ns:
             self.timings = deltas.timings_ns
-        if row in deltas.num_cached_tokens:
-            self.cached[place] = deltas.num_cached_tokens[row]
+        if row in deltas.first:
+            self.first[place] = deltas.first[row]
         if row in deltas.logprobs:
             self.logprobs[place] = positions(deltas.logprobs[row], taken, table, skip)
         if row in deltas.prompt_logprobs:
@@ -102,8 +102,8 @@ class FrontendBatch:
         if stream.submit.retry is not None:
             stream.logprobs += self.logprobs.get(place, ())
             stream.prompt_logprobs = self.prompt_logprobs.get(place, stream.prompt_logprobs)
-            if stream.num_cached is None:  # a stream that is taken up again finds its own tokens: that is no saving
-                stream.num_cached = self.cached.get(place)
+            if stream.first is None:  # a stream that is taken up again finds its own tokens: that is no saving
+                stream.first = self.first.get(place)
 
     def again(self, stream: Stream, start: int, table: TokenTable) -> None:
         """All of a stream from token `start` on: a row to its cut, one from there, and its end."""
@@ -112,8 +112,8 @@ class FrontendBatch:
         if start == num_tokens and finished is None and stream.submit.retry is not None:
             return  # nothing yet: a row would only begin the client's stream
         place = len(self.texts)
-        if stream.num_cached is not None:
-            self.cached[place] = stream.num_cached
+        if stream.first is not None:
+            self.first[place] = stream.first
         if stream.prompt_logprobs is not None:
             self.prompt_logprobs[place] = stream.prompt_logprobs
         for begin, end in pairwise(borders):
@@ -162,7 +162,7 @@ class FrontendBatch:
             finished=self.finished,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=self.cached,
+            first=self.first,
             timings_ns=self.timings,
         )
 

@@ -159,9 +159,7 @@ class Detokenizer(Attempts):
 
     def _tokens(self, event: Received, deltas: TokenDeltas) -> list[Effect]:
         sender = event.sender
-        plain = not (
-            deltas.counts or deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.num_cached_tokens
-        )
+        plain = not (deltas.counts or deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.first)
         if plain and (effects := self._columns(sender, deltas)) is not None:
             return effects
         self._settle()
@@ -171,7 +169,7 @@ class Detokenizer(Attempts):
         counts = unpack_i32(deltas.counts) if deltas.counts else None
         if plain:
             return self._plain_tokens(sender, deltas, handles, starts, tokens)
-        for row in deltas.num_cached_tokens:
+        for row in deltas.first:
             self._heard(handles[row], SchedulerLife(sender, event.incarnation))
         ended = {end.row: end for end in deltas.ended}
         effects = []

@@ -9,7 +9,7 @@ from meshlm.protocol.admit_edge import SchedulerLife, Work
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit
-from meshlm.protocol.token_edge import Ended
+from meshlm.protocol.token_edge import Ended, First
 
 
 class StreamState(Enum):
@@ -37,6 +37,7 @@ class Stream:
         "decoder",
         "emitted",
         "finished",
+        "first",
         "frontend",
         "frontend_handle",
         "frontend_incarnation",
@@ -45,7 +46,6 @@ class Stream:
         "heard",
         "hidden",
         "logprobs",
-        "num_cached",
         "num_crashes",
         "place",
         "prompt",
@@ -91,7 +91,7 @@ class Stream:
         self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
         self.logprobs: list[PositionLogprobs] = []
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
-        self.num_cached: int | None = None
+        self.first: First | None = None
         self.finished: Finished | None = None
         self.hidden = False  # the last token is not shown
         self.tail = ""  # text behind the last token's

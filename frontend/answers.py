@@ -15,6 +15,7 @@ from meshlm.frontend.parse import Ask
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, TokenLogprob
+from meshlm.protocol.token_edge import First
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -47,10 +48,11 @@ class Answer:
         if self.num_ended == len(self.choices):
             self._on_end()
 
-    def note(self, choice: Choice, finished: Finished | None, num_cached: int | None) -> None:
+    def note(self, choice: Choice, finished: Finished | None, first: First | None) -> None:
         """What every row may bring."""
-        if num_cached is not None:
-            self.num_cached.setdefault(choice.prompt_index, num_cached)  # taken up again, it finds its own tokens
+        if first is not None and choice.first is None:  # taken up again, it finds its own tokens
+            choice.first = first
+            self.num_cached.setdefault(choice.prompt_index, first.num_cached_tokens)
         if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
             param = self.ask.client_names.get(finished.param, finished.param)
             self.error = HttpError(STATUS[finished.kind], finished.message, param, finished.kind.value)
@@ -150,15 +152,15 @@ class WholeAnswer(Answer):
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
         prompt_logprobs: list[PositionLogprobs | None] | None,
-        num_cached: int | None,
+        first: First | None,
     ) -> None:
         self._texts.setdefault(choice.index, []).append(text)
         if logprobs:
             self._logprobs.setdefault(choice.index, []).extend(logprobs)
         if prompt_logprobs:
             self._prompt_logprobs[choice.index] = prompt_logprobs
-        if num_cached is not None or finished is not None:
-            self.note(choice, finished, num_cached)
+        if first is not None or finished is not None:
+            self.note(choice, finished, first)
         if finished is not None:
             self.ended()
 
@@ -265,20 +267,20 @@ class StreamAnswer(Answer):
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
         prompt_logprobs: list[PositionLogprobs | None] | None,
-        num_cached: int | None,
+        first: First | None,
     ) -> None:
         index = choice.index
         failed = finished is not None and finished.reason is FinishReason.ERROR
         if index not in self._begun and not failed:  # a failure at once still has its HTTP status
             self._begin(choice, prompt_logprobs)
         if finished is None and logprobs is None and self._plain:
-            if num_cached is not None:
-                self.note(choice, None, num_cached)
+            if first is not None:
+                self.note(choice, None, first)
             if text:
                 prefix, suffix = self._affixes[index]
                 self._emit(choice, prefix + _encode(text) + suffix)
             return
-        self.note(choice, finished, num_cached)
+        self.note(choice, finished, first)
         if not failed:
             self._general(choice, token_ids, text, finished, logprobs)
         if finished is not None:

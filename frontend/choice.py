@@ -6,6 +6,7 @@ from typing import Protocol
 
 from meshlm.protocol.ids import ErrorKind, Handle, Identity
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit
+from meshlm.protocol.token_edge import First
 
 
 class Choice:
@@ -16,6 +17,7 @@ class Choice:
         "detokenizer",
         "exchange",
         "finished",
+        "first",
         "first_at",
         "fruitless",
         "handle",
@@ -32,6 +34,7 @@ class Choice:
         self.detokenizer: Identity | None = None
         self.token_ids: array[int] = array("i")
         self.finished: Finished | None = None
+        self.first: First | None = None  # what came with its first token
         self.begun_with = self.fruitless = 0  # tokens at this attempt's begin; attempts since the last token
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
@@ -48,7 +51,7 @@ class Exchange(Protocol):
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
         prompt_logprobs: list[PositionLogprobs | None] | None,
-        num_cached: int | None,
+        first: First | None,
     ) -> None: ...
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         """A row that is nothing but tokens and text, as nearly all are."""

@@ -193,14 +193,14 @@ class Desk:
 
     def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:
         """A batch of new text, in rows, that came at `now`."""
-        plain = not (message.finished or message.logprobs or message.prompt_logprobs or message.num_cached_tokens)
+        plain = not (message.finished or message.logprobs or message.prompt_logprobs or message.first)
         if plain and self._columns(message, sender, now):
             return []
         self._settle()
         handles, starts, tokens = unpack_i32(message.handles), unpack_i32(message.starts), unpack_i32(message.token_ids)
         counts = unpack_i32(message.counts) if message.counts else None
         finished = {end.row: end for end in message.finished}
-        logprobs, prompt_logprobs, cached = message.logprobs, message.prompt_logprobs, message.num_cached_tokens
+        logprobs, prompt_logprobs, first = message.logprobs, message.prompt_logprobs, message.first
         gaps: list[Send] = []
         by_handle, texts, intervals = self.by_handle, message.texts, self.intervals
         at = 0
@@ -227,7 +227,7 @@ class Desk:
                         choice.exchange.text(choice, ids, texts[row])
                     else:
                         choice.exchange.row(
-                            choice, ids, texts[row], end, logprobs.get(row), prompt_logprobs.get(row), cached.get(row)
+                            choice, ids, texts[row], end, logprobs.get(row), prompt_logprobs.get(row), first.get(row)
                         )
                 elif start > have:
                     gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))

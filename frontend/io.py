@@ -216,6 +216,7 @@ class FrontendApp:
             self._metrics.finished(choice.finished.reason.value if choice.finished else "abort")
             if choice.first_at:
                 self._metrics.ttft.observe(choice.first_at - started)
+                self._metrics.phases(choice.first, choice.last_at - choice.first_at)
             if len(choice.token_ids) > 1:
                 self._metrics.tpot.observe((choice.last_at - choice.first_at) / (len(choice.token_ids) - 1))
         if answer.ask.max_tokens:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics import MetricWrapperBase
 
 from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.token_edge import First
 
 _SECONDS = (
     0.001,
@@ -59,6 +60,15 @@ class Metrics:
         self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", _ITL).labels(
             model
         )
+        self._queue, self._prefill, self._decode, self._inference = (
+            histogram(f"request_{name}_time_seconds", text, _LONG).labels(model)
+            for name, text in (
+                ("queue", "From a request's arrival at its scheduler to its place in the batch."),
+                ("prefill", "From its place in the batch to its first token."),
+                ("decode", "From its first token to its last."),
+                ("inference", "From its place in the batch to its last token."),
+            )
+        )
         self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS).labels(model)
         self.generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS).labels(model)
         self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", _TOKENS).labels(model)
@@ -87,6 +97,14 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
+
+    def phases(self, first: First | None, decode_s: float) -> None:
+        """Of a sequence that got tokens: where its time went."""
+        if first is not None:
+            self._queue.observe(first.queued_us / 1e6)
+            self._prefill.observe(first.prefill_us / 1e6)
+            self._decode.observe(decode_s)
+            self._inference.observe(first.prefill_us / 1e6 + decode_s)
 
     def mesh(self, stats: MeshStats) -> None:
         """The schedulers' figures, as the coordinator collected them, and its own."""

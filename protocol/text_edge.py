@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.token_edge import First
 
 
 class TextPrompt(Struct, frozen=True, tag="text"):
@@ -178,7 +179,7 @@ class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
     finished: list[Finished] = []
     logprobs: dict[int, list[PositionLogprobs]] = {}  # row -> one per token
     prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # row -> one per prompt token, first is None
-    num_cached_tokens: dict[int, int] = {}  # row -> prompt tokens found in the prefix cache; with the first token
+    first: dict[int, First] = {}  # row -> what came with its first token
     timings_ns: tuple[int, ...] = ()  # of the newest step in it, as in token_edge.py
 
 

@@ -30,6 +30,14 @@ class LogprobColumns(Struct, frozen=True):
     top_logprobs: bytes = b""  # float32[p * width]
 
 
+class First(Struct, frozen=True, omit_defaults=True):
+    """What comes with a request's first token. A stream that is taken up again has another one, which counts for nothing."""
+
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    queued_us: int = 0  # that it waited at its scheduler for a place in the batch
+    prefill_us: int = 0  # from then to its first token
+
+
 class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New output tokens. Row i belongs to handles[i]; its tokens have output indices starts[i] .. + counts[i] - 1."""
 
@@ -40,7 +48,7 @@ class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
     ended: list[Ended] = []
     logprobs: dict[int, LogprobColumns] = {}  # row -> its new tokens
     prompt_logprobs: dict[int, LogprobColumns] = {}  # row -> prompt positions 1 .. len-1, with its first token
-    num_cached_tokens: dict[int, int] = {}  # row -> prompt tokens found cached; with its first token
+    first: dict[int, First] = {}  # row
     timings_ns: tuple[int, ...] = ()  # step, then monotonic planned, received, launched, done, handled; gpu, gap
 
 

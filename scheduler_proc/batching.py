@@ -88,7 +88,7 @@ class Batching:
             if planned is not None:
                 return planned
             self.settle()
-        builder = PlanBuilder(self._removed_rows, self.limits.num_stages > 1)
+        builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1)
         before = self.num_preemptions
         self._plan_running(builder)
         if self.num_preemptions == before:
@@ -96,7 +96,7 @@ class Batching:
         if not len(builder):
             return None
         self._removed_rows = []
-        planned = builder.finish(session, step, now_ns, self.pool.take_changes())
+        planned = builder.finish(session, step, self.pool.take_changes())
         self._watch(builder)
         return planned
 
@@ -276,6 +276,7 @@ class Batching:
         request.num_computed = len(cached) * self.block_size
         request.num_remembered = len(cached)
         if request.num_cached == -1:
+            request.started_ns = builder.now_ns
             request.num_cached = min(request.num_computed, request.num_prompt)
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed

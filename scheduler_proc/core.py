@@ -56,14 +56,14 @@ class Scheduler:
         return self.workers.serving
 
     def handle(self, event: Event, now: float) -> list[Send]:
-        output = Output()
+        output = Output(int(now * 1e9))
         effects: list[Send] = []
         timings: tuple[int, ...] = ()
         if not (type(event) is Received and type(event.message) is StepResult):
             self.batching.settle()
         match event:
             case Received(message=StepResult() as result):
-                timings = self._result(result, output, int(now * 1e9))
+                timings = self._result(result, output)
             case Received():
                 effects = self._received(event, output)
             case PeerUp():
@@ -122,6 +122,7 @@ class Scheduler:
             self._drop(known)
         detokenizer = self._detokenizers.setdefault(assign.detokenizer, assign.detokenizer)
         request = Request(work, detokenizer, assign.incarnation, self.limits.max_model_len)
+        request.arrived_ns = output.now_ns
         self.requests[work.request_id] = request
         self.batching.enqueue(request)
         if len(request.tokens) >= request.max_len:
@@ -289,7 +290,7 @@ class Scheduler:
         self.inflight.append(record)
         return [Send(worker, plan) for worker in self.workers.all]
 
-    def _result(self, result: StepResult, output: Output, now_ns: int) -> tuple[int, ...]:
+    def _result(self, result: StepResult, output: Output) -> tuple[int, ...]:
         if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
             return ()  # of an earlier session, or another worker's copy
         record = self.inflight.popleft()
@@ -301,7 +302,7 @@ class Scheduler:
             self._tokens_with_details(record, result, tokens, output)
         elif not self._took(record, result.token_ids, output):
             self._tokens(record.batch, tokens, output)
-        at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, now_ns)
+        at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
         return (result.step, *at, result.gpu_ns, result.gap_ns)
 
     def _took(self, record: Inflight, token_ids: bytes, output: Output) -> bool:

@@ -4,7 +4,7 @@ from array import array
 
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
-from meshlm.protocol.token_edge import Ended, LogprobColumns, TokenDeltas
+from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
 from meshlm.scheduler_proc.request import Request
 
 ONE = pack_i32([1])
@@ -13,15 +13,27 @@ ONE = pack_i32([1])
 class Outbox:
     """Rows for one detokenizer, in batch order."""
 
-    __slots__ = ("cached", "counts", "ended", "handles", "logprobs", "prompt_logprobs", "starts", "tokens", "uneven")
+    __slots__ = (
+        "counts",
+        "ended",
+        "first_tokens",
+        "handles",
+        "logprobs",
+        "now_ns",
+        "prompt_logprobs",
+        "starts",
+        "tokens",
+        "uneven",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
         self.uneven = False
         self.ended: list[Ended] = []
         self.logprobs: dict[int, LogprobColumns] = {}
         self.prompt_logprobs: dict[int, LogprobColumns] = {}
-        self.cached: dict[int, int] = {}
+        self.first_tokens: dict[int, First] = {}
 
     def row(self, handle: Handle, start: int, tokens: "array[int]") -> int:
         """A row with any number of tokens; its place in the batch."""
@@ -49,7 +61,8 @@ class Outbox:
 
     def first(self, row: int, request: Request) -> None:
         """What comes with a request's first token only."""
-        self.cached[row] = request.num_cached
+        queued_ns, prefill_ns = request.started_ns - request.arrived_ns, self.now_ns - request.started_ns
+        self.first_tokens[row] = First(request.num_cached, max(0, queued_ns // 1000), max(0, prefill_ns // 1000))
         request.num_cached = -2
         if request.prompt_logprobs:
             self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
@@ -64,7 +77,7 @@ class Outbox:
             ended=self.ended,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=self.cached,
+            first=self.first_tokens,
             timings_ns=timings_ns,
         )
 
@@ -72,13 +85,14 @@ class Outbox:
 class Output:
     """All detokenizers' rows of one event."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
         self.boxes: dict[Identity, Outbox] = {}
 
     def of(self, detokenizer: Identity) -> Outbox:
         box = self.boxes.get(detokenizer)
         if box is None:
-            box = self.boxes[detokenizer] = Outbox()
+            box = self.boxes[detokenizer] = Outbox(self.now_ns)
         return box
 
     def end(

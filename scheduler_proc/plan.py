@@ -22,8 +22,8 @@ class Inflight:
 class PlanBuilder:
     """Collects a step; `finish` makes the message and the record."""
 
-    def __init__(self, removed_rows: list[Row], names_inputs: bool = False) -> None:
-        self.removed_rows, self.names_inputs = removed_rows, names_inputs
+    def __init__(self, removed_rows: list[Row], now_ns: int, names_inputs: bool = False) -> None:
+        self.removed_rows, self.now_ns, self.names_inputs = removed_rows, now_ns, names_inputs
         self.new_rows: list[NewRow] = []
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
@@ -59,9 +59,7 @@ class PlanBuilder:
             self.block_rows.append(row)
             self.block_ids.append(block)
 
-    def finish(
-        self, session: int, step: StepId, now_ns: int, changes: tuple[bytes, bytes, bytes]
-    ) -> tuple[StepPlan, Inflight]:
+    def finish(self, session: int, step: StepId, changes: tuple[bytes, bytes, bytes]) -> tuple[StepPlan, Inflight]:
         """`changes`: BlockPool.take_changes()."""
         batch = self.decodes + self._rest
         samples = bytes(self._rest_samples)
@@ -85,6 +83,6 @@ class PlanBuilder:
             forgotten=changes[0],
             remembered=changes[1],
             hashes=changes[2],
-            planned_ns=now_ns,
+            planned_ns=self.now_ns,
         )
-        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, now_ns)
+        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, self.now_ns)

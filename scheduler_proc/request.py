@@ -38,6 +38,7 @@ class Request:
     """Plain data; core.py changes it."""
 
     __slots__ = (
+        "arrived_ns",
         "blocks",
         "capacity",
         "crashed_at",
@@ -55,6 +56,7 @@ class Request:
         "num_remembered",
         "prompt_logprobs",
         "row",
+        "started_ns",
         "state",
         "stop_ids",
         "story",
@@ -81,6 +83,7 @@ class Request:
         self.num_inflight = 0
         self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...
         self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
+        self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
         self.prompt_logprobs: list[LogprobColumns] = []
 

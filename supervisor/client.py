@@ -168,8 +168,8 @@ class Client:
             output.cumulative_logprob = sum(position.token.logprob for position in output.logprobs)
         if row in message.prompt_logprobs:
             request.prompt_logprobs = message.prompt_logprobs[row]
-        if row in message.num_cached_tokens:
-            request.num_cached_tokens = message.num_cached_tokens[row]
+        if row in message.first:
+            request.num_cached_tokens = message.first[row].num_cached_tokens
 
     def _finish(self, handle: int, output: CompletionOutput, end: Finished) -> None:
         output.finish_reason, output.stop_reason = end.reason.value, end.stop_reason

@@ -46,3 +46,11 @@ def test_data_of_kernels_is_packaged() -> None:
         path.suffix for path in (ROOT / "kernels").rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
     assert needed - {".py"} <= {pattern.removeprefix("**/*") for pattern in patterns}
+
+
+def test_modules_that_tests_share_have_names_of_their_own() -> None:
+    """Folders of tests put themselves on sys.path: of two modules with one name all would get the one that came first."""
+    shared = [
+        path.name for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith(("test_", "conftest", "__"))
+    ]
+    assert sorted(shared) == sorted(set(shared))

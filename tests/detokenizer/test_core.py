@@ -17,7 +17,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import Disown, Ended, StillThere, TokenDeltas
+from meshlm.protocol.token_edge import Disown, Ended, First, StillThere, TokenDeltas
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 S0, S1 = Identity(Role.SCHEDULER), Identity(Role.SCHEDULER, 1)
@@ -85,9 +85,9 @@ class Bench:
         """The scheduler's news; an attempt's first tokens say how much of the prompt was cached."""
         ids, first = pack_i32(token_ids(text)), start == len(request.work.emitted) // 4
         ended = [] if end is None else [Ended(0, end)]
-        cached = {0: 0} if first else {}
+        begun = {0: First(0)} if first else {}
         handle, counts = pack_i32([request.work.handle]), pack_i32([len(text)])
-        deltas = TokenDeltas(handle, pack_i32([start]), counts, ids, ended, num_cached_tokens=cached)
+        deltas = TokenDeltas(handle, pack_i32([start]), counts, ids, ended, first=begun)
         return self.says(scheduler, deltas, life)
 
     def abort(self, name: str) -> list[Effect]:

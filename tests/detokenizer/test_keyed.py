@@ -30,7 +30,7 @@ from meshlm.protocol.text_edge import (
     TextParams,
     TokenPrompt,
 )
-from meshlm.protocol.token_edge import Ended, LogprobColumns, TokenDeltas
+from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
 
 F0, F1, S0 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1), Identity(Role.SCHEDULER)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -175,7 +175,7 @@ class Bench:
             pack_i32(ids),
             ended,
             {0: columns} if logprobs else {},
-            num_cached_tokens={0: 1} if start == 0 else {},
+            first={0: First(1)} if start == 0 else {},
         )
         self.event(Received(S0, LIFE, deltas))
         self.flush()

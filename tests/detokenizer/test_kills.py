@@ -25,7 +25,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Rejected, Submit, TextDeltas, TokenPrompt
-from meshlm.protocol.token_edge import Ended, TokenDeltas
+from meshlm.protocol.token_edge import Ended, First, TokenDeltas
 
 FRONTEND, DETOKENIZER = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER)
 SCHEDULERS = (Identity(Role.SCHEDULER, 0), Identity(Role.SCHEDULER, 1))
@@ -125,7 +125,7 @@ class FakeScheduler:
             b"",
             pack_i32([truth(name, index)]),
             [Ended(0, FinishReason.LENGTH)] if ends else [],
-            num_cached_tokens={0: 0} if index == len(work.emitted) // 4 else {},
+            first={0: First(0)} if index == len(work.emitted) // 4 else {},
         )
         sends: Sends = [(DETOKENIZER, deltas)]
         if ends:

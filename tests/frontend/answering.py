@@ -22,6 +22,7 @@ from meshlm.protocol.text_edge import (
     TextPrompt,
     TokenLogprob,
 )
+from meshlm.protocol.token_edge import First
 
 Json = dict[str, Any]
 FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}
@@ -110,7 +111,8 @@ def give(
         return
     if finished is not None:
         choice.finished = finished
-    answer.row(choice, ids, text, finished, logprobs, prompt_logprobs, num_cached)
+    first = None if num_cached is None else First(num_cached)
+    answer.row(choice, ids, text, finished, logprobs, prompt_logprobs, first)
 
 
 def body(answer: WholeAnswer) -> Json:

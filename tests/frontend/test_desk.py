@@ -24,6 +24,7 @@ from meshlm.protocol.text_edge import (
     TextPrompt,
     TokenLogprob,
 )
+from meshlm.protocol.token_edge import First
 
 D0, D1, D2 = (Identity(Role.DETOKENIZER, index) for index in range(3))
 
@@ -62,10 +63,10 @@ class Client:
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
         prompt_logprobs: list[PositionLogprobs | None] | None,
-        num_cached: int | None,
+        first: First | None,
     ) -> None:
         self.text(choice, token_ids, text)
-        self.rows.append((choice.index, finished, logprobs, prompt_logprobs, num_cached))
+        self.rows.append((choice.index, finished, logprobs, prompt_logprobs, first))
         if finished is not None:
             self.ends[choice.index] = finished.reason
 
@@ -181,10 +182,10 @@ def test_a_row_brings_what_belongs_to_it() -> None:
         finished=[end],
         logprobs={0: at},
         prompt_logprobs={1: [None, *at]},
-        num_cached_tokens={0: 16},
+        first={0: First(16, 20, 30)},
     )
     assert desk.deltas(batch, D0, 1.0) == []
-    assert client.rows == [(0, None, at, None, 16), (1, end, None, [None, *at], None)]
+    assert client.rows == [(0, None, at, None, First(16, 20, 30)), (1, end, None, [None, *at], None)]
     assert client.choices[1].finished == end
     assert desk.load == {D0: 1}
     desk.check()

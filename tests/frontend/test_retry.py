@@ -19,6 +19,7 @@ from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextParams, TextPrompt
+from meshlm.protocol.token_edge import First
 
 D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 PATH = "/v1/completions"
@@ -149,7 +150,7 @@ def stream(ask: Ask, rows: list[Row], last_id: str = "") -> list[tuple[str, str]
             choice.finished = Finished(0, FinishReason.STOP, None, len(choice.token_ids))
             answer.row(choice, ids, text, choice.finished, None, None, None)
         elif len(choice.token_ids) == len(tokens):
-            answer.row(choice, ids, text, None, None, None, 0)
+            answer.row(choice, ids, text, None, None, None, First(0))
         else:
             answer.text(choice, ids, text)
     events.append(answer.last_events())

@@ -134,8 +134,8 @@ class Bench:
             assert start == len(mine), "a token lost or repeated"
             mine += tokens[at : at + count]
             at += count
-            if row in deltas.num_cached_tokens:
-                self.cached[handle] = deltas.num_cached_tokens[row]
+            if row in deltas.first:
+                self.cached[handle] = deltas.first[row].num_cached_tokens
         for end in deltas.ended:
             self.ended[handles[end.row]] = end.reason
 

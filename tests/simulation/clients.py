@@ -29,6 +29,7 @@ from meshlm.protocol.text_edge import (
     TextParams,
     TokenPrompt,
 )
+from meshlm.protocol.token_edge import First
 from meshlm.runtime.mesh import Mesh
 
 
@@ -180,7 +181,7 @@ class Client:
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
         prompt_logprobs: list[PositionLogprobs | None] | None,
-        num_cached: int | None,
+        first: First | None,
     ) -> None:
         self.text(choice, token_ids, text)
         if finished is None or self.got[choice.index].end is not None:

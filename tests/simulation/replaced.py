@@ -7,8 +7,8 @@ from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import hosts
 import msgspec
+import two_hosts
 from clients import LOADED, TABLE
 from network import Inbox, Outbox, running
 
@@ -79,10 +79,10 @@ def simulated() -> Iterator[None]:
             (mesh_module, "TICK_CONNECTING_S", 0.03),
             (remote_module, "Inbox", Inbox),
             (remote_module, "Outbox", Outbox),
-            (remote_module, "tcp", hosts.tcp),
-            (remote_module, "keys", hosts.keys),
+            (remote_module, "tcp", two_hosts.tcp),
+            (remote_module, "keys", two_hosts.keys),
             (supervisor_network, "agreement", SimpleNamespace(facts=lambda config: {}, differences=lambda *_: "")),
-            (worker_io, "threading", hosts.threading),
+            (worker_io, "threading", two_hosts.threading),
             (worker_io, "sys", SimpleNamespace(setswitchinterval=lambda seconds: None)),
             (worker_io, "time", _Clock),
             (membership, "time", _Clock),

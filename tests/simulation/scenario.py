@@ -5,10 +5,10 @@ import random
 from enum import Enum
 
 from clients import Ask
-from hosts import HEAD_PORT, address_of
 from mock_worker import VOCAB
 from msgspec import Struct
 from msgspec.structs import replace
+from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import Identity, Role
