@@ -75,10 +75,18 @@ def test_64_streams_with_little_memory() -> None:
             list(pool.map(one, range(64)))
         metrics = httpx.get(f"{server.url}/metrics").text
         assert "num_preemptions_total" in metrics
+        spent = {phase: seconds(metrics, phase) for phase in ("queue", "prefill", "decode", "inference")}
+        assert spent["queue"] > 0.0 < spent["decode"]
+        assert spent["prefill"] + spent["decode"] == pytest.approx(spent["inference"])
         # A request that may use all memory proves that every block is free again.
         assert complete(server, [7] * 10, 500)["choices"][0]["token_ids"] == reference([7] * 10, 500)
         for process in server.status()["processes"]:
             assert process["rss_bytes"] < before[process["role"]] + 60e6, f"{process['role']} has grown"
+
+
+def seconds(metrics: str, phase: str) -> float:
+    (line,) = (line for line in metrics.splitlines() if line.startswith(f"meshlm:request_{phase}_time_seconds_sum"))
+    return float(line.split()[-1])
 
 
 def abort(server: Serving, prompt: list[int]) -> None:
