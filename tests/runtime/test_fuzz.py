@@ -230,6 +230,7 @@ async def test_a_node_that_falls_silent_is_lost_and_comes_back(pair: Pair) -> No
 async def test_a_process_that_ends_says_so(pair: Pair, tmp_path: Path) -> None:
     """And its next life, at another port, is found."""
     before = pair.head._peers[SCHEDULER].outbox.address
+    await pair.talks()  # a farewell needs a connection
     await pair.node.close()
     await until(lambda: bool(pair.seen[COORDINATOR].down), LOST_S / 2)
     assert pair.seen[COORDINATOR].down == [(SCHEDULER, 1000, "it ended")]
