@@ -5,33 +5,19 @@ from torch import Tensor
 
 from meshlm.kernels.cpu import kernel
 from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.rotated import RotatedAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops
 
 
-class CpuAttention:
+class CpuAttention(RotatedAttention):
     """See `meshlm.workers.attention.backend.StepAttention`."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
         self._spans: Tensor | None = None  # the same for all layers
 
-    def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: ForwardBatch,
-        table: Tensor,
-        cache: LayerCache,
-        heads: Heads,
-        scale: float,
-        sliding_window: int = 0,
-    ) -> Tensor:
-        query = ops.rope_cache(qkv, batch, table, cache, heads)
-        return self.run(query, cache, scale, sliding_window)
-
     def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
-        """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
+        """See `RotatedAttention.run`."""
         batch = self._batch
         if self._spans is None:
             self._spans = kernel.spans(batch.query_lens, batch.num_decodes, query.shape[1], cache.keys.shape[2])

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.workers.attention.rotated import RotatedAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops
 
 
-class TorchAttention:
+class TorchAttention(RotatedAttention):
     """Made once per step: masks and gather indices are the same for all layers with the same window."""
 
     def __init__(self, batch: ForwardBatch, block_size: int) -> None:
@@ -23,23 +23,8 @@ class TorchAttention:
         blocks = -(-batch.max_decode_len // block_size)
         self._decode_blocks = batch.block_tables[: batch.num_decodes, :blocks]
 
-    def attend(
-        self,
-        qkv: Tensor,
-        ops: Ops,
-        batch: ForwardBatch,
-        table: Tensor,
-        cache: LayerCache,
-        heads: Heads,
-        scale: float,
-        sliding_window: int = 0,
-    ) -> Tensor:
-        """See `meshlm.workers.attention.backend.StepAttention`."""
-        query = ops.rope_cache(qkv, batch, table, cache, heads)
-        return self.run(query, cache, scale, sliding_window)
-
     def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
-        """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
+        """See `RotatedAttention.run`."""
         batch = self._batch
         parts = []
         if batch.num_decodes:

@@ -1,0 +1,30 @@
+"""Attention in two steps: queries and keys are rotated, keys and values stored; then it reads the cache alone."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.ops import Heads, Ops
+
+
+class RotatedAttention(ABC):
+    """See `meshlm.workers.attention.backend.StepAttention`."""
+
+    def attend(
+        self,
+        qkv: Tensor,
+        ops: Ops,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        heads: Heads,
+        scale: float,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        query = ops.rope_cache(qkv, batch, table, cache, heads)
+        return self.run(query, cache, scale, sliding_window)
+
+    @abstractmethod
+    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
+        """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
