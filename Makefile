@@ -29,8 +29,8 @@ serve: setup
 test: setup
 	@$(BIN)/pytest -m "not gpu" $(ARGS)
 
-test-gpu:
-	@$(BIN)/pytest -m gpu tests/kernels tests/workers $(ARGS)
+test-gpu: setup
+	@$(BIN)/pytest -m gpu -n 8 tests/kernels tests/workers $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
