@@ -138,7 +138,7 @@ def use_graphs(engine: CudaEngine, mode: str) -> None:
 
 def ways(engine: CudaEngine, prompts: list[list[int]], num_tokens: int) -> dict[str, Run]:
     def logits(count: int) -> Tensor:
-        return engine._logits[:count].clone()
+        return engine.head.logits[:count].clone()
 
     driver = Driver(engine, prompts, logits)
     use_graphs(engine, "NONE")

@@ -58,7 +58,8 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of the GPU's memory to use in all", extra=PER_NODE)
+        float,
+        Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache", extra=PER_NODE),
     ] = 0.92
     kv_cache_memory: (
         Annotated[

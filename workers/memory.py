@@ -18,6 +18,7 @@ from meshlm.workers.batch import LayerCache
 CPU_SHARE = 0.25  # of the memory that is free now
 CPU_MOST = 4 << 30
 FP8_CAPABILITY = (8, 9)
+ROOM_FOR_GRAPHS = 512 << 20  # left free where others have much of the GPU
 ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV cache
 
 
@@ -44,10 +45,20 @@ def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype, spec: ModelS
     return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))
 
 
-def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Callable[[list[LayerCache]], None]) -> int:
-    """Bytes that the KV cache may have: the share of the GPU, less what is allocated now and what a full step adds.
+def taken_by_others() -> int:
+    """Bytes of this GPU that are in use and not torch's: other processes and the driver's context. Before anything is loaded."""
+    free, total = _gpu()
+    return total - free - torch.cuda.memory_reserved()
 
-    `run` computes that step in small caches, which are gone before the rest is counted.
+
+def profile(
+    utilization: float, others: int, caches: Callable[[], list[LayerCache]], run: Callable[[list[LayerCache]], None]
+) -> int:
+    """Bytes that the KV cache may have: the share of the GPU, less what this worker took since `others` was found (`taken_by_others`),
+    and less what a full step needs beside that. So the share is this worker's own, as vLLM counts it.
+
+    `run` computes that step in small caches, which are gone before the rest is counted. What it leaves allocated (workspaces of
+    libraries) counts once, among what is taken.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -62,11 +73,12 @@ def profile(utilization: float, caches: Callable[[], list[LayerCache]], run: Cal
             "are taken "
             "by the weights and by what --max-num-seqs requests need; lower either"
         ) from None
-    activations = torch.cuda.max_memory_allocated() - before
+    activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     del small
     torch.cuda.empty_cache()
     free, total = _gpu()
-    return int(total * utilization) - (total - free) - activations
+    share = int(total * utilization) - (total - free - others) - activations
+    return min(share, free - activations - ROOM_FOR_GRAPHS)
 
 
 def _gpu() -> tuple[int, int]:

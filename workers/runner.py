@@ -62,6 +62,7 @@ class TorchEngine:
         self._config, self._resolved, self._shard = config, resolved, seat.shard
         self._spec = seat.shard.local(resolved.spec)
         self._device = _device(resolved, seat)
+        self._others = memory.taken_by_others() if self._device.type == "cuda" else 0
         torch.set_grad_enabled(False)
         if self._device.type == "cpu":
             torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
@@ -103,7 +104,7 @@ class TorchEngine:
             length = min(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
             blocks = -(-length // self._config.cache.block_size)
             share = self._config.cache.gpu_memory_utilization
-            wanted = memory.profile(share, lambda: self._make_caches(blocks), self._full_step)
+            wanted = memory.profile(share, self._others, lambda: self._make_caches(blocks), self._full_step)
         return memory.num_blocks(self._config, wanted, self._dtype, self._spec)
 
     def _make_caches(self, count: int) -> list[LayerCache]:
@@ -274,9 +275,10 @@ class TorchEngine:
             if last <= start:
                 continue
             begin = int(arrays.query_start[place])
-            logits = self._model.logits(hidden[begin : begin + last - start])
+            states, width = hidden[begin : begin + last - start], int(wanted[place])
             following = self._tokens[row, start + 1 : last + 1].long()
-            found[place] = logprobs.columns(logits, following, int(wanted[place]))
+            packed = logprobs.in_chunks(states, following, width, self._model.logits)
+            found[place] = logprobs.unpack(packed.cpu().numpy(), width)
         return found
 
 

@@ -107,3 +107,32 @@ def test_too_little_for_one_request_names_what_fits(smollm2: Path) -> None:
     with pytest.raises(ProcessFatal, match="not even one block fits"):
         memory.num_blocks(config, -5, torch.float32)
     assert memory.num_blocks(config, 17 * each, torch.float32) == 17
+
+
+def test_the_share_is_the_workers_own_and_counts_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 100 GiB: 1 of others, 20 of weights; a full step has 5 at most and leaves a workspace of 2."""
+    gib = 1 << 30
+    state = {"others": 1, "torch": 0, "peak": 0}
+    monkeypatch.setattr(memory, "_gpu", lambda: ((100 - state["others"] - state["torch"]) * gib, 100 * gib))
+    for name in ("memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: state["torch"] * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: state["peak"] * gib)
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    others = memory.taken_by_others()
+    assert others == gib
+    state["torch"] = 20
+
+    def run(caches: object) -> None:
+        state.update(torch=22, peak=25)
+
+    def found(utilization: float) -> int:
+        state.update(torch=20)
+        return memory.profile(utilization, others, list, run)
+
+    assert found(0.9) == (90 - 20 - 2 - 3) * gib
+    state["others"] = 51
+    others = memory.taken_by_others()
+    assert others == 51 * gib
+    assert found(0.9) == (100 - 51 - 22 - 3) * gib - memory.ROOM_FOR_GRAPHS, "no more than there is"
+    assert found(0.4) == (40 - 22 - 3) * gib, "what others have does not count"

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.workers.cuda.head import Details
 from meshlm.workers.cuda.state import I32
 
 
@@ -39,12 +41,19 @@ def columns_of(rows: I32, starts: I32, counts: I32) -> Columns32:
 
 
 class Launched:
-    """A step on its way; its tokens are valid after the event `end`. `before` is the end of the step before."""
+    """A step on its way; its tokens and log-probabilities are valid after the event `end`. `before` is the end of the step before."""
 
     def __init__(
-        self, result: StepResult, tokens: I32, before: torch.cuda.Event, begin: torch.cuda.Event, end: torch.cuda.Event
+        self,
+        result: StepResult,
+        tokens: I32,
+        details: tuple[list[Details], list[Details]],
+        before: torch.cuda.Event,
+        begin: torch.cuda.Event,
+        end: torch.cuda.Event,
     ) -> None:
-        self._result, self._tokens = result, tokens
+        """details: of sampled tokens, of prompts."""
+        self._result, self._tokens, self._details = result, tokens, details
         self._before, self._begin, self._end = before, begin, end
 
     def wait(self) -> StepResult:
@@ -54,14 +63,18 @@ class Launched:
             session=result.session,
             step=result.step,
             token_ids=self._tokens.tobytes(),
-            logprobs=result.logprobs,
-            prompt_logprobs=result.prompt_logprobs,
+            logprobs=_columns(self._details[0]),
+            prompt_logprobs=_columns(self._details[1]),
             received_ns=result.received_ns,
             launched_ns=result.launched_ns,
             done_ns=time.monotonic_ns(),
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
         )
+
+
+def _columns(details: list[Details]) -> dict[int, LogprobColumns]:
+    return {place: columns for one in details for place, columns in one.columns().items()}
 
 
 def event_now() -> torch.cuda.Event:

@@ -14,14 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.step_input.kernel import scatter, step_input
-from meshlm.kernels.truncate.kernel import truncate
-from meshlm.kernels.truncate.kernel import workspace as truncate_workspace
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
-from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
@@ -30,12 +26,12 @@ from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.checks import check_gpu
 from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
 from meshlm.workers.cuda.graphs import MIXED_TOKENS, Dispatcher, Key, graph_keys
+from meshlm.workers.cuda.head import Details, Head
 from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.models.decoder import Parts
 from meshlm.workers.parallel.seat import Seat
-from meshlm.workers.sampling import logprobs
-from meshlm.workers.sampling.sampler import SampleRows, sample
+from meshlm.workers.sampling.sampler import SampleRows
 from meshlm.workers.sampling.table import SamplingTable
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 
@@ -54,6 +50,7 @@ class CudaEngine:
         self._shard, self._spec = seat.shard, seat.shard.local(resolved.spec)
         self._config, self._resolved, self._attention = config, resolved, backend
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._others = memory.taken_by_others()
         self._dtype = DTYPES[resolved.dtype]
         self._block_size = config.cache.block_size
         self._cache_dtype = memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, backend)
@@ -78,13 +75,7 @@ class CudaEngine:
         self._changes_at = 4 * aligned(rows)
         self._answers = [torch.empty(rows, dtype=torch.int32, pin_memory=True) for _ in range(8)]
         self._num_steps = 0
-        lines = rows
-        vocab = resolved.spec.vocab_size
-        self._logits = torch.empty(lines, vocab, dtype=self._dtype, device=self._device)
-        self._hidden = torch.empty(lines, resolved.spec.hidden_size, dtype=self._dtype, device=self._device)
-        self._room = sampling.workspace(lines, vocab, self._device)
-        self._truncate_room = truncate_workspace(lines, vocab, self._dtype, self._device)
-        self._sampled = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self.head = Head(self._model, self._rows, self._dtype, self._device)
         self._caches: list[LayerCache] = []
         count = self._num_blocks(report)
         self._caches = self._make_caches(count)
@@ -100,7 +91,7 @@ class CudaEngine:
         self._last = event_now()
         gib = weight_bytes(self._model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
-        self.facts = EngineFacts(count, self._block_size, rows, vocab, shown)
+        self.facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
 
     # --- memory ---
 
@@ -109,7 +100,7 @@ class CudaEngine:
         if wanted is None:
             report("memory profile", 0, 1, "")
             share = self._config.cache.gpu_memory_utilization
-            wanted = memory.profile(share, lambda: self._make_caches(1), self._full_step)
+            wanted = memory.profile(share, self._others, lambda: self._make_caches(1), self._full_step)
         return memory.num_blocks(self._config, wanted, self._cache_dtype, self._spec)
 
     def _make_caches(self, count: int) -> list[LayerCache]:
@@ -119,6 +110,8 @@ class CudaEngine:
     def _full_step(self, caches: list[LayerCache]) -> None:
         self._caches = caches
         self._dummy_step(memory.full_step(self._resolved.max_num_batched_tokens, self._resolved.max_model_len))
+        if self._shard.is_last:
+            self.head.warm_up()
         self._caches = []
 
     def _dummy_step(self, counts: list[int]) -> None:
@@ -194,7 +187,7 @@ class CudaEngine:
         if not self._shard.is_first:
             self._comm.receive(self._stream[: step.t])
         begin = event_now()
-        of_prompt: dict[int, LogprobColumns] = {}
+        of_prompt: list[Details] = []
         if key is not None:
             self.graphs.replay(key)
         else:
@@ -203,24 +196,19 @@ class CudaEngine:
                 of_prompt = self._prompt_logprobs(step, hidden)
         if not self._shard.is_last:
             self._comm.send(self._stream[: step.t])
-        rows = step.rows[places]
-        found = {}
-        if self._shard.is_last and len(places) and self._sampling.needs_torch(rows):
-            found = self._sample_by_torch(step, places, rows)
+        found = self._finish(step, places) if self._shard.is_last and len(places) else []
         answer = self._answers[self._num_steps % len(self._answers)][: len(places)]
         self._num_steps += 1
-        answer.copy_(self._sampled[: len(places)], non_blocking=True)
+        answer.copy_(self.head.sampled[: len(places)], non_blocking=True)
         before, self._last = self._last, event_now()
         result = StepResult(
             session=plan.session,
             step=plan.step,
             token_ids=b"",
-            logprobs=found,
-            prompt_logprobs=of_prompt,
             received_ns=received_ns,
             launched_ns=time.monotonic_ns(),
         )
-        return Launched(result, answer.numpy(), before, begin, self._last)
+        return Launched(result, answer.numpy(), (found, of_prompt), before, begin, self._last)
 
     def _send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Columns padded to `size` requests, places that sample, and changes: one copy. Then apply the changes."""
@@ -291,7 +279,7 @@ class CudaEngine:
         rows, starts, ends, places = self._views(key.requests)
         if not key.uniform:
             hidden = hidden[(ends[places.long()].long() - 1).clamp_(min=0)]
-        self._choose(hidden, (rows, starts, ends), None if key.uniform else places)
+        self.head.choose(hidden, (rows, starts, ends), None if key.uniform else places)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """This stage's part of the model; what it passes on is in `_stream` afterwards."""
@@ -301,15 +289,6 @@ class CudaEngine:
         if not self._shard.is_last:
             stream.copy_(hidden)
         return hidden
-
-    def _choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
-        """Logits of hidden states [l, hidden] and a token for each, as kernels can: temperature, top-k, top-p, min-p."""
-        count = hidden.shape[0]
-        self._hidden[:count].copy_(hidden)  # for _sample_by_torch: truncation spoils the logits
-        logits = self._logits[:count]
-        self._model.logits(hidden, out=logits)
-        truncate(logits, columns[0], places, self._rows.limits, self._truncate_room)
-        sampling.sample(logits, columns, places, self._rows.sampling, self._room, self._sampled)
 
     def _eager(self, step: Columns32) -> Tensor:
         """Launch a step kernel by kernel; hidden states of all tokens."""
@@ -321,31 +300,21 @@ class CudaEngine:
         if count and self._shard.is_last:
             places = places[:count]
             last = ends[places.long()].long() - 1
-            self._choose(hidden[last], (rows, starts, ends), places)
+            self.head.choose(hidden[last], (rows, starts, ends), places)
         return hidden
 
-    def _sample_by_torch(self, step: Columns32, places: NDArray[np.int64], rows: I32) -> dict[int, LogprobColumns]:
-        """Rows with penalties, biases or logprobs: sample all again by the general sampler."""
-        logits = self._model.logits(self._hidden[: len(places)])
+    def _finish(self, step: Columns32, places: NDArray[np.int64]) -> list[Details]:
+        """After the graph or its kernels: what they could not do, of the requests at these places."""
+        rows = step.rows[places]
         lens = (step.starts + step.counts)[places].astype(np.int64)
         prompt_lens = self._rows.num_prompt[rows]
-        at = SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
-        wanted = np.flatnonzero(self._sampling.logprobs[rows] >= 0)
-        raw = logits[torch.from_numpy(wanted).to(self._device)].clone() if len(wanted) else None
-        token_ids = sample(logits, at, self._sampling, self._rows.tokens).int()
-        where = torch.from_numpy(np.stack((rows.astype(np.int64), lens))).to(self._device, non_blocking=True)
-        self._rows.tokens[where[0], where[1]] = token_ids
-        self._sampled[: len(places)] = token_ids
-        found = {}
-        for nth, place in enumerate(wanted.tolist()):
-            assert raw is not None
-            width = int(self._sampling.logprobs[rows[place]])
-            found[int(places[place])] = logprobs.columns(raw[nth : nth + 1], token_ids[place : place + 1].long(), width)
-        return found
+        self.head.by_torch(SampleRows(rows, lens - prompt_lens, lens, prompt_lens), self._sampling)
+        found = self.head.logprobs(rows, places, self._sampling)
+        return [] if found is None else [found]
 
-    def _prompt_logprobs(self, step: Columns32, hidden: Tensor) -> dict[int, LogprobColumns]:
+    def _prompt_logprobs(self, step: Columns32, hidden: Tensor) -> list[Details]:
         """For rows that want them: the prompt tokens that follow the positions of this step."""
-        found = {}
+        found = []
         wanted = self._sampling.prompt_logprobs[step.rows]
         for place in np.flatnonzero(wanted >= 0).tolist():
             row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])
@@ -353,9 +322,8 @@ class CudaEngine:
             if last <= start:
                 continue
             begin = int(step.counts[:place].sum())
-            logits = self._model.logits(hidden[begin : begin + last - start])
-            following = self._rows.tokens[row, start + 1 : last + 1].long()
-            found[place] = logprobs.columns(logits, following, int(wanted[place]))
+            states = hidden[begin : begin + last - start]
+            found.append(self.head.prompt_logprobs(states, row, start, place, int(wanted[place])))
         return found
 
 

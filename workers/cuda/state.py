@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.kernels.penalties.kernel import Penalties
 from meshlm.kernels.sample.kernel import Rows
 from meshlm.kernels.truncate.kernel import Limits
 from meshlm.protocol.step_edge import NewRow, StepPlan
@@ -32,15 +33,15 @@ class DeviceRows:
         self._width = aligned(max_model_len + 1)
         self._table = aligned(-(-max_model_len // block_size))
         each = aligned(rows)
-        sizes = [rows * self._width, rows * self._table, aligned(2 * rows), each, each, each, each, each]
-        self._tokens_at, self._blocks_at, self._seeds_at, self._prompts_at, *limits = (
+        sizes = [rows * self._width, rows * self._table, aligned(2 * rows)] + 8 * [each]
+        self._tokens_at, self._blocks_at, self._seeds_at, self._prompts_at, *columns = (
             int(at) for at in np.cumsum([0, *sizes[:-1]])
         )
-        self._heat_at, self._min_p_at, self._top_k_at, self._top_p_at = limits
+        self._heat_at, self._min_p_at, self._top_k_at, self._top_p_at, *self._penalties_at = columns
         self.state = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.tokens = self.state[: sizes[0]].view(rows, self._width)
         self.blocks = self.state[self._blocks_at : self._seeds_at].view(rows, self._table)
-        heat, min_p, top_k, top_p = (self.state[at : at + rows] for at in limits)
+        heat, min_p, top_k, top_p, *penalties = (self.state[at : at + rows] for at in columns)
         self.sampling = Rows(
             heat.view(torch.float32),
             self.state[self._seeds_at : self._seeds_at + 2 * rows].view(rows, 2),
@@ -48,6 +49,8 @@ class DeviceRows:
             self.tokens,
         )
         self.limits = Limits(heat.view(torch.float32), min_p.view(torch.float32), top_k, top_p.view(torch.float32))
+        self.penalties = Penalties(*(column.view(torch.float32) for column in penalties))
+        self.penalties.repetition.fill_(1.0)
         self.num_prompt = np.zeros(rows, np.int64)
         self._num_blocks = np.zeros(rows, np.int64)
 
@@ -104,6 +107,9 @@ class DeviceRows:
         add(self._top_p_at + row, np.array([sampling.top_p], np.float32).view(np.int32))
         add(self._seeds_at + 2 * row, np.array([sampling.seed], np.uint64).view(np.int32))
         add(self._prompts_at + row, np.array([new.num_prompt_tokens], np.int32))
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        for at, value in zip(self._penalties_at, penalties, strict=True):
+            add(at + row, np.array([value], np.float32).view(np.int32))
 
     def _appended(self, rows: I32) -> NDArray[np.int64]:
         """Places of new blocks. A row may get several; its pairs stand together and in order."""

@@ -116,6 +116,7 @@ class Composed:
     ) -> tuple[Tensor, Tensor]:
         y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
         out = self.linear(y, packed, bias, outputs)
+        del y  # its memory is part of what the gate's result gets
         return (self.silu_mul(out) if gate else out), (x if residual is None else residual)
 
 

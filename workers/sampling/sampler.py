@@ -4,7 +4,7 @@ Order of operations as in vLLM: allowed ids and min_tokens, logit bias, penaltie
 The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ class SampleRows(NamedTuple):
     lens: NDArray[np.int64]  # tokens before it, prompt included
     prompt_lens: NDArray[np.int64]
 
+    def some(self, places: NDArray[np.intp]) -> "SampleRows":
+        return SampleRows(self.rows[places], self.output_index[places], self.lens[places], self.prompt_lens[places])
+
+
+def put(values: NDArray[Any], device: torch.device) -> Tensor:
+    """On the device without waiting for it: the driver takes a copy of what is small, and the array may go."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+
 
 def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> Tensor:
     """Token ids int64 [l] for logits [l, vocab] (changed in place). `tokens` int32 [max_rows, len]: all tokens by row."""
@@ -39,13 +47,13 @@ def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor)
     if greedy.all():
         return logits.argmax(dim=-1)
     device = logits.device
-    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(device, non_blocking=True)
+    scale = put(np.where(greedy, 1.0, temperature), device)
     scaled = logits.float() / scale[:, None]
     _truncate(scaled, rows, table)
-    drawn = _draw(scaled, torch.from_numpy(uniforms(table.seed[rows], at.output_index)).to(device, non_blocking=True))
+    drawn = _draw(scaled, put(uniforms(table.seed[rows], at.output_index), device))
     if not greedy.any():
         return drawn
-    return torch.where(torch.from_numpy(greedy).to(device, non_blocking=True), logits.argmax(dim=-1), drawn)
+    return torch.where(put(greedy, device), logits.argmax(dim=-1), drawn)
 
 
 def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
@@ -61,22 +69,20 @@ def _truncate(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) -> 
     min_p, top_k, top_p = table.min_p[rows], table.top_k[rows], table.top_p[rows]
     device = scaled.device
     if (min_p > 0).any():
-        floor = (
-            scaled.amax(dim=-1, keepdim=True) + torch.from_numpy(np.log(np.maximum(min_p, 1e-30))).to(device)[:, None]
-        )
-        off = torch.from_numpy(min_p <= 0).to(device)[:, None]
+        floor = scaled.amax(dim=-1, keepdim=True) + put(np.log(np.maximum(min_p, 1e-30)), device)[:, None]
+        off = put(min_p <= 0, device)[:, None]
         scaled.masked_fill_((scaled < floor) & ~off, -torch.inf)
     limited = (top_k > 0) & (top_k < vocab)
     if not limited.any() and not (top_p < 1).any():
         return
     ordered, order = scaled.sort(dim=-1, descending=True)
     if limited.any():
-        k = torch.from_numpy(np.where(limited, top_k, vocab)).to(device)
+        k = put(np.where(limited, top_k, vocab), device)
         kth = ordered.gather(1, (k - 1)[:, None])
         ordered.masked_fill_(ordered < kth, -torch.inf)  # ties with the k-th stay, as vLLM keeps them
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    share = torch.from_numpy(np.where(top_p < 1, top_p, 2.0).astype(np.float32)).to(device)[:, None]
+    share = put(np.where(top_p < 1, top_p, 2.0).astype(np.float32), device)[:, None]
     ordered.masked_fill_(before >= share, -torch.inf)
     scaled.scatter_(1, order, ordered)
 
@@ -86,19 +92,19 @@ def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, table: S
     device, vocab = logits.device, logits.shape[1]
     rows = at.rows[places]
     longest = int(at.lens[places].max())
-    ids = tokens[torch.from_numpy(rows.astype(np.int64)).to(device), :longest].long()
+    ids = tokens[put(rows.astype(np.int64), device), :longest].long()
     position = torch.arange(longest, device=device)
-    valid = position < torch.from_numpy(at.lens[places]).to(device)[:, None]
-    is_output = valid & (position >= torch.from_numpy(at.prompt_lens[places]).to(device)[:, None])
+    valid = position < put(at.lens[places], device)[:, None]
+    is_output = valid & (position >= put(at.prompt_lens[places], device)[:, None])
     ids = torch.where(valid, ids, 0)
     shape = (len(places), vocab)
     counts = torch.zeros(shape, device=device).scatter_add_(1, ids, is_output.float())
     seen = torch.zeros(shape, device=device).scatter_add_(1, ids, valid.float()) > 0
 
     def column(values: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values[rows]).to(device)[:, None]
+        return put(values[rows], device)[:, None]
 
-    index = torch.from_numpy(places).to(device)
+    index = put(places, device)
     part = logits[index].float()
     factor = torch.where(seen, column(table.repetition), 1.0)
     part = torch.where(part > 0, part / factor, part * factor)
@@ -114,13 +120,13 @@ def _apply_special(logits: Tensor, at: SampleRows, table: SamplingTable) -> None
             continue
         line = logits[place]
         if params.allowed_token_ids:
-            allowed = torch.tensor(params.allowed_token_ids, device=line.device)
+            allowed = put(np.array(params.allowed_token_ids, np.int64), line.device)
             kept = line[allowed].clone()
             line.fill_(-torch.inf)
             line[allowed] = kept
         if int(at.output_index[place]) < params.min_tokens:
             stops = params.stop_token_ids + params.eos_token_ids
-            line[torch.tensor(stops, dtype=torch.long, device=line.device)] = -torch.inf
+            line.index_fill_(0, put(np.array(stops, np.int64), line.device), -torch.inf)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=line.device)
-            line[ids] += torch.tensor(list(params.logit_bias.values()), device=line.device, dtype=line.dtype)
+            ids = put(np.array(list(params.logit_bias), np.int64), line.device)
+            line[ids] += put(np.array(list(params.logit_bias.values()), np.float32), line.device).to(line.dtype)

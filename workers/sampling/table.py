@@ -1,9 +1,13 @@
 """Sampling parameters by row, as columns: a step picks its rows by indexing, without a loop over requests."""
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
+
+ALWAYS: Final = np.iinfo(np.int64).max
 
 
 class SamplingTable:
@@ -21,7 +25,9 @@ class SamplingTable:
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)
         self.penalised = np.zeros(max_rows, np.bool_)
-        self.general = np.zeros(max_rows, np.bool_)  # more than kernels/truncate and kernels/sample do
+        self.by_torch_until = np.zeros(
+            max_rows, np.int64
+        )  # output index: tokens before it need more than the kernels do
         self.special: dict[int, SamplingParams] = {}
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -39,18 +45,14 @@ class SamplingTable:
         self.penalised[row] = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        self.general[row] = bool(
-            self.penalised[row]
-            or params.logprobs >= 0
-            or params.logit_bias
-            or params.allowed_token_ids
-            or params.min_tokens
-        )
-        if params.logit_bias or params.allowed_token_ids or params.min_tokens:
+        stops = params.stop_token_ids or params.eos_token_ids
+        always = bool(params.logit_bias or params.allowed_token_ids)
+        self.by_torch_until[row] = ALWAYS if always else params.min_tokens if stops else 0
+        if self.by_torch_until[row]:
             self.special[row] = params
         else:
             self.special.pop(row, None)
 
-    def needs_torch(self, rows: NDArray[np.int32]) -> bool:
-        """Whether any of these rows asks for more than kernels/truncate and kernels/sample do."""
-        return bool(self.general[rows].any())
+    def need_torch(self, rows: NDArray[np.int32], output_index: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Which of these rows ask for more than kernels/penalties, truncate and sample do, for the token of this index."""
+        return np.flatnonzero(self.by_torch_until[rows] > output_index)

@@ -88,7 +88,7 @@ def test_a_step_that_does_not_fit_names_its_flags(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(ProcessFatal, match=r"--max-num-batched-tokens .* 20.00 GiB of .* 24.00 GiB .*--max-num-seqs"):
-        memory.profile(0.9, list, run)
+        memory.profile(0.9, 0, list, run)
 
 
 @pytest.mark.parametrize(

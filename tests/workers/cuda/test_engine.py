@@ -62,6 +62,7 @@ class Driver:
 
     def __init__(self, made: CudaEngine, prompts: list[list[int]], params: SamplingParams) -> None:
         self.engine, self.prompts = made, prompts
+        self.strict = False  # no step may wait for the device
         self.computed = [0] * len(prompts)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.step_id = 0
@@ -94,14 +95,21 @@ class Driver:
             new_rows=[new for new in self._new if new.row in counts],
         )
         self._new = [new for new in self._new if new.row not in counts]
-        found = np.frombuffer(self.engine.step(plan, 0).wait().token_ids, np.int32).tolist()
+        torch.cuda.set_sync_debug_mode("error" if self.strict else "default")
+        try:
+            self.result = self.engine.step(plan, 0).wait()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = np.frombuffer(self.result.token_ids, np.int32).tolist()
         for row in order:
             self.computed[row] += counts[row]
         sampling = [row for row, does in zip(order, samples, strict=True) if does]
         for row, token in zip(sampling, found, strict=True):
             self.tokens[row].append(token)
         by_row = np.argsort(sampling)
-        return self.engine._logits[: len(sampling)].float().clone()[torch.from_numpy(by_row).cuda()]
+        if len(sampling) > len(self.engine.head.logits):
+            return torch.empty(0)  # they were made in several chunks
+        return self.engine.head.logits[: len(sampling)].float().clone()[torch.from_numpy(by_row).cuda()]
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
@@ -204,6 +212,91 @@ def test_penalties_and_logprobs_beside_plain_requests(made: CudaEngine) -> None:
     assert len(values) == 3
     assert np.isfinite(values).all()
     assert values[0] == np.frombuffer(columns.logprobs, np.float32)[0]
+
+
+STEADY = {
+    "plain": SamplingParams(max_tokens=9, temperature=0.8, seed=3),
+    "top-p": SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, seed=3),
+    "logprobs": SamplingParams(max_tokens=9, temperature=0.0, logprobs=5),
+    "prompt logprobs": SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=2),
+    "penalties": SamplingParams(
+        max_tokens=9, temperature=0.8, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1, seed=3
+    ),
+    "bias": SamplingParams(max_tokens=9, temperature=0.0, logit_bias={5: 3.0}),
+    "allowed": SamplingParams(max_tokens=9, temperature=0.7, allowed_token_ids=(5, 6, 7), top_p=0.9, seed=3),
+    "min_tokens": SamplingParams(max_tokens=9, temperature=0.0, min_tokens=8, stop_token_ids=(3, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", STEADY)
+def test_no_step_waits_for_the_device(made: CudaEngine, kind: str) -> None:
+    """A prompt, a chunk beside decodes, decodes: torch raises where the host would wait for the GPU."""
+    while made.idle():
+        pass
+    driver = Driver(made, prompts_of([40, 130]), STEADY[kind])
+    driver.step({0: 40})
+    driver.strict = True
+    driver.step({0: 1, 1: 64})
+    driver.step({0: 1, 1: 66})
+    for _ in range(3):
+        driver.step({0: 1, 1: 1})
+    assert len(driver.tokens[0]) == 6
+
+
+def test_penalties_stay_in_the_graph(made: CudaEngine) -> None:
+    """Tokens as the general sampler finds them, and no step but prompts is launched by hand."""
+    while made.idle():
+        pass
+    prompts = prompts_of([60, 200])
+    found = []
+    for params in (
+        SamplingParams(max_tokens=30, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3),
+        SamplingParams(
+            max_tokens=30, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3,
+            logit_bias={1: 0.0},
+        ),
+    ):  # fmt: skip
+        driver = Driver(made, prompts, params)
+        driver.step({0: 60, 1: 200})
+        before = dict(made.graphs.misses)
+        for _ in range(20):
+            driver.step({0: 1, 1: 1})
+        assert made.graphs.keys == [] or dict(made.graphs.misses) == before
+        found.append(driver.tokens)
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) > 15, "repeated tokens are penalised"
+
+
+def test_more_decodes_than_one_chunk_of_logits(tmp_path: Path) -> None:
+    """300 decodes from one graph give what they give without graphs and in small steps."""
+    found = []
+    prompts = prompts_of([20] * 300)
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    for mode, size in (("FULL", 300), ("NONE", 300), ("NONE", 50)):
+        made = engine(tmp_path, max_num_seqs=300, cudagraph_mode=mode, kv_cache_memory=4 << 30)
+        driver = Driver(made, prompts, params)
+        for first in range(0, 300, 50):
+            driver.step(dict.fromkeys(range(first, first + 50), 20))
+        for _ in range(3):
+            for first in range(0, 300, size):
+                driver.step(dict.fromkeys(range(first, first + size), 1))
+        found.append([tokens[:4] for tokens in driver.tokens])
+        del made, driver
+    same = sum(a == b == c for a, b, c in zip(*found, strict=True))
+    assert same >= 285, f"{same} of 300 agree; rounding differs between batch sizes"
+
+
+def test_logprobs_of_a_long_prompt(made: CudaEngine) -> None:
+    """Chunks of positions: as many as the prompt has, and the sampled tokens' beside them."""
+    (prompt,) = prompts_of([900])
+    driver = Driver(made, [prompt], SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=3, logprobs=1))
+    driver.step({0: 900})
+    columns = driver.result.prompt_logprobs[0]
+    assert len(columns.logprobs) == 4 * 899
+    assert len(columns.top_ids) == 4 * 899 * 3
+    own, top = np.frombuffer(columns.logprobs, np.float32), np.frombuffer(columns.top_logprobs, np.float32)
+    assert (own <= top.reshape(899, 3)[:, 0] + 1e-6).all()
+    assert driver.result.logprobs[0].width == 1
 
 
 def test_same_weights_for_the_same_seed(made: CudaEngine) -> None:

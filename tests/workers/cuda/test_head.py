@@ -1,0 +1,157 @@
+"""Logits to tokens in chunks: every line as if it were alone, whatever the others ask for (kernels in the interpreter, no GPU)."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from meshlm.kernels.step_input.reference import scatter
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.workers.cuda import head
+from meshlm.workers.cuda.head import Details, Head
+from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.sampling import logprobs
+from meshlm.workers.sampling.sampler import SampleRows, sample
+from meshlm.workers.sampling.table import SamplingTable
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
+
+CPU = torch.device("cpu")
+ROWS, VOCAB, HIDDEN, LENGTH, CHUNK = 7, 101, 16, 40, 3
+KINDS = [
+    SamplingParams(temperature=0.0, seed=1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    SamplingParams(temperature=0.0, logit_bias={17: 50.0}),
+    SamplingParams(temperature=0.9, top_k=5, seed=4, logprobs=2),
+    SamplingParams(temperature=0.0, min_tokens=30, stop_token_ids=(3,), repetition_penalty=1.2, logprobs=0),
+    SamplingParams(temperature=1.1, top_p=0.8, presence_penalty=1.0, seed=6),
+    SamplingParams(temperature=0.0, allowed_token_ids=(8, 9), logprobs=4),
+]
+
+
+class Model:
+    """A head and nothing else."""
+
+    spec = SimpleNamespace(vocab_size=VOCAB, hidden_size=HIDDEN)
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
+        self.most_lines = 0
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        self.most_lines = max(self.most_lines, len(hidden))
+        found = torch.stack([self.weight @ line for line in hidden])  # the same for a line, whatever the chunk
+        return found if out is None else out.copy_(found)
+
+
+class Case:
+    """Each row has a request of one of the KINDS, with a prompt of 3 tokens and an output of 7."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+        monkeypatch.setattr(head, "LINES", chunk)
+        monkeypatch.setattr(head, "LINES_BY_TORCH", 2)
+        monkeypatch.setattr(logprobs, "LINES", 2)
+        self.model: Any = Model()
+        self.rows, self.table = DeviceRows(ROWS, LENGTH, 16, CPU), SamplingTable(ROWS)
+        self.head = Head(self.model, self.rows, torch.float32, CPU)
+        dice = np.random.default_rng(0)
+        self.tokens = dice.integers(0, VOCAB, (ROWS, 10)).astype(np.int32)
+        self.tokens[:, 5:] = self.tokens[:, 4:5]
+        new = [
+            NewRow(Row(row), self.tokens[row].tobytes(), 3, np.zeros(1, np.int32).tobytes(), params)
+            for row, params in enumerate(KINDS)
+        ]
+        changes, segments = self.rows.changes(StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=new))
+        scatter(torch.from_numpy(changes.copy()), segments, self.rows.state)
+        for row, params in enumerate(KINDS):
+            self.table.set(row, params)
+        self.hidden = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def at(self, rows: list[int]) -> SampleRows:
+        n = len(rows)
+        return SampleRows(np.array(rows, np.int32), np.full(n, 7), np.full(n, 10), np.full(n, 3))
+
+    def step(self, rows: list[int], places: list[int] | None) -> tuple[list[int], Details | None]:
+        """Decodes of these rows; the lines at `places` sample (None: all)."""
+        lines = list(range(len(rows))) if places is None else places
+        columns = (
+            torch.tensor(rows, dtype=torch.int32),
+            torch.full((len(rows),), 9, dtype=torch.int32),
+            torch.arange(1, len(rows) + 1, dtype=torch.int32),
+        )
+        mine = [rows[place] for place in lines]
+        on_device = None if places is None else torch.tensor(places, dtype=torch.int32)
+        self.head.choose(self.hidden[mine], columns, on_device)
+        self.head.by_torch(self.at(mine), self.table)
+        details = self.head.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
+        return self.head.sampled[: len(mine)].tolist(), details
+
+    def expected(self, rows: list[int]) -> list[int]:
+        tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+        tokens[:, :10] = torch.from_numpy(self.tokens)
+        found: list[int] = sample(self.model.logits(self.hidden[rows]), self.at(rows), self.table, tokens).tolist()
+        return found
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 256])
+def test_chunks_and_neighbours_change_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Uniform decodes and a choice of places: what the general sampler says of each row."""
+    case = Case(monkeypatch, chunk)
+    assert len(case.head.logits) == min(chunk, ROWS)
+    rows = [3, 0, 6, 1, 5, 2, 4]
+    found, _ = case.step(rows, None)
+    assert found == case.expected(rows)
+    assert case.rows.tokens[rows, 10].tolist() == found
+    assert case.model.most_lines <= max(chunk, ROWS)
+    case = Case(monkeypatch, chunk)
+    found, _ = case.step(rows, [6, 1, 4, 5, 0])
+    assert found == case.expected([4, 0, 5, 2, 3])
+
+
+def test_only_rows_that_need_it_are_sampled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those with penalties, truncation or log-probabilities; min_tokens only until they are there."""
+    case = Case(monkeypatch, CHUNK)
+    seen: list[int] = []
+
+    def spy(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor) -> Tensor:
+        seen.extend(at.rows.tolist())
+        return sample(logits, at, table, tokens)
+
+    monkeypatch.setattr(head, "sample", spy)
+    case.step(list(range(ROWS)), None)
+    assert seen == [2, 4, 6]
+    later = np.full(ROWS, 30)
+    assert case.table.need_torch(np.arange(ROWS, dtype=np.int32), later).tolist() == [2, 6]
+    case.table.set(4, SamplingParams(min_tokens=30))
+    assert case.table.need_torch(np.array([4], np.int32), np.array([0])).tolist() == [], (
+        "no stop token: nothing to mask"
+    )
+
+
+def test_logprobs_are_of_raw_logits_and_of_the_final_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch, CHUNK)
+    rows = [6, 3, 0, 4]
+    found, details = case.step(rows, None)
+    assert details is not None
+    columns = details.columns()
+    assert sorted(columns) == [0, 1, 3]
+    for place, width in ((0, 4), (1, 2), (3, 0)):
+        logits = case.model.logits(case.hidden[rows[place] : rows[place] + 1])
+        assert columns[place] == logprobs.columns(logits, torch.tensor([found[place]]), width)
+    assert case.step([0, 1], None)[1] is None
+
+
+def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch, CHUNK)
+    states = torch.randn(7, HIDDEN)
+    case.model.most_lines = 0
+    found = case.head.prompt_logprobs(states, 5, 1, 9, 3).columns()
+    assert case.model.most_lines == 2
+    following = torch.from_numpy(case.tokens[5, 2:9]).long()
+    assert found == {9: logprobs.columns(case.model.logits(states), following, 3)}

@@ -1,0 +1,121 @@
+"""From hidden states to tokens, on the device: logits, penalties, truncation, sampling, log-probabilities. Nothing here waits for it.
+
+Logits of a batch are made in chunks of LINES through one buffer, inside CUDA graphs and outside. What the kernels cannot do (allowed
+ids, bias, min_tokens) is done again for those requests alone, by the general sampler. Owned by the engine; used by the stepper thread.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.kernels.penalties import kernel as penalties
+from meshlm.kernels.sample import kernel as sampling
+from meshlm.kernels.truncate import kernel as truncation
+from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.sampling import logprobs
+from meshlm.workers.sampling.sampler import SampleRows, put, sample
+from meshlm.workers.sampling.table import SamplingTable
+
+LINES = 256  # of logits at a time: one wave of kernels/truncate, and as fast a product as more
+LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
+
+
+class Part(NamedTuple):
+    """A request's lines of packed log-probabilities."""
+
+    place: int  # in the batch
+    begin: int
+    end: int
+    width: int
+
+
+class Details:
+    """Log-probabilities on their way to the host: they are there when the step has ended."""
+
+    def __init__(self, packed: Tensor, parts: list[Part]) -> None:
+        self._parts = parts
+        self._host = packed
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+
+    def columns(self) -> dict[int, LogprobColumns]:
+        """By place in the batch. After the step's end only."""
+        values = self._host.numpy()
+        return {part.place: logprobs.unpack(values[part.begin : part.end], part.width) for part in self._parts}
+
+
+class Head:
+    """`hidden` and `sampled` hold the states and tokens of the last step, in the order of its sampling requests."""
+
+    def __init__(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._rows, self._device = model, rows, device
+        count, vocab = rows.max_rows, model.spec.vocab_size
+        lines = min(count, LINES)
+        self.logits = torch.empty(lines, vocab, dtype=dtype, device=device)
+        self.hidden = torch.empty(count, model.spec.hidden_size, dtype=dtype, device=device)
+        self.sampled = torch.zeros(count, dtype=torch.int32, device=device)
+        self._order = torch.arange(count, dtype=torch.int32, device=device)
+        self._counts = penalties.workspace(lines, vocab, device)
+        self._truncate_room = truncation.workspace(lines, vocab, dtype, device)
+        self._room = sampling.workspace(lines, vocab, device)
+
+    def choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
+        """A token for each of hidden [l, hidden], as kernels can: penalties, temperature, top-k, top-p, min-p.
+
+        Line i belongs to the request places[i] of the columns, or i without places.
+        """
+        rows, count = self._rows, len(hidden)
+        self.hidden[:count].copy_(
+            hidden
+        )  # for by_torch and log-probabilities: penalties and truncation spoil the logits
+        for begin in range(0, count, LINES):
+            part = hidden[begin : begin + LINES]
+            logits = self.logits[: len(part)]
+            self._model.logits(part, out=logits)
+            mine = places if places is not None or not begin else self._order
+            mine = mine[begin : begin + len(part)] if mine is not None else None
+            lens, tokens = rows.sampling.prompt_lens, rows.tokens
+            penalties.penalise(logits, columns, mine, rows.penalties, lens, tokens, self._counts)
+            truncation.truncate(logits, columns[0], mine, rows.limits, self._truncate_room)
+            sampling.sample(logits, columns, mine, rows.sampling, self._room, self.sampled[begin:])
+
+    def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
+        """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
+        needy = table.need_torch(at.rows, at.output_index)
+        for begin in range(0, len(needy), LINES_BY_TORCH):
+            lines = needy[begin : begin + LINES_BY_TORCH]
+            some, index = at.some(lines), put(lines, self._device)
+            token_ids = sample(self._model.logits(self.hidden[index]), some, table, self._rows.tokens).int()
+            where = put(np.stack((some.rows.astype(np.int64), some.lens)), self._device)
+            self._rows.tokens[where[0], where[1]] = token_ids
+            self.sampled[index] = token_ids
+
+    def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], table: SamplingTable) -> Details | None:
+        """Of the sampled tokens whose request wants them. rows, places: of all lines of the step."""
+        wanted = np.flatnonzero(table.logprobs[rows] >= 0)
+        if not len(wanted):
+            return None
+        widths = table.logprobs[rows[wanted]].tolist()
+        index = put(wanted, self._device)
+        hidden, token_ids = self.hidden[index], self.sampled[index].long()
+        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits)
+        named = zip(places[wanted].tolist(), widths, strict=True)
+        return Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])
+
+    def prompt_logprobs(self, hidden: Tensor, row: int, start: int, place: int, width: int) -> Details:
+        """Of the tokens that follow the positions from `start` on of a row, given the hidden states there."""
+        count = len(hidden)
+        following = self._rows.tokens[row, start + 1 : start + 1 + count].long()
+        packed = logprobs.in_chunks(hidden, following, width, self._model.logits)
+        return Details(packed, [Part(place, 0, count, width)])
+
+    def warm_up(self) -> None:
+        """The largest log-probability chunk that a step may need beside its own, so that memory is profiled with it."""
+        lines = min(len(self.hidden), logprobs.LINES)
+        logprobs.packed(self._model.logits(self.hidden[:lines]), self.sampled[:lines].long(), 1)
