@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -90,7 +91,13 @@ def main(
     setproctitle.setproctitle(f"meshlm: {identity}")
     _dump_stacks_on_request(Path(config.run.run_dir), identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
-    sys.exit(uvloop.run(process.run()))
+    code = uvloop.run(process.run())
+    if any(thread.daemon for thread in threading.enumerate()):
+        # An interpreter that ends while such a thread is in a library's C++ code takes the process down with an abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _read(config_file: Path) -> MeshConfig:

@@ -24,7 +24,8 @@ from meshlm.workers.parallel.membership import Membership
 from meshlm.workers.parallel.shard import WHOLE, Shard
 from meshlm.workers.profiler import Profiler
 
-IDLE_AFTER_S = 0.004  # without a plan, background work is done
+IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
+BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
 
@@ -125,17 +126,18 @@ class WorkerApp:
             mesh.call_soon_threadsafe(mesh.fatal, f"{type(error).__name__}: {first_line}")
 
     def _step_for_ever(self, engine: Engine) -> None:
-        background = True
+        background, wait_s = True, BETWEEN_S
         assert self._mesh is not None
         identity = self._mesh.identity
         profiler = Profiler(self._mesh.config.worker.profiler_dir, f"{identity.role.value}-{identity.index}")
         while True:
             self._phase = "idle"
             try:
-                item = self._plans.get(timeout=IDLE_AFTER_S) if background else self._plans.get()
+                item = self._plans.get(timeout=wait_s) if background else self._plans.get()
             except queue.Empty:
-                background = engine.idle()
+                background, wait_s = engine.idle(), BETWEEN_S
                 continue
+            wait_s = IDLE_AFTER_S
             if item is None:
                 return
             message, received_ns = item

@@ -6,6 +6,7 @@ next step finds them, and go to the host behind an event. Used by the stepper th
 """
 
 import time
+from typing import Any
 
 import numpy as np
 import structlog
@@ -84,7 +85,8 @@ class CudaEngine:
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
         parameters = sum(p.numel() for p in self._model.layers.parameters())
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
-        self.graphs = Dispatcher(keys, self._capture)
+        # ranks of a group must do the same, so none may find out alone that it has to rehearse
+        self.graphs = Dispatcher(keys, self._capture, rehearse=self._shard.size > 1)
         self._warm_up()
         if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self._capture_all(report)
@@ -145,9 +147,12 @@ class CudaEngine:
         self._sampling.special.clear()
 
     def idle(self) -> bool:
-        """Capture a graph. Its inputs are padding, so that it computes nothing that counts."""
+        """Capture a graph, unless steps are on their way. Its inputs are padding, so that it computes nothing that counts."""
         if self.graphs.complete or self._shard.size > 1:
             return False
+        last: Any = self._last  # typed in some versions of torch only
+        if not last.query():
+            return True
         try:
             self._capture_next()
         except torch.OutOfMemoryError as error:

@@ -1,8 +1,8 @@
 """The CUDA-graph dispatcher: the only place that decides whether a step is replayed, from which graph, and if not, why.
 
 A graph is keyed by its padded numbers of tokens and requests. Uniform decodes have as many tokens as requests; graphs of mixed steps
-take any composition of prompts, chunks and decodes that fits. Graphs are captured in idle time after start, and at the latest when
-a step first needs one.
+take any composition of prompts, chunks and decodes that fits. Graphs are captured in idle time after start, and in the middle of work
+when one is asked for again and again: capturing keeps the host for as long as launching the step, and the GPU not at all.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ MIXED_TOKENS = [*range(128, 1025, 128), 1280, 1536, 1792, 2048]
 MIXED_REQUESTS = [64, 256]
 LAUNCHES_S = 0.006  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
 FLOP_PER_S = 6e14  # of a large matrix product, at most
-PATIENCE = 8  # misses of a mixed graph before it is captured in the middle of work
+PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
+PATIENCE_DECODES = 16  # ... and that a larger decode graph does instead
+WIDEST = 2  # times the requests of the graph that is missed
 
 
 class Key(NamedTuple):
@@ -65,10 +67,11 @@ def graph_keys(
 
 
 class Dispatcher:
-    """`capture(key)` runs one step of that shape; what it launches becomes the graph."""
+    """`capture(key)` runs one step of that shape; what it launches becomes the graph. rehearse: run it once before, uncaptured."""
 
-    def __init__(self, keys: list[Key], capture: Callable[[Key], None]) -> None:
+    def __init__(self, keys: list[Key], capture: Callable[[Key], None], *, rehearse: bool = False) -> None:
         self.keys = keys
+        self._rehearse = rehearse
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
         self._decodes = [key for key in keys if key.uniform]
@@ -84,10 +87,8 @@ class Dispatcher:
 
         A mixed graph has at least one request more than the step: padding needs one without tokens.
         """
-        if uniform:
-            for key in self._decodes:
-                if key.requests >= num_requests:
-                    return key
+        if uniform and (key := self._decode(num_requests)) is not None:
+            return key
         for key in self._mixed:
             if key.tokens >= num_tokens and key.requests > num_requests:
                 return key if self._worth_it(key) else None
@@ -97,8 +98,21 @@ class Dispatcher:
             self.miss("more decodes than the largest graph" if uniform else "more tokens than the largest graph")
         return None
 
+    def _decode(self, num_requests: int) -> Key | None:
+        """The smallest graph; for the first few steps that want it a larger one that is there already."""
+        fitting = [key for key in self._decodes if key.requests >= num_requests]
+        if not fitting or fitting[0] in self._graphs:
+            return fitting[0] if fitting else None
+        wanted = fitting[0]
+        self._missed[wanted] += 1
+        if self._missed[wanted] <= PATIENCE_DECODES:
+            for key in fitting:
+                if key in self._graphs and key.requests <= WIDEST * wanted.requests:
+                    return key
+        return wanted
+
     def _worth_it(self, key: Key) -> bool:
-        """A mixed step can as well be launched by hand: capture only what is asked for again and again."""
+        """A mixed step can as well be launched by hand: capture only what is asked for more than once."""
         if key in self._graphs or self._missed[key] >= PATIENCE:
             return True
         self._missed[key] += 1
@@ -137,13 +151,28 @@ class Dispatcher:
         return len(self._graphs) == len(self.keys)
 
     def _make(self, key: Key) -> torch.cuda.CUDAGraph:
-        self._capture(key)  # once outside: kernels are compiled and libraries allocate
-        # Not torch.cuda.graph: that collects garbage and empties the allocator's cache for every graph.
+        if self._rehearse:
+            self._capture(key)
+        try:
+            graph = self._captured(key)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # something is loaded or allocated that may not be while capturing: let that happen first
+            if self._rehearse:
+                raise
+            self._capture(key)
+            torch.cuda.synchronize()
+            graph = self._captured(key)
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+        return graph
+
+    def _captured(self, key: Key) -> torch.cuda.CUDAGraph:
+        """Not by torch.cuda.graph: that waits for the device, collects garbage and empties the allocator's cache for every graph."""
         if self._stream is None:
             make: Any = torch.cuda.Stream  # typed in some versions of torch only
             self._stream = make()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             options = {} if self._pool is None else {"pool": self._pool}
             graph.capture_begin(capture_error_mode="thread_local", **options)
@@ -154,6 +183,4 @@ class Dispatcher:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph
         return graph

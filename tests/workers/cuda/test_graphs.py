@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-from meshlm.workers.cuda.graphs import PATIENCE, Dispatcher, Key, decode_sizes, graph_keys
+from meshlm.workers.cuda.graphs import PATIENCE, PATIENCE_DECODES, WIDEST, Dispatcher, Key, decode_sizes, graph_keys
 
 SMALL_MODEL, LARGE_MODEL = 440_000_000, 7_000_000_000
 
@@ -80,3 +80,14 @@ def test_own_sizes_and_a_miss_with_its_reason() -> None:
     off = dispatcher("NONE")
     assert off.find(1, 1, uniform=True) is None
     assert dict(off.misses) == {"CUDA graphs are off": 1}
+
+
+def test_a_larger_decode_graph_does_for_the_first_few_steps() -> None:
+    steps = dispatcher()
+    steps._graphs[Key(64, 64)] = steps._graphs[Key(256, 256)] = object()  # type: ignore[assignment]
+    found = [steps.find(50, 50, uniform=True) for _ in range(PATIENCE_DECODES + 1)]
+    assert found[:-1] == [Key(64, 64)] * PATIENCE_DECODES
+    assert found[-1] == Key(56, 56)
+    too_wide = 64 // WIDEST - 8
+    assert steps.find(too_wide, too_wide, uniform=True) == Key(too_wide, too_wide)
+    assert steps.find(64, 64, uniform=True) == Key(64, 64)
