@@ -269,6 +269,7 @@ class Coordinator:
             if self.owner.get(request_id) == sender:
                 del self.owner[request_id]
         self.router.load(rank, load)
+        rank.graphs = rank.graphs if load.graphs is None else load.graphs
         self.moving.loaded(rank, could, now)
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now
@@ -346,6 +347,7 @@ class Coordinator:
                 num_preemptions=load.num_preemptions,
                 prompt_tokens=load.prompt_tokens,
                 generation_tokens=load.generation_tokens,
+                graphs=rank.graphs,
             )
             for rank in self.ranks.values()
             if (load := rank.load) is not None

@@ -6,6 +6,7 @@ Plain data with sums that are kept up to date; changed by routing.py.
 from dataclasses import dataclass, field
 
 from meshlm.protocol.admit_edge import Load, SchedulerLife
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 KV_WEIGHT = 4000.0  # a full KV cache, in decode tokens; little until it is nearly full
@@ -33,6 +34,7 @@ class Rank:
     identity: Identity
     incarnation: Incarnation
     load: Load | None = None
+    graphs: GraphCounts = GraphCounts()  # as its worker said last
     retiring: bool = False
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0

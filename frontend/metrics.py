@@ -86,6 +86,13 @@ class Metrics:
                 ("num_preemptions_total", "Preempted requests."),
             )
         }
+        self._graphs = {
+            name: Gauge(f"meshlm:{name}", text, ("model_name", "engine", label), multiprocess_mode="mostrecent")
+            for name, text, label in (
+                ("cudagraph_replays_total", "Steps that were replayed from a CUDA graph.", "kind"),
+                ("cudagraph_misses_total", "Steps that were launched kernel by kernel.", "reason"),
+            )
+        }
         self._held = Gauge(
             "meshlm:num_requests_held",
             "Requests that wait for a scheduler that serves.",
@@ -125,6 +132,9 @@ class Metrics:
             )
             for gauge, value in zip(self._gauges.values(), values, strict=True):
                 gauge.labels(self._model, str(rank.dp_rank)).set(value)
+            for gauge, counts in zip(self._graphs.values(), (rank.graphs.replays, rank.graphs.misses), strict=True):
+                for label, count in counts.items():
+                    gauge.labels(self._model, str(rank.dp_rank), label).set(count)
 
     def flush(self, intervals: dict[float, int]) -> None:
         """Take the seconds between tokens since the last flush; empties the dictionary."""

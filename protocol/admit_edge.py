@@ -6,6 +6,7 @@ it can never overtake it.
 
 from msgspec import Struct
 
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.sampling import SamplingParams
 
@@ -143,6 +144,7 @@ class Load(Struct, frozen=True, tag="load"):
     live_tokens: int = 0  # output tokens that requests which have not ended got from this rank
     started: tuple[Started, ...] = ()  # since the last Load
     returned: tuple[Returned, ...] = ()  # since the last Load
+    graphs: GraphCounts | None = None  # its worker's; None: as it said last
 
 
 SchedulerToCoordinator = Load

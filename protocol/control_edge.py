@@ -191,7 +191,14 @@ class Members(Struct, frozen=True, tag="members"):
     members: tuple[Member, ...]
 
 
-class RankStats(Struct, frozen=True):
+class GraphCounts(Struct, frozen=True, omit_defaults=True):
+    """Steps of a worker since its start: replayed from a CUDA graph, by kind of graph, and launched kernel by kernel, by reason."""
+
+    replays: dict[str, int] = {}
+    misses: dict[str, int] = {}
+
+
+class RankStats(Struct, frozen=True, omit_defaults=True):
     """One scheduler's figures for /metrics."""
 
     dp_rank: int
@@ -203,6 +210,7 @@ class RankStats(Struct, frozen=True):
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
+    graphs: GraphCounts = GraphCounts()
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

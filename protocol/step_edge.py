@@ -8,6 +8,7 @@ not known to the scheduler yet, it is the one that the worker itself sampled for
 
 from msgspec import Struct
 
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.token_edge import LogprobColumns
@@ -129,4 +130,10 @@ class StepFailed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-WorkerToScheduler = WorkerReady | Standing | StepResult | StepFailed
+class WorkerStats(Struct, frozen=True, tag="stats"):
+    """A worker's counts, once a second at most, when they have changed."""
+
+    graphs: GraphCounts
+
+
+WorkerToScheduler = WorkerReady | Standing | StepResult | StepFailed | WorkerStats

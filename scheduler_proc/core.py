@@ -9,7 +9,7 @@ from collections import deque
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, Started
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, StepId
-from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady
+from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
@@ -91,6 +91,8 @@ class Scheduler:
                 self._worker_ready(event.sender, ready)
             case Standing() as standing:
                 return self.workers.standing(event.sender, standing)
+            case WorkerStats() as stats:
+                self.news.worker(stats.graphs)
             case StepFailed() as failed:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:
@@ -214,7 +216,7 @@ class Scheduler:
             self._next_step = 1
             return self.workers.up(event.identity, event.incarnation, now)
         if event.identity == COORDINATOR:
-            self.news.tell_all()
+            self.news.begin()
         elif event.identity.role is Role.DETOKENIZER:
             self._lives[event.identity] = event.incarnation
             early, self._early = self._early, []

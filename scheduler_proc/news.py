@@ -4,6 +4,7 @@ Pure; owned by core.py, which says what happened. Each request is named once; co
 """
 
 from meshlm.protocol.admit_edge import Load, Returned, Started, Work
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 from meshlm.scheduler_proc.batching import Batching
 
@@ -17,6 +18,8 @@ class News:
         self.returned: list[Returned] = []
         self.live_tokens = 0  # that requests which have not ended got here
         self.prompt_tokens = self.generation_tokens = 0
+        self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
+        self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
 
     def give_back(self, work: Work, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> None:
@@ -27,6 +30,15 @@ class News:
     def tell_all(self) -> None:
         """The next Load is due even without change."""
         self._last = None
+
+    def begin(self) -> None:
+        """The coordinator is another one, or the same again: it may know nothing."""
+        self.tell_all()
+        self.graphs = self._graphs
+
+    def worker(self, graphs: GraphCounts) -> None:
+        """A worker's counts: with the next Load, at the next Tick at the latest."""
+        self.graphs = self._graphs = graphs
 
     def load(self, batching: Batching, serving: bool, num_steps: int) -> Load | None:
         """Due when a request ended, began or changed queues; the rest can wait for the next tick."""
@@ -53,6 +65,7 @@ class News:
             live_tokens=self.live_tokens,
             started=tuple(self.started),
             returned=tuple(self.returned),
+            graphs=self.graphs,
         )
-        self.ended, self.returned, self.started = [], [], []
+        self.ended, self.returned, self.started, self.graphs = [], [], [], None
         return load

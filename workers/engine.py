@@ -5,6 +5,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
@@ -29,7 +30,7 @@ class Pending(Protocol):
 
 
 class Engine(Protocol):
-    """All methods but `Pending.wait` are called by one thread."""
+    """All methods but `Pending.wait` and `graph_counts` are called by one thread."""
 
     facts: EngineFacts
 
@@ -43,6 +44,10 @@ class Engine(Protocol):
 
     def idle(self) -> bool:
         """Nothing to do: a chance for background work (CUDA graph capture). True if there may be more of it."""
+        ...
+
+    def graph_counts(self) -> GraphCounts:
+        """Of its steps so far, CUDA graphs or not; called in any thread."""
         ...
 
 

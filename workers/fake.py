@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.workers import room
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
@@ -62,6 +63,9 @@ class FakeEngine:
 
     def idle(self) -> bool:
         return False
+
+    def graph_counts(self) -> GraphCounts:
+        return GraphCounts()
 
     def step(self, plan: StepPlan, received_ns: int) -> Done:
         self._rows.apply(plan)

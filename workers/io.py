@@ -13,9 +13,18 @@ import time
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import STEPPING, Profile
+from meshlm.protocol.control_edge import STEPPING, GraphCounts, Profile
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.step_edge import Disband, Reset, Standing, StepFailed, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.step_edge import (
+    Disband,
+    Reset,
+    Standing,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+    WorkerStats,
+)
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.directory import Directory
@@ -26,6 +35,7 @@ from meshlm.workers.profiler import Profiler
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
+STATS_S = 1.0
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
 
@@ -76,6 +86,7 @@ class WorkerApp:
         self._membership = Membership()
         self._shard: Shard = WHOLE
         self._directory = Directory()
+        self._counts = GraphCounts()  # as the scheduler knows them
         self._last = (0, 0)  # session and step of the last plan that came
         self._phase = "loading"
 
@@ -92,6 +103,8 @@ class WorkerApp:
         self._engine = await loaded
         if self._reset is not None:
             self._plans.put((self._reset, 0))
+        if self._shard.reports:
+            mesh.call_later(STATS_S, self._stats)
         return self._engine.facts.shown
 
     # --- stepper thread ---
@@ -207,6 +220,15 @@ class WorkerApp:
         except LinkDown:
             self._mesh.log.debug("the scheduler is away", message=type(message).__name__)
 
+    def _stats(self) -> None:
+        """Tell the scheduler what has changed since it was told."""
+        assert self._engine is not None and self._mesh is not None  # noqa: PT018
+        counts = self._engine.graph_counts()
+        if counts != self._counts:
+            self._counts = counts
+            self._send(WorkerStats(counts))
+        self._mesh.call_later(STATS_S, self._stats)
+
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
             case StepPlan():
@@ -234,6 +256,7 @@ class WorkerApp:
 
     def _answer(self, engine: Engine, reset: Reset) -> None:
         """All steps before the Reset are launched."""
+        self._counts = GraphCounts()  # the scheduler may be a new one
         facts = engine.facts
         resolved = self._mesh.config.resolved if self._mesh else None
         assert resolved is not None

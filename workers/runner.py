@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import ProcessFatal
@@ -166,6 +167,9 @@ class TorchEngine:
 
     def idle(self) -> bool:
         return False
+
+    def graph_counts(self) -> GraphCounts:
+        return GraphCounts()
 
     def step(self, plan: StepPlan, received_ns: int) -> _Launched:
         with torch.inference_mode():

@@ -20,7 +20,7 @@ BLOCK = 2048
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def _penalise(
     logits, stride, vocab, places, rows, starts, ends, repetition, presence, frequency, prompt_lens, tokens, tokens_stride,
     counts, lines,

@@ -108,6 +108,16 @@ def test_stats_carry_the_ranks_figures_to_frontends_only() -> None:
     assert send.message.ranks == (control.RankStats(1, 3, 2, 0.75, 7, 6, 1, 0, 4),)
 
 
+def test_stats_keep_the_graph_counts_of_a_rank() -> None:
+    """A load brings them only where they have changed."""
+    bench = Bench(F0, D0, S1)
+    counts = control.GraphCounts({"decode": 3}, {"not_captured": 1})
+    bench.says(S1, load(3, 2, 25, graphs=counts))
+    bench.says(S1, load(4, 2, 25))
+    (said,) = stats(bench.tick())
+    assert said.ranks[0].graphs == counts
+
+
 def test_stats_count_what_is_held() -> None:
     bench = Bench(F0, D0)
     for name in "ab":

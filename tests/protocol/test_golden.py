@@ -91,7 +91,8 @@ COLUMNS = token.LogprobColumns(
 NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
-RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8)
+GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2})
+RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS)
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n")
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
@@ -160,7 +161,7 @@ FULL: tuple[Struct, ...] = (
     admit.GiveBack((RequestId("a"),), True),
     STARTED,
     RETURNED,
-    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,)),
+    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,), GRAPHS),
     # scheduler <-> detokenizer
     ENDED,
     COLUMNS,
@@ -206,6 +207,7 @@ FULL: tuple[Struct, ...] = (
     step.Standing(77, 76, 5),
     step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5),
     step.StepFailed(77, StepId(5), "out of memory"),
+    step.WorkerStats(GRAPHS),
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),
     control.Ready({"KV cache": "9,000 blocks"}),
@@ -230,6 +232,7 @@ FULL: tuple[Struct, ...] = (
     control.Join(MEMBER),
     control.Leave(),
     control.Members(Epoch(8), (MEMBER, control.Member(DETOKENIZER, LIFE, "ipc://d"))),
+    GRAPHS,
     RANK_STATS,
     control.QueueFull(True),
     control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4),

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Readmit, Returned, Work
 from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Reset, WorkerReady
+from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import Disown, StillThere
 from meshlm.scheduler_proc.core import MAX_CRASHES, Scheduler
-from meshlm.scheduler_proc.events import PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.events import PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.request import RequestState
 
 OTHER = Identity(Role.DETOKENIZER, 1)
@@ -337,3 +338,16 @@ def test_a_detokenizer_hears_what_its_rank_does_not_have() -> None:
     assert told == Send(DETOKENIZER, Readmit((Handle(8),)))
     (told,) = bench.core.handle(Received(OTHER, LIFE, StillThere(pack_i32([1]))), 0.0)
     assert told == Send(OTHER, Readmit((Handle(1),))), "another's handle"
+
+
+def test_graph_counts_go_to_the_coordinator_once_and_again_to_a_new_one() -> None:
+    bench = Bench(limits(), 64, 4)
+    counts = GraphCounts({"decode": 3}, {"off": 1})
+    bench.core.handle(Received(WORKER, LIFE, WorkerStats(counts)), 0.0)
+
+    def told(event: Tick | PeerUp) -> list[GraphCounts | None]:
+        return [send.message.graphs for send in bench.core.handle(event, 0.0) if isinstance(send.message, Load)]
+
+    assert told(Tick(1.0)) == [counts]
+    assert told(Tick(2.0)) == [None]
+    assert told(PeerUp(COORDINATOR, Incarnation(2))) == [counts]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import structlog
 
-from meshlm.protocol.control_edge import Profile, Profiled
+from meshlm.protocol.control_edge import GraphCounts, Profile, Profiled
 from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
 from meshlm.supervisor import flags, resolve
 from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts
@@ -28,6 +29,12 @@ class Mesh:
     def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)
 
+    def call_later(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+        return self._loop.call_later(delay_s / 100, callback, *arguments)
+
+    def send(self, to: Identity, message: object) -> None:
+        self.said.put_nowait(message)
+
     def progress(self, *arguments: object) -> None:
         """Nobody looks."""
 
@@ -43,6 +50,13 @@ class Engine:
 
     def __init__(self, failure: Exception | None) -> None:
         self.failure = failure
+        self.counts = GraphCounts()
+
+    def reset(self) -> None:
+        """It has no rows."""
+
+    def graph_counts(self) -> GraphCounts:
+        return self.counts
 
     def idle(self) -> bool:
         if self.failure is not None:
@@ -72,4 +86,17 @@ async def test_a_profile_is_answered_to_the_supervisor(smollm2: Path, monkeypatc
     assert isinstance(answer, Profiled)
     assert answer.handle == 5
     assert "--profiler-dir" in answer.error
+    await app.stop()
+
+
+async def test_graph_counts_are_said_when_they_change(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again to a scheduler that begins anew."""
+    app, mesh = await start(smollm2, monkeypatch, None)
+    engine: Any = app._engine
+    for counts in (GraphCounts({"decode": 3}, {"not_captured": 1}), GraphCounts({"decode": 4}, {"not_captured": 1})):
+        engine.counts = counts
+        assert await asyncio.wait_for(mesh.said.get(), 10) == WorkerStats(counts)
+    app.on_message(Identity(Role.SCHEDULER, 0), Reset(5))
+    assert isinstance(await asyncio.wait_for(mesh.said.get(), 10), WorkerReady)
+    assert await asyncio.wait_for(mesh.said.get(), 10) == WorkerStats(engine.counts)
     await app.stop()

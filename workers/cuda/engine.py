@@ -17,6 +17,7 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.step_input.kernel import scatter, step_input
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.runtime.errors import ProcessFatal
@@ -173,6 +174,9 @@ class CudaEngine:
             self._capture_next()
             report("CUDA graphs", done + 1, total, "")
 
+    def graph_counts(self) -> GraphCounts:
+        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses))
+
     def step(self, plan: StepPlan, received_ns: int) -> Launched:
         with torch.inference_mode():
             return self._step(plan, received_ns)
@@ -185,7 +189,7 @@ class CudaEngine:
         places = step.places()
         key = None
         if (self._sampling.prompt_logprobs[step.rows] >= 0).any():
-            self.graphs.miss("prompt logprobs are wanted")
+            self.graphs.miss("prompt_logprobs")
         else:
             key = self.graphs.find(step.t, step.n, uniform=step.uniform)
         self._send(step, key.requests if key else step.n, changes, segments, places)

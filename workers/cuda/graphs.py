@@ -93,9 +93,9 @@ class Dispatcher:
             if key.tokens >= num_tokens and key.requests > num_requests:
                 return key if self._worth_it(key) else None
         if not self.keys:
-            self.miss("CUDA graphs are off")
+            self.miss("off")
         else:
-            self.miss("more decodes than the largest graph" if uniform else "more tokens than the largest graph")
+            self.miss("too_many_decodes" if uniform else "too_many_tokens")
         return None
 
     def _decode(self, num_requests: int) -> Key | None:
@@ -116,7 +116,7 @@ class Dispatcher:
         if key in self._graphs or self._missed[key] >= PATIENCE:
             return True
         self._missed[key] += 1
-        self.miss("not captured yet")
+        self.miss("not_captured")
         return False
 
     def miss(self, reason: str) -> None:
@@ -127,7 +127,7 @@ class Dispatcher:
         """Run the step; its inputs are in place."""
         graph = self._graphs.get(key)
         if graph is None:
-            self.misses["captured on first use"] += 1
+            self.misses["captured_now"] += 1
             graph = self._make(key)
         self.replays["decode" if key.uniform else "mixed"] += 1
         graph.replay()
