@@ -3,11 +3,17 @@
     residual += sum over ranks of x          (rounded to the stream's dtype after the sum, and after the addition)
     out = residual / sqrt(mean(residual^2) + eps) * weight          (Zhang and Sennrich 2019, eq. 4)
 
-One program a row. It writes its row into every peer's inbox, raises a flag there, waits for the flags that the peers raise here, and
-sums what they wrote in the order of the ranks, so that all get the same bits: one trip over NVLink. Inboxes have two halves, used in
-turn. A rank that writes into a half for the second time has had the flags of the turn between, which its peers raised after they had
-read that half; so nobody waits after reading. Turns are counted by row, on the device: a CUDA graph replays with new numbers. All ranks
-make the same calls, on one stream each.
+One program a row. It writes its row into the ranks' inboxes, waits for what they write into its own, and sums that in the order of the
+ranks, so that all get the same bits: one trip over NVLink. Two protocols:
+
+    few rows: packets (kernels/packets.py). Twice the bytes, but nothing to wait for except the packets themselves.
+    more:     plain rows, then a flag that is released after them: a fence on one side, and an acquire and a read on the other.
+
+Inboxes have two halves, used in turn. A rank that writes into a half for the second time, in turn t + 2, has received the
+peers' packets or flags of turn t + 1. These were sent by a kernel that ran after the peer's kernel of turn t, which had read
+that half, was done (with a programmatic launch too: nothing is sent before gdc_wait); so nobody waits after reading. Turns are
+counted by row, for both protocols together, on the device: a CUDA graph replays with new numbers. All ranks make the same
+calls, on one stream each.
 """
 
 import torch
@@ -15,13 +21,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import pdl
+from meshlm.kernels import packets, pdl
+from meshlm.kernels.packets import FOR_EVER
 
-FOR_EVER = 2**31 - 1  # polls of a flag, half a microsecond each
+
+# Not aligned, for the compiler's knowledge: neighbouring lanes must have neighbouring packets, not four each.
+@triton.jit(do_not_specialize=["patience"], do_not_specialize_on_alignment=["x", "residual", "weight", "out"])
+def _by_packets(
+    x, residual, weight, out, inboxes, turns, eps, patience,
+    RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    SEND: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x, residual, weight, out: words (int32) of two columns, or of one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < WORDS
+    scale, scale_odd = packets.columns_of(tl.load(weight + at, mask=inside, other=0), PAIRS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    turn = tl.load(turns + row)
+    mine = tl.load(x + row * WORDS + at, mask=inside, other=0)
+    slot = ((turn & 1) * (SIZE * ROWS) + row) * WORDS
+    for peer in tl.static_range(SIZE):
+        packets.send(tl.load(inboxes + peer), slot + RANK * ROWS * WORDS + at, mine, turn, inside, SEND)
+    stream, stream_odd = packets.columns_of(tl.load(residual + row * WORDS + at, mask=inside, other=0), PAIRS)
+    nth = slot + tl.minimum(at, WORDS - 1)  # beside the row no packet ever comes
+    total, total_odd = packets.receive(tl.load(inboxes + RANK), nth, turn, patience, SIZE, ROWS * WORDS, PAIRS, WAIT)
+    line = packets.rounded(packets.rounded(total, PAIRS) + stream, PAIRS)
+    odd = packets.rounded(packets.rounded(total_odd, PAIRS) + stream_odd, PAIRS)
+    tl.store(residual + row * WORDS + at, packets.words_of(line, odd, PAIRS), mask=inside)
+    columns: tl.constexpr = WORDS * 2 if PAIRS else WORDS
+    squares = tl.sum(tl.where(inside, line * line + odd * odd, 0.0), axis=0)
+    inverse = tl.rsqrt(squares / columns + eps)
+    normed = packets.words_of(line * inverse * scale, odd * inverse * scale_odd, PAIRS)
+    tl.store(out + row * WORDS + at, normed, mask=inside)
+    tl.store(turns + row, turn + 1)
 
 
 @triton.jit(do_not_specialize=["patience"])
-def _sum_norm(
+def _by_flags(
     x, residual, weight, out, inboxes, flags, turns, columns, eps, patience,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -74,19 +114,33 @@ def _sum_norm(
 
 
 class Room:
-    """What the ranks share. Of each rank: an inbox [2, size, rows, columns] of the stream's dtype and flags int32 [size, rows], zeros.
+    """What the ranks share. Of each rank, zeros: an inbox of packets int64 [2, size, rows, words], an inbox [2, size, rows, columns] of
+    the stream's dtype, and flags int32 [size, rows]. A word is four bytes.
 
-    inboxes, flags: int64 [size] on the device, their addresses by rank. turns: int32 [rows], ones, of this rank alone.
+    addresses: of these three int64 [size] on the device, by rank. turns: int32 [rows], ones, of this rank alone. packet_rows: up to how
+    many rows go as packets; the same on all ranks.
     """
 
-    __slots__ = ("columns", "flags", "inboxes", "rank", "rows", "size", "turns")
+    __slots__ = ("columns", "flags", "inboxes", "packet_rows", "packets", "rank", "rows", "size", "turns")
 
     def __init__(
-        self, rank: int, size: int, rows: int, columns: int, addresses: tuple[Tensor, Tensor], turns: Tensor
+        self,
+        rank: int,
+        size: int,
+        rows: int,
+        columns: int,
+        addresses: tuple[Tensor, Tensor, Tensor],
+        turns: Tensor,
+        packet_rows: int,
     ) -> None:
         self.rank, self.size, self.rows, self.columns = rank, size, rows, columns
-        self.inboxes, self.flags = addresses
-        self.turns = turns
+        self.packets, self.inboxes, self.flags = addresses
+        self.turns, self.packet_rows = turns, packet_rows
+
+
+def words(columns: int, dtype: torch.dtype) -> int:
+    """Of a row; whole ones only."""
+    return columns * dtype.itemsize // 4
 
 
 def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, room: Room, patience: int = FOR_EVER) -> Tensor:
@@ -94,11 +148,23 @@ def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, room: Room
     rows, columns = x.shape
     assert rows <= room.rows and columns == room.columns  # noqa: PT018
     out = torch.empty_like(residual)
-    block = triton.next_power_of_2(columns)
     use_pdl = x.is_cuda and pdl.supported()
-    _sum_norm[(rows,)](
+    options = {"launch_pdl": True} if use_pdl else {}
+    if rows <= room.packet_rows and columns * x.dtype.itemsize % 4 == 0:
+        count, pairs = words(columns, x.dtype), packets.pairs(x.dtype)
+        block = triton.next_power_of_2(count)
+        warps = min(16, max(4, block // 64))
+        wait = packets.wait(room.size, room.rows * count, pairs, max(1, block // (32 * warps)))
+        _by_packets[(rows,)](
+            *(t.view(torch.int32) for t in (x, residual, weight, out)), room.packets, room.turns, eps, patience,
+            RANK=room.rank, SIZE=room.size, ROWS=room.rows, WORDS=count, BLOCK=block, PAIRS=pairs,
+            SEND=packets.SEND if x.is_cuda else "", WAIT=wait if x.is_cuda else packets.PLAIN, PDL=use_pdl, num_warps=warps, **options,
+        )  # fmt: skip
+        return out
+    block = triton.next_power_of_2(columns)
+    _by_flags[(rows,)](
         x, residual, weight, out, room.inboxes, room.flags, room.turns, columns, eps, patience,
         RANK=room.rank, SIZE=room.size, ROWS=room.rows, BLOCK=block, PDL=use_pdl,
-        num_warps=min(16, max(4, block // 256)), **({"launch_pdl": True} if use_pdl else {}),
+        num_warps=min(16, max(4, block // 256)), **options,
     )  # fmt: skip
     return out

@@ -1,27 +1,39 @@
 """One rank of test_sum_norm.py: a process of its own, so importable by name."""
 
+import random
+import time
 from typing import Any
 
 import torch
 
 from meshlm.kernels.sum_norm import kernel
 
-SIZE, ROWS, COLUMNS, CALLS = 2, 5, 72, 9
+ROWS, COLUMNS, CALLS, PACKET_ROWS = 5, 72, 12, 2  # calls of one and two rows by packets, of five by flags
+FIRST_TURN = 2**31 - 4  # they wrap on the way
+LATE_S = 0.03
 
 
-def of_rank(rank: int, call: int) -> torch.Tensor:
+def of_rank(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
     rows = (1, ROWS, 2)[call % 3]
-    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(10 * call + rank))
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
 
 
-def run_rank(rank: int, inboxes: list[torch.Tensor], flags: list[torch.Tensor], answers: Any) -> None:
+def room_of(rank: int, memory: list[list[torch.Tensor]]) -> kernel.Room:
+    """memory: packets, inboxes and flags of each rank."""
+    addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in zip(*memory, strict=True)]
+    turns = torch.full((ROWS,), FIRST_TURN, dtype=torch.int32)
+    return kernel.Room(rank, len(memory), ROWS, COLUMNS, (addresses[0], addresses[1], addresses[2]), turns, PACKET_ROWS)
+
+
+def run_rank(rank: int, memory: list[list[torch.Tensor]], dtype: torch.dtype, answers: Any) -> None:
     torch.set_num_threads(1)
-    addresses = tuple(torch.tensor([t.data_ptr() for t in tensors]) for tensors in (inboxes, flags))
-    turns = torch.full((ROWS,), 2**31 - 4, dtype=torch.int32)  # they wrap on the way
-    room = kernel.Room(rank, SIZE, ROWS, COLUMNS, (addresses[0], addresses[1]), turns)
+    chance = random.Random(rank)
+    room = room_of(rank, memory)
     found = []
     for call in range(CALLS):
-        x, residual = of_rank(rank, call), of_rank(7, call)
-        normed = kernel.sum_norm(x, residual, torch.linspace(0.5, 1.5, COLUMNS), 1e-5, room)
+        x, residual = of_rank(rank, call, dtype), of_rank(7, call, dtype)
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * LATE_S)  # a rank that comes late; the others may be a turn ahead by then
+        normed = kernel.sum_norm(x, residual, torch.linspace(0.5, 1.5, COLUMNS).to(dtype), 1e-5, room)
         found.append((normed.tolist(), residual.tolist()))
     answers.put((rank, found))

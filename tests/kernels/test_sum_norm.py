@@ -5,20 +5,34 @@ import multiprocessing
 import pytest
 import torch
 from device import ON_GPU, near
-from sum_norm_rank import CALLS, COLUMNS, ROWS, SIZE, of_rank, run_rank
+from sum_norm_rank import CALLS, COLUMNS, FIRST_TURN, ROWS, of_rank, run_rank
 
-from meshlm.kernels.sum_norm import reference
+from meshlm.kernels import packets
+from meshlm.kernels.sum_norm import kernel, reference
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank; make_symmetric proves it at each start")
 
 
+def memory_of(size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Of each rank: packets, inbox and flags."""
+    words = kernel.words(COLUMNS, dtype)
+    return [
+        [
+            torch.zeros(2, size, ROWS, words, dtype=torch.int64).share_memory_(),
+            torch.zeros(2, size, ROWS, COLUMNS, dtype=dtype).share_memory_(),
+            torch.full((size, ROWS), FIRST_TURN - 1, dtype=torch.int32).share_memory_(),
+        ]
+        for _ in range(size)
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_every_rank_gets_the_same_sum() -> None:
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)])
+def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype) -> None:
     context = multiprocessing.get_context("spawn")
-    inboxes = [torch.zeros(2, SIZE, ROWS, COLUMNS).share_memory_() for _ in range(SIZE)]
-    flags = [torch.full((SIZE, ROWS), 2**31 - 5, dtype=torch.int32).share_memory_() for _ in range(SIZE)]
+    memory = memory_of(size, dtype)
     answers = context.Queue()
-    ranks = [context.Process(target=run_rank, args=(rank, inboxes, flags, answers)) for rank in range(SIZE)]
+    ranks = [context.Process(target=run_rank, args=(rank, memory, dtype, answers)) for rank in range(size)]
     for process in ranks:
         process.start()
     try:
@@ -27,9 +41,21 @@ def test_every_rank_gets_the_same_sum() -> None:
         for process in ranks:
             process.kill()
             process.join()
-    assert found[0] == found[1], "bit for bit"
+    assert all(found[rank] == found[0] for rank in range(size)), "bit for bit"
     for call in range(CALLS):
-        parts = [of_rank(rank, call) for rank in range(SIZE)]
-        wanted = reference.sum_norm(parts, of_rank(7, call), torch.linspace(0.5, 1.5, COLUMNS), 1e-5)
+        parts = [of_rank(rank, call, dtype) for rank in range(size)]
+        weight = torch.linspace(0.5, 1.5, COLUMNS).to(dtype)
+        wanted = reference.sum_norm(parts, of_rank(7, call, dtype), weight, 1e-5)
         for got, expected in zip(found[0][call], wanted, strict=True):
-            near(torch.tensor(got), expected, torch.float32)
+            near(torch.tensor(got), expected, dtype)
+
+
+def test_the_polling_code_has_what_each_thread_needs() -> None:
+    """Text for the GPU, which only the GPU runs: each rank's packets once, sums in the order of the ranks."""
+    found = packets.wait(4, 1000, True, 4)
+    assert found.pack == 4
+    assert found.text.count("ld.relaxed.sys.global.b64") == 16
+    assert [f"+{rank * 8000}]" in found.text for rank in range(4)] == [True] * 4
+    assert found.constraints.split(",") == ["=&f"] * 8 + ["l"] * 4 + ["r"] * 8
+    assert packets.wait(8, 10, False, 3).pack == 1
+    assert packets.wait(2, 10, True, 64).pack == 16

@@ -19,6 +19,7 @@ from meshlm.workers.parallel.shard import Shard
 ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
 BUFFER_BYTES = 64 << 20  # larger tensors go by NCCL
 FUSED_ROWS = 64  # of sums that are one kernel with their norm: each rank sends each row to all others
+PACKET_ROWS = {2: 64, 4: 32, 8: 8}  # of those, by ranks: up to which rows go as packets (kernels/sum_norm/bench.py)
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
@@ -59,21 +60,27 @@ class Symmetric:
         from meshlm.kernels.sum_norm import kernel
 
         self._kernel = kernel
-        inbox, inbox_handle = self._shared(2 * self._size * FUSED_ROWS * columns, dtype)
-        flags, flags_handle = self._shared(self._size * FUSED_ROWS, torch.int32)
-        device = inbox.device
-        addresses = tuple(
-            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)  # type: ignore[attr-defined]
-            for handle in (inbox_handle, flags_handle)
+        rows, two_halves = FUSED_ROWS, 2 * self._size * FUSED_ROWS
+        self._keep = (
+            self._shared(two_halves * kernel.words(columns, dtype), torch.int64),
+            self._shared(two_halves * columns, dtype),
+            self._shared(self._size * rows, torch.int32),
         )
-        turns = torch.ones(FUSED_ROWS, dtype=torch.int32, device=device)
-        self._keep = (inbox, flags, inbox_handle, flags_handle)
-        self.room = kernel.Room(self._rank, self._size, FUSED_ROWS, columns, (addresses[0], addresses[1]), turns)
-        torch.cuda.synchronize()  # all flags are zero before this rank says so to the others
+        packets, inboxes, flags = (
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)  # type: ignore[attr-defined]
+            for _, handle in self._keep
+        )
+        turns = torch.ones(rows, dtype=torch.int32, device=self.device)
+        self.room = kernel.Room(
+            self._rank, self._size, rows, columns, (packets, inboxes, flags), turns, PACKET_ROWS[self._size]
+        )
+        torch.cuda.synchronize()  # all is zero before this rank says so to the others
 
     def proved(self, *, fused: bool) -> None:
         """From now on a peer may take as long as it needs. fused: sum_norm is right too."""
-        self._patience = self._kernel.FOR_EVER
+        from meshlm.kernels.packets import FOR_EVER
+
+        self._patience = FOR_EVER
         self.fused = fused
 
     def _fits(self, x: Tensor) -> bool:
@@ -196,7 +203,7 @@ def _wrong_norms(made: Symmetric, shard: Shard, dtype: torch.dtype, columns: int
     device = made.device
     weight = torch.ones(columns, dtype=dtype, device=device)
     steps = torch.arange(columns, device=device) % 8
-    for rows in (1, FUSED_ROWS, 2, 1):
+    for rows in (1, FUSED_ROWS, 2, 1, PACKET_ROWS[size], 1):
         x = (steps + shard.tp_rank).to(dtype).repeat(rows, 1)
         residual = torch.ones(rows, columns, dtype=dtype, device=device)
         normed = made.sum_norm(x, residual, weight, 1e-6)
