@@ -1,4 +1,4 @@
-"""What a .gguf file says of its model: metadata, tensor shapes, the model's shape. Reads no tensor data.
+"""What a .gguf file says of its model: metadata, where its tensors lie, the model's shape. Reads no tensor data.
 
 A small reader of our own, because the `gguf` package's takes 190 MB and 2.5 s for a vocabulary of 49,152 tokens and every detokenizer
 would pay that; it also maps all tensors. Source of format and keys: the GGUF specification (ggml/docs/gguf.md).
@@ -15,17 +15,26 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_ALIGNMENT = 32  # of tensor data, unless general.alignment says otherwise
 
 
 class GGUFError(ValueError):
     """The file is no usable GGUF file; the text says why."""
 
 
+class GGUFTensor(NamedTuple):
+    """Where a tensor lies and what it is."""
+
+    shape: tuple[int, ...]  # dimensions, fastest first (ggml's order)
+    ggml_type: int
+    offset: int  # bytes from the file's begin
+
+
 class GGUFHeader(NamedTuple):
     """Everything before the tensor data."""
 
     fields: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]  # tensor name -> dimensions, fastest first (ggml's order)
+    tensors: dict[str, GGUFTensor]
 
 
 class _Cursor:
@@ -64,7 +73,7 @@ class _Cursor:
 
 
 def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> GGUFHeader:
-    """Metadata whose keys are wanted, and all tensors' shapes. GGUFError when the file is not GGUF or is cut short."""
+    """Metadata whose keys are wanted, and all tensors' places. GGUFError when the file is not GGUF or is cut short."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)
@@ -75,21 +84,29 @@ def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
             if version not in (2, 3):
                 raise GGUFError(f"{path}: GGUF version {version}; supported: 2, 3")
             fields: dict[str, Any] = {}
+            align = _ALIGNMENT
             for _ in range(num_fields):
                 name = cursor.string()
                 value = cursor.value(cursor.scalar("I"))
+                if name == "general.alignment":
+                    align = int(value)
                 if wanted(name):
                     fields[name] = value
-            shapes: dict[str, tuple[int, ...]] = {}
-            for _ in range(num_tensors):
-                name = cursor.string()
-                shapes[name] = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))
-                cursor.scalar("I"), cursor.scalar("Q")
-            return GGUFHeader(fields, shapes)
-    except (OSError, ValueError, struct.error, MemoryError) as error:
+            return GGUFHeader(fields, _tensors(cursor, num_tensors, align))
+    except (OSError, ValueError, struct.error, ZeroDivisionError, MemoryError) as error:
         if isinstance(error, GGUFError):
             raise
         raise GGUFError(f"{path}: not a readable GGUF file ({error})") from None
+
+
+def _tensors(cursor: _Cursor, count: int, align: int) -> dict[str, GGUFTensor]:
+    found = {}
+    for _ in range(count):
+        name = cursor.string()
+        shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))
+        found[name] = GGUFTensor(shape, cursor.scalar("I"), cursor.scalar("Q"))
+    begin = -(-cursor.at // align) * align  # of the data
+    return {name: tensor._replace(offset=begin + tensor.offset) for name, tensor in found.items()}
 
 
 _VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")}
@@ -97,7 +114,7 @@ _VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores
 
 def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
     """The model's shape, and the metadata outside the vocabulary (bos and eos ids, chat template, name)."""
-    fields, shapes = read_header(path, lambda name: name not in _VOCABULARY)
+    fields, tensors = read_header(path, lambda name: name not in _VOCABULARY)
     kind = fields.get("general.architecture")
     if kind not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
@@ -109,12 +126,12 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
             raise GGUFError(f"{path}: metadata {kind}.{key} is missing")
         return value
 
-    if "token_embd.weight" not in shapes:
+    if "token_embd.weight" not in tensors:
         raise GGUFError(f"{path}: tensor token_embd.weight is missing")
     heads, hidden, context = int(get("attention.head_count")), int(get("embedding_length")), int(get("context_length"))
     spec = ModelSpec(
         architecture=ARCHITECTURES[kind],
-        vocab_size=shapes["token_embd.weight"][1],
+        vocab_size=tensors["token_embd.weight"].shape[1],
         hidden_size=hidden,
         intermediate_size=int(get("feed_forward_length")),
         num_hidden_layers=int(get("block_count")),
@@ -124,8 +141,8 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
         max_position_embeddings=context,
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
         rope=_rope(get, context),
-        tie_word_embeddings="output.weight" not in shapes,
-        attention_bias="blk.0.attn_q.bias" in shapes,
+        tie_word_embeddings="output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
         qk_norm=kind == "qwen3",
         dtype="float32",
     )

@@ -1,69 +1,25 @@
 """The CPU kernels as functions of torch tensors. Shapes and formulas: source.c. References: kernels/<op>/reference.py.
 
-All tensors are float32, dense and on the CPU. `library()` is None where they cannot be had. Batch-invariant: a row of a result is the
+All tensors are float32, dense and on the CPU. Packed weights: packed.py. Batch-invariant: a row of a result is the
 same to the last bit whatever other rows are computed with it, in one prefill, in chunks or token by token, with any number of threads.
 """
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from meshlm.kernels.cpu.build import load
+from meshlm.kernels.cpu.library import call
 
-WIDTH = 16  # outputs of a packed panel
 MAX_HEAD_DIM = 1024
-
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES = {
-    "meshlm_pack": [_POINTER] * 2 + [_LONG] * 2,
-    "meshlm_linear": [_POINTER] * 4 + [_LONG] * 3,
-    "meshlm_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
-    "meshlm_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
-    "meshlm_gelu_mul": [_POINTER] * 2 + [_LONG] * 3,
-    "meshlm_rope_cache": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 5,
-    "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
-    "meshlm_span_rows": [_LONG] * 2,
-    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _LONG],
-}
-_RESULTS = {"meshlm_span_rows": _LONG, "meshlm_attention": ctypes.c_int}
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library with its argument types declared."""
-    found = load()
-    if found is not None:
-        for name, types in _SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes = types
-            function.restype = _RESULTS.get(name)
-    return found
-
-
-def _lib() -> ctypes.CDLL:
-    found = library()
-    if found is None:
-        raise RuntimeError("the CPU kernels are not available here")
-    return found
-
-
-def pack(weight: Tensor) -> Tensor:
-    """[n, k] -> panels [ceil(n / 16), k, 16], zeros where there is no output."""
-    n, k = weight.shape
-    packed = torch.empty(-(-n // WIDTH), k, WIDTH)
-    _lib().meshlm_pack(weight.contiguous().data_ptr(), packed.data_ptr(), n, k)
-    return packed
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """x [m, k] -> [m, outputs]."""
+    """x [m, k] -> [m, outputs]. packed: see packed.py."""
     x = x.contiguous()
     out = torch.empty(x.shape[0], outputs)
     where = bias.data_ptr() if bias is not None else None
-    _lib().meshlm_linear(x.data_ptr(), packed.data_ptr(), where, out.data_ptr(), x.shape[0], outputs, packed.shape[1])
+    call().meshlm_linear(x.data_ptr(), packed.data_ptr(), where, out.data_ptr(), x.shape[0], outputs, x.shape[1])
     return out
 
 
@@ -71,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [m, n] -> [m, n]; x / rms(x) * weight."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _lib().meshlm_rms_norm(None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
+    call().meshlm_rms_norm(None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
     return out
 
 
@@ -79,7 +35,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """residual += x, in place; the norm of the sum."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _lib().meshlm_rms_norm(
+    call().meshlm_rms_norm(
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
     )
     return out
@@ -89,7 +45,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[m, 2n] -> silu(gate) * up [m, n]."""
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
-    _lib().meshlm_silu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n)
+    call().meshlm_silu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n)
     return out
 
 
@@ -99,7 +55,7 @@ def act_mul(gate_up: Tensor, act: str) -> Tensor:
         return silu_mul(gate_up)
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
-    _lib().meshlm_gelu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n, act == "gelu_pytorch_tanh")
+    call().meshlm_gelu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n, act == "gelu_pytorch_tanh")
     return out
 
 
@@ -118,7 +74,7 @@ def rope_cache(
     kv_heads, d = keys.shape[-2:]
     query = torch.empty(qkv.shape[0], num_heads, d)
     q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (None, None)
-    _lib().meshlm_rope_cache(
+    call().meshlm_rope_cache(
         qkv.contiguous().data_ptr(),
         positions.data_ptr(),
         slots.data_ptr(),
@@ -154,7 +110,7 @@ def norm_linear(
     m, k = x.shape
     normed, out = torch.empty(m, k), torch.empty(m, outputs)
     gated = torch.empty(m, outputs // 2) if gate else None
-    _lib().meshlm_norm_linear(
+    call().meshlm_norm_linear(
         None if residual is None else x.data_ptr(),
         stream.data_ptr(),
         weight.data_ptr(),
@@ -173,7 +129,7 @@ def norm_linear(
 
 def spans(counts: Sequence[int], num_decodes: int, num_heads: int, kv_heads: int) -> Tensor:
     """int64 [s, 3]: request, first row and rows of what attention computes together. counts: rows of the requests after the decodes."""
-    most = int(_lib().meshlm_span_rows(num_heads, kv_heads))
+    most = int(call().meshlm_span_rows(num_heads, kv_heads))
     found = [(row, row, 1) for row in range(num_decodes)]
     begin = num_decodes
     for request, count in enumerate(counts, num_decodes):
@@ -200,7 +156,7 @@ def attention(
     t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
     query, out = query.contiguous(), torch.empty(t, heads, d)
-    failed = _lib().meshlm_attention(
+    failed = call().meshlm_attention(
         query.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),

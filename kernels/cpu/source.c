@@ -1,7 +1,7 @@
 /* float32 inference kernels for the CPU. Compiled by build.py with the user's own compiler, for the user's own processor.
  *
  * Every function takes dense row-major float32 and splits its work over OpenMP threads. Weights are packed once into panels of
- * 16 outputs, [N/16][K][16], so that one pass over memory serves any number of rows (Goto and van de Geijn 2008, section 4).
+ * 16 outputs (packed.h), so that one pass over memory serves any number of rows (Goto and van de Geijn 2008, section 4).
  *
  * Batch-invariant: each row of a result takes the same operations in the same order whatever rows are computed beside it, however a
  * prompt was cut, and with any number of threads. A thread computes whole elements; no sum is split between threads. So a request that
@@ -13,63 +13,91 @@
 
 #include "tile.h"
 
+#include "packed.h"
+
+#include "repack.h"
+
 #include "attention.h"
 
-#define ROWS 96 /* rows of x that stay in the second-level cache while the panels pass */
+#define ROWS 96       /* rows of x that stay in the second-level cache while the panels pass */
+#define CHUNK 256     /* inputs of a panel that become float32 at once: 16 KiB */
+#define SIDE_CHUNK 32 /* the same for one row over SIDE panels: 8 KiB */
 
-void meshlm_pack(const float *w, float *packed, long n, long k) {
+/* w [n, k] -> the panels, of form FLOATS, of a packed weight whose table is written. */
+void meshlm_pack(const float *w, uint8_t *packed, long n, long k) {
     long panels = (n + WIDTH - 1) / WIDTH;
 #pragma omp parallel for schedule(static)
-    for (long p = 0; p < panels; p++)
+    for (long p = 0; p < panels; p++) {
+        float *to = (float *)panel_of(packed, p).records;
         for (long i = 0; i < k; i++)
-            for (long j = 0; j < WIDTH; j++) {
-                long row = p * WIDTH + j;
-                packed[(p * k + i) * WIDTH + j] = row < n ? w[row * k + i] : 0.0f;
-            }
+            for (long j = 0; j < WIDTH; j++) to[i * WIDTH + j] = p * WIDTH + j < n ? w[(p * WIDTH + j) * k + i] : 0.0f;
+    }
 }
 
 /* The functions named each_* are called by all threads of a team, and do not wait for the others at their end. */
 
-/* One to ROWS rows over one panel. */
-static void panel_product(const float *x, const float *panel, const float *bias, float *out, long rows, long n, long wide, long k) {
-    float sums[ROWS * WIDTH];
-    long passes = (rows + HEIGHT - 1) / HEIGHT, step = (WIDTH + passes - 1) / passes;
-    Tile t = {.x = x, .x_stride = k, .panel = panel, .k = k, .out = sums, .out_stride = WIDTH};
-    t.next = panel + k * WIDTH, t.next_step = step; /* comes into the cache bit by bit while the rows meet this panel */
-    tiles(t, rows);
-    for (long r = 0; r < rows; r++)
-        for (long j = 0; j < wide; j++) out[r * n + j] = sums[r * WIDTH + j] + (bias ? bias[j] : 0.0f);
+/* One to ROWS rows over one panel: sums[r][j]. What is not float32 becomes so in the first-level cache, chunk by chunk. */
+static void panel_sums(const float *x, Panel p, float *sums, long rows, long k) {
+    float chunk[CHUNK * WIDTH] __attribute__((aligned(64)));
+    long passes = (rows + HEIGHT - 1) / HEIGHT, step = p.form == FLOATS ? k : CHUNK;
+    Tile t = {.x = x, .x_stride = k, .out = sums, .out_stride = WIDTH};
+    for (long i = 0; i < k; i += step) {
+        t.k = k - i < step ? k - i : step, t.x = x + i, t.more = i > 0;
+        t.panel = p.form == FLOATS ? (const float *)p.records : chunk;
+        if (p.form != FLOATS) unpack(p, i, t.k, chunk);
+        long coming = meshlm_panel_bytes(p.form, t.k), slots = 4 * t.k * passes;
+        t.next = (const float *)(p.records + (p.form == FLOATS ? coming : meshlm_panel_bytes(p.form, i + t.k)));
+        t.next_step = (coming + slots - 1) / slots; /* comes into the cache bit by bit while the rows meet what is here */
+        tiles(t, rows);
+    }
 }
 
-/* One row over SIDE panels. */
-static void side_product(const float *x, const float *panel, const float *bias, float *out, long wide, long k) {
-    float sums[SIDE * WIDTH];
-    Tile t = {.x = x, .panel = panel, .k = k, .out = sums};
-    tile_side(&t, k * WIDTH);
-    for (long j = 0; j < wide; j++) out[j] = sums[j] + (bias ? bias[j] : 0.0f);
+/* One row over SIDE panels that lie side by side: sums[SIDE * 16]. */
+static void side_sums(const float *x, const Panel *p, float *sums, long k) {
+    float chunk[SIDE * SIDE_CHUNK * WIDTH] __attribute__((aligned(64)));
+    long apart = p[1].records - p[0].records;
+    Tile t = {.x = x, .panel = (const float *)p->records, .k = k, .out = sums};
+    if (p->form == FLOATS) {
+        tile_side(&t, apart / (long)sizeof(float));
+        return;
+    }
+    t.panel = chunk;
+    for (long i = 0; i < k; i += SIDE_CHUNK) {
+        t.k = k - i < SIDE_CHUNK ? k - i : SIDE_CHUNK, t.x = x + i, t.more = i > 0;
+        for (int c = 0; c < SIDE; c++) unpack(p[c], i, t.k, chunk + c * SIDE_CHUNK * WIDTH);
+        tile_side(&t, SIDE_CHUNK * WIDTH);
+    }
 }
 
-/* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null); w packed. */
-static void each_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
+/* out[m, n] = x[m, k] . w[n, k]^T + bias[n] (bias may be null). */
+static void each_linear(const float *x, const uint8_t *packed, const float *bias, float *out, long m, long n, long k) {
     long panels = (n + WIDTH - 1) / WIDTH, at_once = m == 1 ? SIDE : 1;
+    float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     for (long r = 0; r < m; r += ROWS) {
         long rows = m - r < ROWS ? m - r : ROWS;
 #pragma omp for schedule(static) nowait
-        for (long p = 0; p < panels; p += at_once) {
-            const float *panel = packed + p * k * WIDTH, *b = bias ? bias + p * WIDTH : 0;
-            long left = n - p * WIDTH;
-            float *to = out + r * n + p * WIDTH;
-            if (at_once == SIDE && panels - p >= SIDE)
-                side_product(x, panel, b, to, left < SIDE * WIDTH ? left : SIDE * WIDTH, k);
+        for (long first = 0; first < panels; first += at_once) {
+            long here = panels - first < at_once ? panels - first : at_once, left = n - first * WIDTH;
+            long wide = left < here * WIDTH ? left : here * WIDTH;
+            Panel p[SIDE];
+            int alike = here == SIDE;
+            for (long c = 0; c < here; c++) {
+                p[c] = panel_of(packed, first + c);
+                alike = alike && p[c].form == p[0].form;
+            }
+            if (alike)
+                side_sums(x, p, sums, k);
             else
-                for (long q = 0; q < at_once && p + q < panels; q++, left -= WIDTH)
-                    panel_product(x + r * k, panel + q * k * WIDTH, b ? b + q * WIDTH : 0, to + q * WIDTH, rows, n,
-                                  left < WIDTH ? left : WIDTH, k);
+                for (long c = 0; c < here; c++) panel_sums(x + r * k, p[c], sums + c * WIDTH, rows, k);
+            float *to = out + r * n + first * WIDTH;
+            const float *b = bias ? bias + first * WIDTH : 0;
+            for (long i = 0; i < rows; i++)
+                for (long j = 0; j < wide; j++) to[i * n + j] = sums[i * WIDTH + j] + (b ? b[j] : 0.0f);
         }
     }
 }
 
-void meshlm_linear(const float *x, const float *packed, const float *bias, float *out, long m, long n, long k) {
+void meshlm_linear(const float *x, const uint8_t *packed, const float *bias, float *out, long m, long n, long k) {
 #pragma omp parallel
     each_linear(x, packed, bias, out, m, n, k);
 }
@@ -125,7 +153,7 @@ void meshlm_gelu_mul(const float *gate_up, float *out, long m, long n, long by_t
 }
 
 /* The norm, the product and the gate in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k]. */
-void meshlm_norm_linear(const float *x, float *residual, const float *weight, float eps, float *normed, const float *packed,
+void meshlm_norm_linear(const float *x, float *residual, const float *weight, float eps, float *normed, const uint8_t *packed,
                         const float *bias, float *out, float *gated, long m, long n, long k) {
 #pragma omp parallel
     {

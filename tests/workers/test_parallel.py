@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_models import write_gguf
 from small_models import BLOCK, CPU, SMALL, batch_of, caches, load, resolved, run
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from meshlm.workers.parallel.membership import Meeting, Membership, meet
 from meshlm.workers.parallel.ops import SummingOps
 from meshlm.workers.parallel.seat import Seat
 from meshlm.workers.parallel.shard import Shard
-from meshlm.workers.weights.load import load_model
+from meshlm.workers.weights.load import load_model, weight_bytes
 from meshlm.workers.weights.places import place
 from meshlm.workers.weights.sources import shapes
 
@@ -148,6 +149,21 @@ def test_shards_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (whole,) = together(load_shards(tmp_path, 1, 1, "dummy"), lambda model, comm: logits_of(model, comm, tokens))
     found = together(load_shards(tmp_path, 2, 1, "dummy"), lambda model, comm: logits_of(model, comm, tokens))
     torch.testing.assert_close(found[0], whole, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kinds", [{"embed": "Q8_0", "": "Q4_1"}, {"down": "Q6_K", "embed": "Q6_K", "": "Q4_K"}])
+def test_shards_whose_weights_stay_encoded(kinds: dict[str, str], tmp_path: Path) -> None:
+    """Rows and columns of the file's blocks. Two ranks' halves of 256 columns of o are no blocks of Q4_K: those are decoded."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, kinds)
+    tokens = list(range(31))
+    (whole,) = together(load_shards(path, 1, 1), lambda model, comm: logits_of(model, comm, tokens))
+    for tp, pp in [(2, 1), (1, 2), (4, 1), (2, 2)]:
+        models = load_shards(path, tp, pp)
+        assert max(map(weight_bytes, models)) < 1.5 * weight_bytes(load_shards(path, 1, 1)[0]) / pp
+        found = together(models, lambda model, comm: logits_of(model, comm, tokens))
+        for logits in found[-tp:]:
+            torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-4)
 
 
 SPEC = ModelSpec(

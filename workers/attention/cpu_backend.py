@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.cpu import kernel
+from meshlm.kernels.cpu.library import library
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.rotated import RotatedAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
@@ -36,7 +37,7 @@ class CpuBackend:
             return "it computes on the CPU"
         if dtype != torch.float32:
             return "it computes in float32"
-        return "" if kernel.library() is not None else "its kernels cannot be compiled here"
+        return "" if library() is not None else "its kernels cannot be compiled here"
 
     def step(self, batch: ForwardBatch, block_size: int) -> CpuAttention:
         return CpuAttention(batch)

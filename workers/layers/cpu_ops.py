@@ -1,22 +1,28 @@
-"""Ops by the compiled CPU kernels (kernels/cpu): float32 only. Batch-invariant, as those are."""
+"""Ops by the compiled CPU kernels (kernels/cpu): float32, with weights that may be encoded. Batch-invariant, as those are."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.cpu import kernel
+from meshlm.kernels.cpu import kernel, packed
+from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Composed, Heads
 
 
 def available() -> bool:
     """Whether the kernels could be compiled and loaded."""
-    return kernel.library() is not None
+    return library() is not None
 
 
 class CpuOps(Composed):
     """See `meshlm.workers.layers.ops.Ops`."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        return kernel.pack(weight)
+        return weight if weight.dtype == torch.uint8 else packed.pack(weight)  # packed by the loader, or now
+
+    def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        return packed.rows(table, ids, size) if table.dtype == torch.uint8 else F.embedding(ids, table)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         return kernel.linear(x, packed, bias, outputs)

@@ -44,6 +44,10 @@ class Ops(Protocol):
         """[m, inputs] -> [m, outputs]."""
         ...
 
+    def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        """Rows [t, size] of a table, which may be packed."""
+        ...
+
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -94,10 +98,13 @@ class Ops(Protocol):
 class Composed:
     """embed and norm_linear by their parts; the rarer activations in plain torch."""
 
+    def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        return F.embedding(ids, table)
+
     def embed(
-        self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
+        self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        return F.embedding(ids, table), None
+        return self.rows(ids, table, norm[0].shape[0]), None
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

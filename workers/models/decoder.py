@@ -7,7 +7,6 @@ key and value projections are one product, gate and up projections another; a la
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
@@ -38,14 +37,18 @@ class Embedding(nn.Module):
     def __init__(self, rows: int, size: int, begin: int, end: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self.begin, self.end = begin, end
+        self.begin, self.end, self.size = begin, end, size
         self.comm: Communicator | None = None  # of several ranks
+
+    def prepare(self, ops: Ops) -> None:
+        """It is the head's weight too: packed once, for both."""
+        self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
 
     def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[Tensor, Tensor | None]:
         """The stream, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
         if self.comm is not None:
             inside = (ids >= self.begin) & (ids < self.end)
-            found = F.embedding(torch.where(inside, ids - self.begin, 0), self.weight)
+            found = ops.rows(torch.where(inside, ids - self.begin, 0), self.weight, self.size)
             return self.comm.all_reduce(found.masked_fill_(~inside[:, None], 0.0)), None
         norm = first.input_norm
         return ops.embed(ids, self.weight, (norm.weight, norm.eps), first.attention.qkv.weight)
@@ -193,7 +196,8 @@ class Decoder(nn.Module):
         if self.head is not None:
             self._head_weight = self.head.weight.data
         elif self.shard.is_last and self.embed is not None:
-            self._head_weight = self.ops.pack(self.embed.weight).data
+            self.embed.prepare(self.ops)
+            self._head_weight = self.embed.weight.data
 
     def join(self, comm: Communicator) -> None:
         """Before the first step: how to reach the other ranks."""

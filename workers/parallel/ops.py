@@ -17,7 +17,7 @@ class SummingOps:
     def __init__(self, base: Ops, comm: Communicator) -> None:
         self.base, self._comm = base, comm
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
-        self.act_mul = base.act_mul
+        self.act_mul, self.rows = base.act_mul, base.rows
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor

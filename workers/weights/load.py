@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from meshlm.workers import memory
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.parallel.shard import WHOLE, Shard
-from meshlm.workers.weights.places import place
+from meshlm.workers.weights.kept import Kept, keep
+from meshlm.workers.weights.places import Place, place
 from meshlm.workers.weights.sources import Source, sources
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,9 +31,16 @@ def load_model(
     try:
         with torch.device("meta"):
             model = model_class(spec)(spec, resolved.max_model_len, shard)
+        tensors: Iterable[tuple[str, Source]] = sources(
+            Path(resolved.model_path), resolved.load_format, spec, device, seed
+        )
+        kept: dict[str, Kept] = {}
+        if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
+            tensors = list(tensors)
+            kept = keep(model, tensors)
         memory.check_weights(weight_bytes(model), device)
         model.to_empty(device=device)
-        _fill(model, resolved, device, seed, progress)
+        _fill(model, resolved, tensors, kept, progress)
     finally:
         torch.set_default_dtype(default)
     model.prepare(device, dtype)
@@ -42,39 +50,58 @@ def load_model(
 
 
 def _fill(
-    model: Decoder, resolved: Resolved, device: torch.device, seed: int, progress: Callable[[int, int], None]
+    model: Decoder,
+    resolved: Resolved,
+    tensors: Iterable[tuple[str, Source]],
+    kept: dict[str, Kept],
+    progress: Callable[[int, int], None],
 ) -> None:
     slots = dict(model.named_parameters())
-    spec, shard = resolved.spec, model.shard
-    missing = {name: _clear_padding(name, parameter, model) for name, parameter in slots.items()}
-    total = sum(p.numel() * p.element_size() for p in slots.values())
-    done = 0
-    for name, source in sources(Path(resolved.model_path), resolved.load_format, spec, device, seed):
+    for name, whole in kept.items():
+        whole.begin(slots[name])
+    missing = {
+        name: kept[name].elements if name in kept else _clear_padding(name, parameter, model)
+        for name, parameter in slots.items()
+    }
+    total, expected = weight_bytes(model), dict(missing)
+    done = 0.0
+    progress(0, total)
+    for name, source in tensors:
         if _take_kv_scale(name, source, model):
             continue
-        try:
-            found = place(name, spec, shard)
-        except KeyError:
-            raise _foreign(resolved, name) from None
-        if found is None:
+        found = _place(name, source, resolved, model)
+        if found is None or found.end == found.begin:
             continue
-        if found.parameter not in slots:
-            raise _foreign(resolved, name)
-        if source.shape != found.shape:
-            raise ProcessFatal(
-                f"{resolved.model_path}: tensor {name} has shape {source.shape}, the configuration says {found.shape}"
-            )
-        if found.end == found.begin:
-            continue
-        tensor = source.part(found.dim, found.begin, found.end)
-        target = slots[found.parameter][found.row : found.row + tensor.shape[0]]
-        target.copy_(tensor)
-        missing[found.parameter] -= target.numel()
-        done += target.numel() * target.element_size()
-        progress(done, total)
+        slot = slots[found.parameter]
+        if found.parameter in kept:
+            taken = kept[found.parameter].take(slot, source, found)
+        else:
+            tensor = source.part(found.dim, found.begin, found.end)
+            slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
+            taken = tensor.numel()
+        missing[found.parameter] -= taken
+        done += slot.numel() * slot.element_size() * taken / expected[found.parameter]
+        progress(round(done), total)
     incomplete = [name for name, left in missing.items() if left]
     if incomplete:
         raise ProcessFatal(f"{resolved.model_path}: weights are missing for {', '.join(sorted(incomplete)[:3])} ...")
+
+
+def _place(name: str, source: Source, resolved: Resolved, model: Decoder) -> Place | None:
+    """Where the tensor goes, if anywhere. ProcessFatal when it is none of this model's."""
+    try:
+        found = place(name, resolved.spec, model.shard)
+    except KeyError:
+        raise _foreign(resolved, name) from None
+    if found is None:
+        return None
+    if found.parameter not in dict(model.named_parameters()):
+        raise _foreign(resolved, name)
+    if source.shape != found.shape:
+        raise ProcessFatal(
+            f"{resolved.model_path}: tensor {name} has shape {source.shape}, the configuration says {found.shape}"
+        )
+    return found
 
 
 def _foreign(resolved: Resolved, name: str) -> ProcessFatal:

@@ -3,7 +3,6 @@
 Each is a Source: its shape is known, and a part of it is read only when asked for, so that a rank reads no more than it keeps.
 """
 
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +13,9 @@ from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.weights.encoded import encoded_tensors
 
 DUMMY_STD = 0.02
-_GGUF_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class Source(Protocol):
@@ -56,7 +42,7 @@ def sources(
         case "pt":
             return _pickled(path)
         case "gguf":
-            return _gguf(path, spec)
+            return encoded_tensors(path, spec)
         case "dummy":
             return _dummy(spec, device, seed)
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
@@ -112,81 +98,6 @@ def _pickled(path: Path) -> Iterator[tuple[str, Source]]:
         except Exception as error:
             raise ProcessFatal(f"{file}: cannot be read ({str(error).splitlines()[0]})") from None
         yield from ((name, Mapped(tensor)) for name, tensor in state.items() if isinstance(tensor, Tensor))
-
-
-class _Quantised:
-    """A tensor of a .gguf file, decoded as float32. A part is cut out before it is decoded where the quantisation's blocks allow it:
-    rows always, columns at the borders of blocks."""
-
-    def __init__(self, path: Path, tensor: Any, name: str, spec: ModelSpec) -> None:
-        self._path, self._tensor = path, tensor
-        self._head_dim = spec.head_dim if _permuted(name, spec) else 0
-        self.shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        from gguf.constants import GGML_QUANT_SIZES
-        from gguf.quants import dequantize
-
-        data = self._tensor.data
-        block, block_bytes = GGML_QUANT_SIZES[self._tensor.tensor_type]
-        last = len(self.shape) - 1
-        cut = dim < last or block == 1 or (begin % block == 0 and end % block == 0)
-        try:
-            if dim < last or block == 1:
-                data = data[(slice(None),) * dim + (slice(begin, end),)]
-            elif cut:
-                data = data[..., begin // block * block_bytes : end // block * block_bytes]
-            values = torch.from_numpy(dequantize(data, self._tensor.tensor_type).copy())
-        except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
-            raise ProcessFatal(f"{self._path}: cannot be read, perhaps cut short ({error})") from None
-        shape = list(self.shape)
-        if cut:
-            shape[dim] = end - begin
-        values = values.reshape(shape)
-        if not cut:
-            values = values.narrow(dim, begin, end - begin)
-        return _unpermute(values, self._head_dim) if self._head_dim else values
-
-    def whole(self) -> Tensor:
-        return self.part(0, 0, self.shape[0])
-
-
-def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:
-    """Any quantisation that the gguf package decodes."""
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-        for tensor in reader.tensors:
-            name = _gguf_name(tensor.name)
-            if name is not None:
-                yield name, _Quantised(path, tensor, name, spec)
-    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
-        raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
-
-
-def _gguf_name(name: str) -> str | None:
-    """ggml's tensor name as Hugging Face's; None for tables that we compute ourselves."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _GGUF_TOP:
-        return f"{_GGUF_TOP[stem]}.{kind}"
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if match and match[2] in _GGUF_LAYER:
-        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{kind}"
-    return None
-
-
-def _permuted(name: str, spec: ModelSpec) -> bool:
-    """llama.cpp stores q and k of the llama family for rotating neighbours; we rotate halves."""
-    if spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        return False
-    return name.split(".")[-2] in ("q_proj", "k_proj")
-
-
-def _unpermute(values: Tensor, head_dim: int) -> Tensor:
-    """Whole heads, each from neighbours to halves."""
-    shape = values.shape
-    return values.reshape(-1, head_dim // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
 class _Random:

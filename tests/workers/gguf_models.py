@@ -1,0 +1,68 @@
+"""Small models as .gguf files, with random quantised weights."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.weights.encoded import _GGUF_LAYER, _GGUF_TOP
+from meshlm.workers.weights.sources import shapes
+
+SCALES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]}
+SCALES_AT |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+CODES = {"Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "Q2_K": 45, "Q3_K": 128, "Q4_K": 945, "Q5_K": 1953}
+CODES |= {"Q6_K": 4064}  # about the largest product of code and inner scale
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=301,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=128,
+)
+
+
+def encoded(kind: str, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Random rows of a quantised type [n, bytes], their values about as large as weights are."""
+    rng = np.random.default_rng(seed)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, size=(n, k // block, size), dtype=np.uint8)
+    for at in SCALES_AT[kind]:
+        scales = (rng.normal(size=(n, k // block, 1)) * 0.1 / CODES[kind]).astype(np.float16)
+        data[:, :, at : at + 2] = scales.view(np.uint8)
+    return data.reshape(n, -1)
+
+
+def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC) -> None:
+    """kinds: a part of a tensor's name -> its type; float32 for others."""
+    names = {theirs: ours for ours, theirs in (_GGUF_LAYER | _GGUF_TOP).items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(spec.num_hidden_layers)
+    writer.add_context_length(spec.max_position_embeddings)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_attention_heads)
+    writer.add_head_count_kv(spec.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for seed, (name, shape) in enumerate(shapes(spec)):
+        stem, _, tail = name.rpartition(".")
+        layer = stem.split(".")[2] if ".layers." in stem else None
+        ours = names[stem] if layer is None else f"blk.{layer}.{names[stem.split('.', 3)[3]]}"
+        kind = next((kind for part, kind in kinds.items() if part in name), None)
+        if kind is not None and len(shape) == 2:
+            data = encoded(kind, *shape, seed)
+            writer.add_tensor(f"{ours}.{tail}", data, raw_dtype=GGMLQuantizationType[kind])
+        else:
+            values = np.random.default_rng(seed).normal(size=shape) * 0.05 + (len(shape) == 1)
+            writer.add_tensor(f"{ours}.{tail}", values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

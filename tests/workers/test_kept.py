@@ -1,0 +1,106 @@
+"""Models of .gguf files whose weights stay encoded: to the last bit what decoded weights give."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_models import SPEC, write_gguf
+from msgspec.structs import replace
+from small_models import caches, load, resolved, run
+
+from meshlm.kernels.cpu import packed
+from meshlm.kernels.cpu.library import library
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.load import load_model, weight_bytes
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
+TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
+CASES = {
+    "Q4_0": {"": "Q4_0"},
+    "Q4_1 with a Q8_0 embedding": {"embed": "Q8_0", "": "Q4_1"},
+    "Q5": {"q_proj": "Q5_0", "": "Q5_1"},
+    "Q4_K_M": {"embed": "Q6_K", "v_proj": "Q6_K", "down": "Q6_K", "": "Q4_K"},
+    "Q5_K": {"v_proj": "Q4_K", "": "Q5_K"},
+}
+
+
+def decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """The same model without quantised parameters."""
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "form_of", lambda ggml_type: None)
+        return load(path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_decoded_weights(
+    case: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, chance = tmp_path / "m.gguf", random.Random(0)
+    write_gguf(path, CASES[case], replace(SPEC, tie_word_embeddings=tied))
+    ours, theirs = load(path), decoded(path, monkeypatch)
+    assert weight_bytes(ours) < 0.45 * weight_bytes(theirs)
+    tokens = [chance.randrange(301) for _ in range(33)]
+    expected = run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)])
+    assert expected.isfinite().all()
+    assert expected.std() > 0.01
+    assert torch.equal(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected)
+    kv = caches(SPEC, 24)
+    one_by_one = [run(ours, kv, [([token], at, TABLE)]) for at, token in enumerate(tokens)]
+    assert torch.equal(torch.cat(one_by_one), expected)
+
+
+def test_a_parameter_of_which_a_part_cannot_stay_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"up_proj": "Q2_K", "embed": "Q3_K", "": "Q4_1"})
+    ours, theirs = load(path), decoded(path, monkeypatch)
+    sizes = {name: parameter.numel() for name, parameter in theirs.named_parameters()}
+    kept = {name for name, parameter in ours.named_parameters() if parameter.numel() < 0.3 * sizes[name]}
+    stays = ("attention.qkv", "attention.o", "mlp.down")
+    assert kept == {"head.weight", *(f"layers.{n}.{name}.weight" for n in (0, 1) for name in stays)}
+    tokens = list(range(20))
+    assert torch.equal(
+        run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]),
+        run(theirs, caches(SPEC, 24), [(tokens, 0, TABLE)]),
+    )
+
+
+def test_heads_that_end_within_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys would begin at row 8 * 4 = 32 and values at 40: not a panel's begin."""
+    path = tmp_path / "m.gguf"
+    spec = replace(SPEC, head_dim=8, num_attention_heads=4, num_key_value_heads=1, hidden_size=32, intermediate_size=64)
+    write_gguf(path, {"": "Q8_0"}, spec)
+    ours = load(path)
+    tokens = list(range(20))
+    assert torch.equal(
+        run(ours, caches(spec, 24), [(tokens, 0, TABLE)]),
+        run(decoded(path, monkeypatch), caches(spec, 24), [(tokens, 0, TABLE)]),
+    )
+
+
+def test_progress_moves_from_the_begin(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"": "Q4_1"})
+    seen: list[tuple[int, int]] = []
+    with torch.inference_mode():
+        model = load_model(resolved(path), torch.device("cpu"), 0, lambda done, total: seen.append((done, total)))
+    assert seen[0] == (0, weight_bytes(model))
+    assert seen[-1] == (weight_bytes(model), weight_bytes(model))
+    assert seen == sorted(seen)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path, cut = tmp_path / "m.gguf", tmp_path / "cut.gguf"
+    write_gguf(path, {"": "Q4_1"})
+    cut.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ProcessFatal, match=r"cut\.gguf: cannot be read, perhaps cut short"):
+        load(cut)
+    wrong = tmp_path / "wrong.gguf"
+    write_gguf(wrong, {"": "Q4_1"}, replace(SPEC, num_hidden_layers=3))
+    content = wrong.read_bytes()
+    assert content.count(b"blk.2.ffn_down") == 1
+    wrong.write_bytes(content.replace(b"blk.2.ffn_down", b"blk.2.ffn_what"))
+    with pytest.raises(ProcessFatal, match=r"weights are missing for layers\.2\.mlp\.down\.weight"):
+        load(wrong)

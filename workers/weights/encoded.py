@@ -1,0 +1,135 @@
+"""The tensors of a .gguf file, which may be quantised: decoded as float32, or their rows as they are. A part of sources.py.
+
+Parts are cut out before anything is decoded where the quantisation's blocks allow it: rows always, columns at the borders of blocks.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlm.kernels.cpu.packed import Rows
+from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, read_header
+
+_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
+_GGUF_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+class Encoded:
+    """See `meshlm.workers.weights.sources.Source`. Reads from the mapped file."""
+
+    def __init__(self, path: Path, mapped: np.memmap[Any, Any], tensor: GGUFTensor, head_dim: int) -> None:
+        self._path, self.ggml_type, self._head_dim = path, tensor.ggml_type, head_dim
+        self.shape = tuple(reversed(tensor.shape))
+        self._block, block_bytes = _block(path, tensor.ggml_type)
+        row_bytes = self.shape[-1] // self._block * block_bytes
+        lines = self.shape[:-1]
+        end = tensor.offset + int(np.prod(lines, dtype=np.int64)) * row_bytes
+        if self.shape[-1] % self._block or end > len(mapped):
+            raise ProcessFatal(f"{path}: cannot be read, perhaps cut short (a tensor ends at byte {end})")
+        self._data = torch.from_numpy(mapped[tensor.offset : end]).view(*lines, row_bytes)  # uint8
+        self._block_bytes = block_bytes
+
+    def cuts(self, dim: int, begin: int, end: int) -> bool:
+        """Whether that part is made of whole blocks."""
+        return dim < len(self.shape) - 1 or (begin % self._block == 0 and end % self._block == 0)
+
+    def _cut(self, dim: int, begin: int, end: int) -> Tensor:
+        if dim < len(self.shape) - 1:
+            return self._data.narrow(dim, begin, end - begin)
+        return self._data[..., begin // self._block * self._block_bytes : end // self._block * self._block_bytes]
+
+    def rows(self, dim: int, begin: int, end: int) -> tuple[Rows, Tensor | None]:
+        """A part of a matrix that `cuts`, not decoded; and int64, which of its rows comes first, second, ... (None: as they are)."""
+        rows = Rows(self._cut(dim, begin, end), self.ggml_type)
+        return rows, _unpermute(torch.arange(rows.data.shape[0]), self._head_dim) if self._head_dim else None
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        if self.cuts(dim, begin, end):
+            values = self._decode(self._cut(dim, begin, end))
+        else:
+            values = self._decode(self._data).narrow(dim, begin, end - begin)
+        return _unpermute(values, self._head_dim) if self._head_dim else values
+
+    def whole(self) -> Tensor:
+        return self.part(0, 0, self.shape[0])
+
+    def _decode(self, data: Tensor) -> Tensor:
+        if self.ggml_type in _FLOATS:
+            return data.contiguous().view(_FLOATS[self.ggml_type])
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        try:
+            return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType(self.ggml_type)).copy())
+        except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+            raise ProcessFatal(f"{self._path}: cannot be decoded ({error})") from None
+
+
+def _block(path: Path, ggml_type: int) -> tuple[int, int]:
+    """Numbers and bytes of a block."""
+    if ggml_type in _FLOATS:
+        return 1, _FLOATS[ggml_type].itemsize
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
+        return int(numbers), int(size)
+    except (ValueError, KeyError):
+        raise ProcessFatal(f"{path}: a tensor has type {ggml_type}, which the gguf package does not know") from None
+
+
+def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Encoded]]:
+    """Any quantisation that the gguf package decodes. All tensors can be read as long as one of them is kept. ProcessFatal."""
+    try:
+        tensors = read_header(path, lambda name: False).tensors
+        mapped: np.memmap[Any, Any] = np.memmap(path, np.uint8, mode="c")  # torch wants to be allowed to write
+    except (GGUFError, OSError, ValueError) as error:
+        raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
+    for their_name, tensor in tensors.items():
+        name = _gguf_name(their_name)
+        if name is not None:
+            yield name, Encoded(path, mapped, tensor, spec.head_dim if _permuted(name, spec) else 0)
+
+
+def _gguf_name(name: str) -> str | None:
+    """ggml's tensor name as Hugging Face's; None for tables that we compute ourselves."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _GGUF_TOP:
+        return f"{_GGUF_TOP[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and match[2] in _GGUF_LAYER:
+        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{kind}"
+    return None
+
+
+def _permuted(name: str, spec: ModelSpec) -> bool:
+    """llama.cpp stores q and k of the llama family for rotating neighbours; we rotate halves."""
+    if spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+        return False
+    return name.split(".")[-2] in ("q_proj", "k_proj")
+
+
+def _unpermute(values: Tensor, head_dim: int) -> Tensor:
+    """Whole heads, each from neighbours to halves."""
+    shape = values.shape
+    return values.reshape(-1, head_dim // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)

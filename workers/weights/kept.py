@@ -1,0 +1,84 @@
+"""Weights that stay encoded in the memory of a CPU worker: which they are, and how tensors of a .gguf file become them.
+
+The compiled kernels (kernels/cpu/packed.py) compute with codes and scales as the file has them, in float32 and with the values that
+decoding would have given. Called by load.py, while a model is made and filled.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.kernels.cpu import packed
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.encoded import Encoded
+from meshlm.workers.weights.places import Place, place
+from meshlm.workers.weights.sources import Source
+
+
+class Kept:
+    """A parameter [n, k] whose panels stay in these forms; its first `covered` rows come from files."""
+
+    def __init__(self, forms: list[int], n: int, k: int, covered: int) -> None:
+        self._forms, self._n, self._k, self._covered = forms, n, k, covered
+        self.size = packed.packed_bytes(forms, k)
+        self.elements = covered * k
+
+    def begin(self, parameter: Tensor) -> None:
+        """parameter: uint8 [size]."""
+        if self._covered < self._n:
+            parameter.zero_()  # padding
+        packed.write_table(parameter, self._forms, self._k)
+
+    def take(self, parameter: Tensor, source: Source, found: Place) -> int:
+        """One part of it; how many elements that is."""
+        assert isinstance(source, Encoded)
+        rows, order = source.rows(found.dim, found.begin, found.end)
+        packed.repack(rows, order, parameter, found.row, self._k)
+        return rows.data.shape[0] * self._k
+
+
+def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Kept]:
+    """The parameters of which all parts can stay encoded; in the model they become uint8, of the size that they will have."""
+    parts: dict[str, list[tuple[int, int, int | None]]] = {}  # first row, rows, form
+    for name, source in tensors:
+        try:
+            found = place(name, model.spec, model.shard)
+        except KeyError:
+            continue  # load.py will say it
+        if found is None or found.shape != source.shape or len(found.shape) != 2:
+            continue
+        rows = found.end - found.begin if found.dim == 0 else found.shape[0]
+        if rows and found.begin < found.end:
+            parts.setdefault(found.parameter, []).append((found.row, rows, _form(source, found)))
+    kept = {}
+    for name, parameter in list(model.named_parameters()):
+        forms = _panels(sorted(parts.get(name, ())), parameter.shape[0])
+        if forms is None:
+            continue
+        covered = sum(rows for _, rows, _ in parts[name])
+        kept[name] = Kept(forms, parameter.shape[0], parameter.shape[1], covered)
+        owner, _, attribute = name.rpartition(".")
+        empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))
+    return kept
+
+
+def _form(source: Source, found: Place) -> int | None:
+    if isinstance(source, Encoded) and source.cuts(found.dim, found.begin, found.end):
+        return packed.form_of(source.ggml_type)
+    return None
+
+
+def _panels(parts: list[tuple[int, int, int | None]], n: int) -> list[int] | None:
+    """The form of each panel of n rows; None if a part has none, one begins within a panel, or something is missing."""
+    forms: list[int] = []
+    at = 0
+    for first, rows, form in parts:
+        if form is None or first != at or first % packed.WIDTH:
+            return None
+        forms += [form] * -(-rows // packed.WIDTH)
+        at += rows
+    if not forms:
+        return None
+    return forms + forms[-1:] * (-(-n // packed.WIDTH) - len(forms))
