@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meshlm.frontend.burst import Form, Line
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import STATUS, HttpError, error_object
 from meshlm.frontend.parse import Ask
@@ -248,11 +249,11 @@ class StreamAnswer(Answer):
         on_end: Callable[[], None],
         write: Callable[[bytes], None],
         progress: Progress | None = None,
-        texts: Callable[[bytes, bytes, Callable[[str], bytes]], Callable[[str], None]] | None = None,
+        line: Line | None = None,
     ) -> None:
-        """`texts` makes what writes events of one form at once: a prefix, an encoded text, a suffix."""
+        """`line` is what `write` belongs to, for the events that may leave with those of other streams."""
         super().__init__(ask, request_id, created, model, on_end)
-        self._write, self._progress, self._texts = write, progress, texts
+        self._write, self._progress, self._line = write, progress, line
         self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         self._affixes: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
@@ -295,14 +296,14 @@ class StreamAnswer(Answer):
         elif text:
             self._emit(choice, affixes[0] + _encode(text) + affixes[1])
 
-    def plain(self, choice: Choice) -> Callable[[str], None] | None:
+    def plain(self, choice: Choice) -> Callable[[str], None] | Form | None:
         affixes = self._affixes.get(choice.index)
         if affixes is None or not self._plain or self._progress is not None:
             return None
         write, encode = self._write, _encode
         prefix, suffix = affixes
-        if self._texts is not None:
-            return self._texts(prefix, suffix, encode)
+        if self._line is not None:
+            return Form(prefix, suffix, self._line)
 
         def take(text: str) -> None:
             write(prefix + encode(text) + suffix)

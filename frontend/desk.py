@@ -186,6 +186,8 @@ class Desk:
             for choice in (*self.by_handle.values(), *self.orphans)
             if 0 < choice.submit.deadline_s <= wall_s - DEADLINE_GRACE_S and choice.finished is None
         ]
+        if not late:
+            return []
         sends = self.close(late)
         for choice in late:
             self._fail(choice, ErrorKind.TIMEOUT, "the request's timeout passed", "")

@@ -9,6 +9,7 @@ Choices whose chunks say more than text (token ids, usage, event ids) do not lag
 from array import array
 from collections.abc import Callable
 
+from meshlm.frontend.burst import Burst, Form
 from meshlm.frontend.choice import Choice
 from meshlm.protocol.columns import Counters, pack_i32, unpack_i32
 from meshlm.protocol.text_edge import TextDeltas
@@ -24,9 +25,18 @@ class Steady:
         self.choices, self.last_at = choices, now
         self._handles = handles
         self._starts = Counters(len(choice.token_ids) for choice in choices)
-        takers = [choice.exchange.plain(choice) for choice in choices]
-        self._eager = [(place, choice) for place, choice in enumerate(choices) if takers[place] is None]
-        self._takers: list[Callable[[str], None]] = [taker or _ignore for taker in takers]
+        self._eager: list[tuple[int, Choice]] = []  # whose rows go the general way
+        self._takers: list[tuple[int, Callable[[str], None]]] = []
+        forms: dict[int, Form] = {}
+        for place, choice in enumerate(choices):
+            plain = choice.exchange.plain(choice)
+            if plain is None:
+                self._eager.append((place, choice))
+            elif isinstance(plain, Form):
+                forms[place] = plain
+            else:
+                self._takers.append((place, plain))
+        self._burst, self._places = Burst(list(forms.values())), list(forms)
         self._token_ids: list[array[int]] = []  # columns, one token of each choice
 
     def width_of(self, message: TextDeltas) -> int:
@@ -44,13 +54,16 @@ class Steady:
         self._token_ids += [tokens[nth::width] for nth in range(width)]
         self._starts.advance(width)
         self.last_at = now
-        for take, text in zip(self._takers, message.texts, strict=True):
-            if text:
-                take(text)
+        texts = message.texts
+        if self._places:
+            self._burst.send(texts if len(self._places) == len(texts) else [texts[place] for place in self._places])
+        for place, take in self._takers:
+            if texts[place]:
+                take(texts[place])
         for place, choice in self._eager:
             ids = memoryview(tokens)[place * width : (place + 1) * width]
             choice.token_ids.extend(ids)
-            choice.exchange.text(choice, ids, message.texts[place])
+            choice.exchange.text(choice, ids, texts[place])
 
     def settle(self) -> None:
         """Tell the choices what came. Call once, and drop this."""
@@ -68,7 +81,3 @@ class Steady:
         for place, choice in enumerate(self.choices):
             assert choice.handle == unpack_i32(self._handles)[place]
             assert len(choice.token_ids) + (0 if place in eager else len(self._token_ids)) == starts[place]
-
-
-def _ignore(text: str) -> None:
-    """The text of a choice whose rows go the general way."""

@@ -6,11 +6,12 @@ Exact orders of events that a real socket shows only at times; tests/mesh/test_b
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from meshlm.frontend.burst import Burst, Form
 from meshlm.frontend.http import EXTENSION, EventWriter
 
 
@@ -41,14 +42,30 @@ class Connection:
         self.flow = Flow()
         self._ours, self._clients = socket.socketpair()
         self._clients.setblocking(False)
-        scope = {"extensions": {EXTENSION: {"transport": self, "flow": self.flow}}}
+        self._ours.setblocking(False)
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self._held = b""
+        self.lost: list[Callable[[], None]] = []
+        scope = {"extensions": {EXTENSION: {"transport": self, "flow": self.flow, "lost": self.lost}}}
         self.writer = EventWriter(scope, self._send)
 
     def text(self) -> bytes:
         """What the client has read, without the sizes of chunks."""
         with contextlib.suppress(BlockingIOError):
-            return b"".join(self._clients.recv(10_000).split(b"\r\n")[1::2])
+            return b"".join(self._clients.recv(100_000).split(b"\r\n")[1::2])
         return b""
+
+    def drain(self) -> bytes:
+        """All that the client can read, while what waits follows."""
+        found = b""
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                found += self._clients.recv(100_000)
+                continue
+            if not self._held:
+                return found
+            held, self._held = self._held, b""
+            self.write(held)
 
     def close(self) -> None:
         self._ours.close()
@@ -57,17 +74,21 @@ class Connection:
     # what EventWriter needs of an asyncio.Transport
 
     def write(self, data: bytes) -> None:
-        self._ours.sendall(data)
+        """As uvloop's: what the socket does not take is held back."""
+        taken = 0
+        if not self._held:
+            with contextlib.suppress(BlockingIOError):
+                taken = self._ours.send(data)
+        self._held += data[taken:]
 
     def is_closing(self) -> bool:
         return False
 
-    def get_extra_info(self, name: str) -> socket.socket:
-        assert name == "socket"
-        return self._ours
+    def get_extra_info(self, name: str) -> socket.socket | None:
+        return self._ours if name == "socket" else None
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return len(self._held)
 
     async def _send(self, message: dict[str, Any]) -> None:
         """uvicorn's, in outline."""
@@ -137,14 +158,67 @@ async def test_the_end_of_the_answer_loses_nothing(connection: Connection) -> No
     assert connection.text() == b"ABC"
 
 
+def burst_of(connection: Connection) -> Burst:
+    return Burst([Form(b"<", b">", connection.writer)])
+
+
 async def test_texts_are_events_like_others(connection: Connection) -> None:
     """Also while the socket is full, and without a transport."""
-    take = connection.writer.texts(b"<", b">", str.encode)
+    burst = burst_of(connection)
     pump = await blocked(connection)
-    take("C")
+    burst.send(["C"])
     connection.flow.resume_writing()
     await turn()
-    take("D")
-    connection.writer.write(b"E")
+    burst.send(["D"])
+    burst.send(["E"])
+    assert connection.writer._lent
+    connection.writer.write(b"F")
+    assert not connection.writer._lent
+    burst.send(["G"])
     await stop(pump)
-    assert connection.text() == b"AB<C><D>E"
+    assert connection.text() == b'AB<"C"><"D"><"E">F<"G">'
+
+
+async def test_a_socket_that_takes_a_part_gets_the_rest_first(connection: Connection) -> None:
+    await connection.writer.start([])
+    burst, long, sent = burst_of(connection), "x" * 1500, ["a", "b"]
+    burst.send(["a"])
+    burst.send(["b"])
+    while not connection.get_write_buffer_size():
+        sent.append(f"{len(sent)}{long}")
+        burst.send([sent[-1]])
+        assert len(sent) < 1000
+    for text in ("c", "d"):
+        sent.append(text)
+        burst.send([text])
+    assert not connection.writer._lent, "something could overtake what the transport holds back"
+    found = connection.drain()
+    burst.send(["e"])
+    burst.send(["f"])
+    assert connection.writer._lent
+    events = [f'<"{text}">'.encode() for text in [*sent, "e", "f"]]
+    assert found + connection.drain() == b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
+
+
+async def test_a_lost_connection_is_not_written_to(connection: Connection) -> None:
+    """Its descriptor may be another client's already."""
+    await connection.writer.start([])
+    burst = burst_of(connection)
+    burst.send(["a"])
+    slots, place = connection.writer._lent[0]
+    assert slots[place] is not None
+    for tell in connection.lost:
+        tell()
+    assert slots[place] is None
+
+
+async def test_a_finished_answer_leaves_nothing_behind(connection: Connection) -> None:
+    """The connection goes on to its next request."""
+    await connection.writer.start([])
+    burst_of(connection).send(["a"])
+    assert connection.lost
+    await connection.writer.finish()
+    assert not connection.lost
+    assert not connection.writer._lent
+    connection.writer.lend([None], 0)
+    assert not connection.writer._lent
