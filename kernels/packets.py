@@ -4,7 +4,7 @@ A packet is one store of eight bytes: 32 bits of data (two bfloat16 columns or o
 the turn. Such a store is seen whole or not at all (PTX ISA, memory consistency model: a scalar access of 64 bits), so nothing must be
 waited for between data and flag, and the reader polls the packet itself (NCCL's LL protocol). It doubles the traffic: for few rows.
 
-kernels/sum_norm sends and receives. Whoever sends must know that the slot has been read: it says how.
+kernels/sum_norm and kernels/gemv send and receive. Whoever sends must know that the slot has been read: they say how.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 FOR_EVER = 2**31 - 1  # polls, a third of a microsecond each
-MOST_IN_FLIGHT = 32  # loads of one thread
+MOST_IN_FLIGHT = 16  # loads of one thread
 
 
 class Wait(NamedTuple):
@@ -26,51 +26,59 @@ class Wait(NamedTuple):
     pack: int
 
 
-SEND = """{
-.reg .pred inside;
-.reg .b64 packet;
-setp.ne.b32 inside, $4, 0;
-mov.b64 packet, {$2, $3};
-@inside st.relaxed.sys.global.b64 [$1], packet;
-mov.b32 $0, 0;
-}"""
-
-
 @cache
-def wait(size: int, stride: int, pairs: bool, elements: int) -> Wait:
-    """size: ranks, whose packets lie `stride` packets apart. elements: of a thread. Polls all of them until the last has come.
+def wait(size: int, stride: int, pairs: bool, elements: int, spin_on: int | None = None) -> Wait:
+    """size: ranks, whose packets lie `stride` packets apart. elements: of a thread. Polls until the last has come.
 
+    spin_on: a rank. Only one packet of it is polled by each thread until it comes, so that many programs that wait leave the cache to
+    others; then all that were missing. None: all that are missing, always, which sees the last a little sooner.
     Operands: outputs even and odd columns (float32), inputs address, turn, patience; `pack` registers each.
     """
     pack = 1
     while pack * 2 * size <= MOST_IN_FLIGHT and elements % (pack * 2) == 0:
         pack *= 2
     places = [(peer, nth) for nth in range(pack) for peer in range(size)]
-    name = {place: at for at, place in enumerate(places)}
     even, odd, address, turn, patience = (range(k * pack, (k + 1) * pack) for k in range(5))
+
+    def load(peer: int, nth: int) -> str:
+        at = places.index((peer, nth))
+        return f"ld.relaxed.sys.global.b64 packet{at}, [${address[nth]}+{peer * stride * 8}];"
+
     lines = [
-        ".reg .pred missing;",
-        ".reg .b32 polls, flag, half;",
-        f".reg .b32 data<{len(places)}>;",
+        ".reg .pred missing, again;",
+        ".reg .b32 polls, half;",
+        f".reg .b32 data<{len(places)}>, turn<{len(places)}>;",
         f".reg .b64 packet<{len(places)}>;",
         ".reg .f32 part;",
         "mov.b32 polls, 0;",
-        "again:",
-    ]
-    lines += [f"ld.relaxed.sys.global.b64 packet{name[p, n]}, [${address[n]}+{p * stride * 8}];" for p, n in places]
-    for at, (_, nth) in enumerate(places):
-        lines.append(f"mov.b64 {{data{at}, flag}}, packet{at};")
-        test = "setp.ne.or.s32" if at else "setp.ne.s32"
-        lines.append(f"{test} missing, flag, ${turn[nth]}{', missing' if at else ''};")
-    lines += [
+        *(load(*place) for place in places),
+        "look:",
         "add.s32 polls, polls, 1;",
-        f"setp.lt.and.s32 missing, polls, ${patience[0]}, missing;",
-        "@missing bra again;",
     ]
+    for at, (_, nth) in enumerate(places):
+        test = (
+            f"setp.ne.or.s32 again, turn{at}, ${turn[nth]}, again;" if at else f"setp.ne.s32 again, turn0, ${turn[0]};"
+        )
+        lines += [f"mov.b64 {{data{at}, turn{at}}}, packet{at};", test]
+    lines += [f"setp.lt.and.s32 again, polls, ${patience[0]}, again;", "@!again bra come;"]
+    if spin_on is not None:
+        at = places.index((spin_on, pack - 1))
+        lines += [
+            "spin:",
+            "add.s32 polls, polls, 1;",
+            load(spin_on, pack - 1),
+            f"mov.b64 {{data{at}, turn{at}}}, packet{at};",
+            f"setp.ne.s32 missing, turn{at}, ${turn[0]};",
+            f"setp.lt.and.s32 missing, polls, ${patience[0]}, missing;",
+            "@missing bra spin;",
+        ]
+    for at, (peer, nth) in enumerate(places):
+        lines += [f"setp.ne.s32 missing, turn{at}, ${turn[nth]};", f"@missing {load(peer, nth)}"]
+    lines += ["bra look;", "come:"]
     for nth in range(pack):
         lines += [f"mov.f32 ${even[nth]}, 0f00000000;", f"mov.f32 ${odd[nth]}, 0f00000000;"]
         for peer in range(size):
-            data = f"data{name[peer, nth]}"
+            data = f"data{places.index((peer, nth))}"
             if not pairs:
                 lines += [f"mov.b32 part, {data};", f"add.rn.f32 ${even[nth]}, ${even[nth]}, part;"]
                 continue
@@ -117,16 +125,10 @@ def words_of(even, odd, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def send(inbox, at, words, turn, inside, TEXT: tl.constexpr):
-    """Packets of these words into places `at` of the inbox at this address."""
-    there = inbox + at.to(tl.int64) * 8
-    if TEXT != "":
-        tl.inline_asm_elementwise(
-            TEXT, "=r,l,r,r,r", [there, words, turn, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        packets = (words.to(tl.int64) & 0xFFFFFFFF) | (turn.to(tl.int64) << 32)
-        tl.store(there.to(tl.pointer_type(tl.int64)), packets, mask=inside)
+def send(there, words, turn, inside):
+    """int32 words to the addresses `there`, int64. `.wt` makes of it one strong store at system scope (STG.64.STRONG.SYS)."""
+    packets = (words.to(tl.int64) & 0xFFFFFFFF) | (turn.to(tl.int64) << 32)
+    tl.store(there.to(tl.pointer_type(tl.int64)), packets, mask=inside, cache_modifier=".wt")
 
 
 @triton.jit

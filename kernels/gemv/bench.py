@@ -1,6 +1,6 @@
 """Products of one row against the time of reading the weight, on the GPU that is there, and against cuBLAS.
 
-    python -P -m meshlm.kernels.gemv.bench [--tune] [--json FILE]
+    python -P -m meshlm.kernels.gemv.bench [--tune] [--parts [NTH ...]] [--json FILE]
 
 Many copies of each weight take turns, so that none is read from the cache.
 """
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 import triton
 
 from meshlm.kernels.attention.bench import microseconds
-from meshlm.kernels.gemv.kernel import gemv, shape_of
+from meshlm.kernels.gemv.kernel import Turn, gemv, shape_of
+from meshlm.kernels.sum_norm.kernel import Room
 
 # outputs, inputs, gate, norm; Qwen3-0.6B, then Llama-3.1-8B
 SHAPES = [
@@ -34,6 +35,17 @@ SHAPES = [
     (7168, 4096, True, False),
     (4096, 7168, False, False),
 ]
+# ranks, outputs, inputs, gate, way: a layer of Llama-3.1-8B on two and on four GPUs, with packets sent or received
+PARTS = [
+    (2, 4096, 2048, False, "sends"),
+    (2, 4096, 7168, False, "sends"),
+    (2, 7168, 4096, True, "receives"),
+    (2, 3072, 4096, False, "receives"),
+    (4, 4096, 1024, False, "sends"),
+    (4, 4096, 3584, False, "sends"),
+    (4, 3584, 4096, True, "receives"),
+    (4, 1536, 4096, False, "receives"),
+]
 # BLOCK_N, warps, stages, programs per multiprocessor
 CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))
 
@@ -42,6 +54,55 @@ def fitting(inputs: int, gate: bool) -> list[tuple[int, int, int, int]]:
     """Those whose tiles in flight are not few and have room in a multiprocessor's shared memory."""
     line = triton.next_power_of_2(inputs) * (4 if gate else 2)  # bytes of a tile's row
     return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
+
+
+def turn_alone(size: int, columns: int) -> Turn:
+    """A turn whose packets have all come, in a room with peers that are memory of this GPU: no link takes part."""
+    inbox, other = (torch.full((2, size, 1, columns // 2), 1 << 32, dtype=torch.int64, device="cuda") for _ in range(2))
+    addresses = torch.tensor([inbox.data_ptr()] + [other.data_ptr()] * (size - 1), device="cuda")
+    turns = torch.ones(1, dtype=torch.int32, device="cuda")
+    turn = Turn(Room(0, size, 1, columns, (addresses, addresses, addresses), turns, 1), 0)
+    KEPT.extend((inbox, other))
+    return turn
+
+
+KEPT: list[torch.Tensor] = []  # addresses do not keep memory
+
+
+def time_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[tuple[int, int, int, int], float]:
+    """Microseconds of each tile; the table's first."""
+    size, outputs, inputs, gate, way = part
+    lines = outputs * (2 if gate else 1)
+    copies = max(4, (256 << 20) // (lines * inputs * 2))
+    weights = torch.randn(copies, lines, inputs, device="cuda", dtype=torch.bfloat16)
+    x, residual = torch.randn(2, 1, inputs, device="cuda", dtype=torch.bfloat16)
+    turn = turn_alone(size, outputs if way == "sends" else inputs)
+    options: dict[str, Any] = {"sends": turn}
+    if way == "receives":
+        options = {"receives": turn, "norm": torch.ones_like(x[0]), "residual": residual, "eps": 1e-6}
+    found: dict[tuple[int, int, int, int], float] = {}
+    for choice in [shape_of(outputs, inputs, gate, way), *(fitting(inputs, gate or way == "sends") if tune else [])]:
+
+        def run(c: tuple[int, int, int, int] = choice) -> None:
+            for weight in weights:
+                gemv(x, weight, gate=gate, shape=c, **options)
+
+        try:
+            found.setdefault(choice, microseconds(run, 5) / copies)
+        except triton.runtime.errors.OutOfResources:
+            continue
+    return found
+
+
+def bench_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[str, Any]:
+    found = time_part(part, tune)
+    result: dict[str, Any] = dict(zip(("ranks", "outputs", "inputs", "gate", "way"), part, strict=True))
+    default = next(iter(found.values()))
+    result["default_us"] = round(default, 2)
+    result["tb_s"] = round(part[1] * part[2] * (4 if part[3] else 2) / default / 1e6, 2)
+    if tune:
+        result["best"] = [(round(us, 2), choice) for choice, us in sorted(found.items(), key=lambda pair: pair[1])[:6]]
+    return result
 
 
 def bench(shape: tuple[int, int, bool, bool], tune: bool) -> dict[str, Any]:
@@ -84,11 +145,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--shapes", type=int, nargs="+", default=list(range(len(SHAPES))))
+    parser.add_argument("--parts", type=int, nargs="*", help="these of PARTS too; without numbers: all, and no SHAPES")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     results = []
-    for shape in arguments.shapes:
+    for shape in arguments.shapes if arguments.parts != [] else []:
         results.append(bench(SHAPES[shape], arguments.tune))
+        print(json.dumps(results[-1]), flush=True)
+    for nth in [] if arguments.parts is None else arguments.parts or range(len(PARTS)):
+        results.append(bench_part(PARTS[nth], arguments.tune))
         print(json.dumps(results[-1]), flush=True)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))

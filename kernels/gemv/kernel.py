@@ -8,16 +8,33 @@
 A program computes BLOCK_N outputs, then the next such block, up to the end; there are as many programs as run at once. It keeps y in
 registers. Its tiles of the weight are one stream of asynchronous copies, STAGES deep, so that the memory is never without requests; the
 stream starts while the kernel before this one still runs (PDL). Tensor cores would add nothing for one row.
+
+Products that are parts of a sum over ranks (bfloat16) need no kernel for the sum:
+
+    SENDS     out goes as packets (kernels/packets.py) to all ranks, this one too; nothing is stored here
+    RECEIVES  x = sum over ranks of what they sent, in their order; every program polls all of it, its weights being under way
+
+The inboxes are row 0 of sum_norm's, whose two halves take turns. A packet of turn t + 2 may overwrite one of turn t: its sender has
+finished the kernel that received turn t + 1, so it has had packets of that turn from every peer, and a peer sends none before all
+programs of its kernel that received turn t are done. That is what gdc_wait says: it returns when the kernel before has ended, and
+as every program of every kernel calls it, so have all before that one; and every program here calls it before it sends.
+The count of turns is not advanced while programs may still read it: kernels add `nth`, their place behind the last sum_norm, which
+advances it by all of them.
+Nobody waits for ever: a receiving kernel stands on its stream behind the kernels, here and on the peers, that send to it, and these
+wait for earlier ones only. Programs that poll keep no sender of their own GPU from running: it has ended before they begin to poll.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import pdl, tables
+from meshlm.kernels import packets, pdl, tables
+from meshlm.kernels.packets import FOR_EVER
+from meshlm.kernels.sum_norm.kernel import Room
 
 
 @triton.jit
@@ -49,32 +66,98 @@ def _row(
 
 
 @triton.jit
-def _gemv(
-    x, residual, norm_weight, weight, bias, out, stream, blocks, eps,
+def _summed_row(
+    residual, norm_weight, stream, inboxes, turns, nth, first, eps, patience,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same of what the ranks sent. residual, norm_weight, stream: words of two columns."""
+    at = tl.arange(0, BLOCK_K // 2)
+    inside = at < K // 2
+    scale, scale_odd = packets.columns_of(tl.load(norm_weight + at, mask=inside, other=0), True)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    line, odd = packets.columns_of(tl.load(residual + at, mask=inside, other=0), True)
+    turn = tl.load(turns) + nth
+    here = (turn & 1) * (SIZE * STRIDE) + tl.minimum(at, K // 2 - 1)  # beside the row no packet ever comes
+    total, total_odd = packets.receive(tl.load(inboxes + RANK), here, turn, patience, SIZE, STRIDE, True, WAIT)
+    line = packets.rounded(packets.rounded(total, True) + line, True)
+    odd = packets.rounded(packets.rounded(total_odd, True) + odd, True)
+    if first == 0:
+        tl.store(stream + at, packets.words_of(line, odd, True), mask=inside)
+    inverse = tl.rsqrt(tl.sum(tl.where(inside, line * line + odd * odd, 0.0), axis=0) / K + eps)
+    return tl.interleave(line * (inverse * scale), odd * (inverse * scale_odd))
+
+
+def _products(
+    x, residual, norm_weight, weight, bias, out, stream, inboxes, turns, nth, blocks, eps, patience,
     K: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    SENDS: tl.constexpr, RECEIVES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WAIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0)
-    nth, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    whole: tl.constexpr = (K == BLOCK_K) and (OUTPUTS % BLOCK_N == 0)
+    nth_row, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    lines: tl.constexpr = OUTPUTS // 2 if SENDS else OUTPUTS
+    whole: tl.constexpr = (K == BLOCK_K) and (lines % BLOCK_N == 0)
     h = tl.zeros((BLOCK_K,), tl.float32)
+    turn = 0
+    if SENDS:
+        addresses = tl.load(inboxes + tl.arange(0, SIZE))
     for block in tl.range(first, blocks, tl.num_programs(0), num_stages=STAGES):
-        n = block * BLOCK_N + nth
-        real = n < OUTPUTS
-        w = _tile(weight, n, k, real, K, whole)
+        n = block * BLOCK_N + nth_row
+        real = n < lines
+        if SENDS:
+            w = _tile(weight, 2 * n, k, real, K, whole)
+            w_odd = _tile(weight, 2 * n + 1, k, real, K, whole)
+        else:
+            w = _tile(weight, n, k, real, K, whole)
         if GATE:
             w_up = _tile(weight, n + OUTPUTS, k, real, K, whole)
         if block == first:  # in the loop, because the stream of copies starts where the loop does
-            h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
+            if RECEIVES:
+                h = _summed_row(
+                    residual, norm_weight, stream, inboxes, turns, nth, first, eps, patience,
+                    K, BLOCK_K, RANK, SIZE, STRIDE, WAIT, PDL,
+                )  # fmt: skip
+            else:
+                h = _row(x, residual, norm_weight, stream, k, first, eps, K, NORM, ADD, PDL)
+            if SENDS:
+                turn = tl.load(turns) + nth
         result = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
-        if GATE:
-            up = tl.sum(w_up.to(tl.float32) * h[None, :], axis=1)
-            result = result / (1.0 + tl.exp(-result)) * up
-        if BIAS:
-            result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
-        tl.store(out + n, result.to(out.dtype.element_ty), mask=real)
+        if SENDS:
+            odd = tl.sum(w_odd.to(tl.float32) * h[None, :], axis=1)
+            if BIAS:
+                result += tl.load(bias + 2 * n, mask=real, other=0.0).to(tl.float32)
+                odd += tl.load(bias + 2 * n + 1, mask=real, other=0.0).to(tl.float32)
+            half = ((turn & 1) * SIZE + RANK) * STRIDE
+            there = addresses[:, None] + (half + n)[None, :].to(tl.int64) * 8
+            packets.send(there, packets.words_of(result, odd, True)[None, :], turn, real[None, :])
+        else:
+            if GATE:
+                up = tl.sum(w_up.to(tl.float32) * h[None, :], axis=1)
+                result = result / (1.0 + tl.exp(-result)) * up
+            if BIAS:
+                result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
+            tl.store(out + n, result.to(out.dtype.element_ty), mask=real)
+
+
+VARY = ["nth", "patience"]
+_gemv = triton.jit(_products, do_not_specialize=VARY)
+# Where packets are received, neighbouring lanes must have neighbouring ones, not four each: what is beside them is not called aligned.
+_gemv_of_sum = triton.jit(
+    _products, do_not_specialize=VARY, do_not_specialize_on_alignment=["residual", "norm_weight", "stream"]
+)
+
+
+class Turn(NamedTuple):
+    """A sum over ranks: number `nth` behind the last sum_norm in the same room. bfloat16, an even number of columns."""
+
+    room: Room
+    nth: int
+    patience: int = FOR_EVER
 
 
 @cache
@@ -89,13 +172,23 @@ def pays(weight: Tensor, rows: int) -> bool:
 
 
 @cache
-def shape_of(outputs: int, inputs: int, gate: bool) -> tuple[int, int, int, int]:
-    """BLOCK_N, warps, stages, programs per multiprocessor: the first entry of this GPU's table that fits."""
+def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> tuple[int, int, int, int]:
+    """BLOCK_N, warps, stages, programs per multiprocessor: the first entry of this GPU's table that fits.
+
+    way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
+    """
     for entry in tables.read("gemv")["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
-        if fits and gate == entry.get("gate", gate):
+        if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
             block_n, warps, stages, programs = entry["tile"]
             return block_n, warps, stages, programs
+    if way:  # a table made before there were such
+        block_n, warps, stages, programs = shape_of(outputs, inputs, gate)
+        return (
+            (block_n, warps, stages, programs)
+            if way == "receives"
+            else (max(1, block_n // 2), warps, stages, max(1, programs // 2))
+        )
     raise AssertionError("the last entry of a table fits all")
 
 
@@ -109,19 +202,37 @@ def gemv(
     eps: float = 0.0,
     gate: bool = False,
     shape: tuple[int, int, int, int] | None = None,
+    sends: Turn | None = None,
+    receives: Turn | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [1, k]; weight [n, k] (gate: [2 n, k]) -> out [1, n] and the stream x + residual [1, k] (else x)."""
+    """x [1, k]; weight [n, k] (gate: [2 n, k]) -> out [1, n] and the stream x + residual [1, k] (else x).
+
+    sends: out stays empty, its columns are on their way. receives: x stands for what comes; with norm and residual.
+    """
     inputs = x.shape[1]
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(x) if residual is not None else x
-    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate)
-    blocks = triton.cdiv(outputs, block_n)
-    _gemv[(min(blocks, per_sm * pdl.multiprocessors(x.device)),)](
-        x, residual if residual is not None else x, norm if norm is not None else x, weight,
-        bias if bias is not None else x, out, stream, blocks, eps,
+    way = "sends" if sends else "receives" if receives else ""
+    block_n, warps, stages, per_sm = shape or shape_of(outputs, inputs, gate, way)
+    blocks = triton.cdiv(outputs // 2 if sends else outputs, block_n)
+    block_k = triton.next_power_of_2(inputs)
+    beside = [residual if residual is not None else x, norm if norm is not None else x, stream]
+    turn, size, stride, wait = sends or receives, 1, 1, packets.PLAIN
+    if turn is not None:
+        size, stride = turn.room.size, turn.room.rows * turn.room.columns // 2
+        assert x.dtype == torch.bfloat16 and (outputs if sends else inputs) == turn.room.columns  # noqa: PT018
+    if receives:
+        beside = [t.view(torch.int32) for t in beside]
+        if x.is_cuda:
+            wait = packets.wait(size, stride, True, max(1, block_k // (64 * warps)), (receives.room.rank + 1) % size)
+    (_gemv_of_sum if receives else _gemv)[(min(blocks, per_sm * pdl.multiprocessors(x.device)),)](
+        x, *beside[:2], weight, bias if bias is not None else x, out, beside[2],
+        turn.room.packets if turn else x, turn.room.turns if turn else x, turn.nth if turn else 0, blocks, eps,
+        turn.patience if turn else 0,
         K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
-        BLOCK_N=block_n, BLOCK_K=triton.next_power_of_2(inputs), STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
+        SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.room.rank if turn else 0, SIZE=size, STRIDE=stride, WAIT=wait,
+        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
     return out, stream

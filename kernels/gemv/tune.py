@@ -2,7 +2,8 @@
 
     python -P -m meshlm.kernels.gemv.tune [--folder DIR]
 
-One row, every candidate on every shape of bench.py. cuBLAS is given the norm and the gate as kernels of their own.
+One row, every candidate on every shape of bench.py, and on every part of a layer that sends or receives packets. cuBLAS is given
+the norm and the gate as kernels of their own.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 from meshlm.kernels import tables
 from meshlm.kernels.attention.bench import microseconds
-from meshlm.kernels.gemv.bench import SHAPES, fitting
+from meshlm.kernels.gemv.bench import PARTS, SHAPES, fitting, time_part
 from meshlm.kernels.gemv.kernel import gemv
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.silu_mul.kernel import silu_mul
@@ -34,6 +35,40 @@ CLASSES: list[dict[str, Any]] = [
     {"inputs_to": MANY},
     {},
 ]
+WAYS: list[dict[str, Any]] = [
+    {"way": "sends", "inputs_to": FEW},
+    {"way": "sends", "inputs_to": 2 * FEW},
+    {"way": "sends", "inputs_to": SOME},
+    {"way": "sends"},
+    {"way": "receives", "gate": True},
+    {"way": "receives"},
+]
+
+
+def tiles_of_parts(times: dict[tuple[int, int, int, bool, str], dict[Tile, float]]) -> list[dict[str, Any]]:
+    """The same for products that send or receive packets."""
+    entries, left = [], dict(times)
+    for where in WAYS:
+        mine = [
+            part
+            for part in left
+            if part[4] == where["way"]
+            and part[2] <= where.get("inputs_to", part[2])
+            and part[3] >= where.get("gate", False)
+        ]
+        found = [left.pop(part) for part in mine]
+        if found:
+            entries.append({**where, "tile": list(best(found))})
+    return entries
+
+
+def best(found: list[dict[Tile, float]]) -> Tile:
+    """By the geometric mean of its slowdown over all cases that it fits."""
+
+    def cost(tile: Tile) -> float:
+        return exp(sum(log(of[tile] / min(of.values())) for of in found) / len(found))
+
+    return min(sorted(set.intersection(*(set(of) for of in found))), key=cost)
 
 
 def tiles(times: dict[Shape, dict[Tile, float]]) -> list[dict[str, Any]]:
@@ -50,13 +85,7 @@ def tiles(times: dict[Shape, dict[Tile, float]]) -> list[dict[str, Any]]:
         ]
         found = [left.pop(shape) for shape in mine] or (list(times.values()) if not where else [])
         if found:
-
-            def cost(tile: Tile, found: list[dict[Tile, float]] = found) -> float:
-                return exp(sum(log(of[tile] / min(of.values())) for of in found) / len(found))
-
-            shared = set.intersection(*(set(of) for of in found))  # what fits all shapes of the class
-            winner = min(sorted(shared), key=cost)
-            entries.append({**where, "tile": list(winner)})
+            entries.append({**where, "tile": list(best(found))})
     return entries
 
 
@@ -105,7 +134,9 @@ def main() -> None:
         size = shape[0] * shape[1] * (2 if shape[2] else 1) * 2
         wins[size] = wins.get(size, True) and min(times[shape].values()) < library
         print(shape, f"gemv {min(times[shape].values()):.2f} us, cuBLAS {library:.2f} us", flush=True)
-    path = tables.write("gemv", {"most_bytes": most_bytes(wins), "tiles": tiles(times)}, arguments.folder)
+    parts = {part: time_part(part, tune=True) for part in PARTS}
+    found = {"most_bytes": most_bytes(wins), "tiles": tiles_of_parts(parts) + tiles(times)}
+    path = tables.write("gemv", found, arguments.folder)
     print(path, json.dumps(json.loads(path.read_text())))
 
 

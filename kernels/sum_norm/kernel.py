@@ -26,13 +26,13 @@ from meshlm.kernels.packets import FOR_EVER
 
 
 # Not aligned, for the compiler's knowledge: neighbouring lanes must have neighbouring packets, not four each.
-@triton.jit(do_not_specialize=["patience"], do_not_specialize_on_alignment=["x", "residual", "weight", "out"])
+@triton.jit(do_not_specialize=["nth", "patience"], do_not_specialize_on_alignment=["x", "residual", "weight", "out"])
 def _by_packets(
-    x, residual, weight, out, inboxes, turns, eps, patience,
+    x, residual, weight, out, inboxes, turns, nth, eps, patience,
     RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
-    SEND: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+    SENT: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x, residual, weight, out: words (int32) of two columns, or of one."""
+    """x, residual, weight, out: words (int32) of two columns, or of one. SENT: x has been, by kernels/gemv."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -41,11 +41,13 @@ def _by_packets(
     scale, scale_odd = packets.columns_of(tl.load(weight + at, mask=inside, other=0), PAIRS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    turn = tl.load(turns + row)
-    mine = tl.load(x + row * WORDS + at, mask=inside, other=0)
+    turn = tl.load(turns + row) + nth
     slot = ((turn & 1) * (SIZE * ROWS) + row) * WORDS
-    for peer in tl.static_range(SIZE):
-        packets.send(tl.load(inboxes + peer), slot + RANK * ROWS * WORDS + at, mine, turn, inside, SEND)
+    if not SENT:
+        mine = tl.load(x + row * WORDS + at, mask=inside, other=0)
+        for peer in tl.static_range(SIZE):
+            there = tl.load(inboxes + peer) + (slot + RANK * ROWS * WORDS + at).to(tl.int64) * 8
+            packets.send(there, mine, turn, inside)
     stream, stream_odd = packets.columns_of(tl.load(residual + row * WORDS + at, mask=inside, other=0), PAIRS)
     nth = slot + tl.minimum(at, WORDS - 1)  # beside the row no packet ever comes
     total, total_odd = packets.receive(tl.load(inboxes + RANK), nth, turn, patience, SIZE, ROWS * WORDS, PAIRS, WAIT)
@@ -143,22 +145,33 @@ def words(columns: int, dtype: torch.dtype) -> int:
     return columns * dtype.itemsize // 4
 
 
-def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, room: Room, patience: int = FOR_EVER) -> Tensor:
-    """x, residual [m, columns], dense, m <= room.rows -> [m, columns]; residual changes in place. All ranks call it alike."""
+def sum_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    room: Room,
+    patience: int = FOR_EVER,
+    sent: int | None = None,
+) -> Tensor:
+    """x, residual [m, columns], dense, m <= room.rows -> [m, columns]; residual changes in place. All ranks call it alike.
+
+    sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last sum_norm.
+    """
     rows, columns = x.shape
     assert rows <= room.rows and columns == room.columns  # noqa: PT018
     out = torch.empty_like(residual)
     use_pdl = x.is_cuda and pdl.supported()
     options = {"launch_pdl": True} if use_pdl else {}
-    if rows <= room.packet_rows and columns * x.dtype.itemsize % 4 == 0:
+    if sent is not None or (rows <= room.packet_rows and columns * x.dtype.itemsize % 4 == 0):
         count, pairs = words(columns, x.dtype), packets.pairs(x.dtype)
         block = triton.next_power_of_2(count)
         warps = min(16, max(4, block // 64))
         wait = packets.wait(room.size, room.rows * count, pairs, max(1, block // (32 * warps)))
         _by_packets[(rows,)](
-            *(t.view(torch.int32) for t in (x, residual, weight, out)), room.packets, room.turns, eps, patience,
-            RANK=room.rank, SIZE=room.size, ROWS=room.rows, WORDS=count, BLOCK=block, PAIRS=pairs,
-            SEND=packets.SEND if x.is_cuda else "", WAIT=wait if x.is_cuda else packets.PLAIN, PDL=use_pdl, num_warps=warps, **options,
+            *(t.view(torch.int32) for t in (x, residual, weight, out)), room.packets, room.turns, sent or 0, eps, patience,
+            RANK=room.rank, SIZE=room.size, ROWS=room.rows, WORDS=count, BLOCK=block, PAIRS=pairs, SENT=sent is not None,
+            WAIT=wait if x.is_cuda else packets.PLAIN, PDL=use_pdl, num_warps=warps, **options,
         )  # fmt: skip
         return out
     block = triton.next_power_of_2(columns)

@@ -7,7 +7,6 @@ import torch
 from device import ON_GPU, near
 from sum_norm_rank import CALLS, COLUMNS, FIRST_TURN, ROWS, of_rank, run_rank
 
-from meshlm.kernels import packets
 from meshlm.kernels.sum_norm import kernel, reference
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank; make_symmetric proves it at each start")
@@ -27,7 +26,7 @@ def memory_of(size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)])
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (2, torch.bfloat16)])
 def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype) -> None:
     context = multiprocessing.get_context("spawn")
     memory = memory_of(size, dtype)
@@ -48,14 +47,3 @@ def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype) -> None:
         wanted = reference.sum_norm(parts, of_rank(7, call, dtype), weight, 1e-5)
         for got, expected in zip(found[0][call], wanted, strict=True):
             near(torch.tensor(got), expected, dtype)
-
-
-def test_the_polling_code_has_what_each_thread_needs() -> None:
-    """Text for the GPU, which only the GPU runs: each rank's packets once, sums in the order of the ranks."""
-    found = packets.wait(4, 1000, True, 4)
-    assert found.pack == 4
-    assert found.text.count("ld.relaxed.sys.global.b64") == 16
-    assert [f"+{rank * 8000}]" in found.text for rank in range(4)] == [True] * 4
-    assert found.constraints.split(",") == ["=&f"] * 8 + ["l"] * 4 + ["r"] * 8
-    assert packets.wait(8, 10, False, 3).pack == 1
-    assert packets.wait(2, 10, True, 64).pack == 16

@@ -45,6 +45,7 @@ class Threads:
         self._shard, self._table, self._barrier = shard, tables[shard.pp_rank], barriers[shard.pp_rank]
 
     links: dict[int, "Queue[Tensor]"]
+    one_row = None
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._table[self._shard.tp_rank] = x.clone()

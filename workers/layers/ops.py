@@ -48,6 +48,10 @@ class Ops(Protocol):
         """Rows [t, size] of a table, which may be packed."""
         ...
 
+    def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """The same where several ranks have a part of the inputs each. Only what adds it to a residual may read it."""
+        ...
+
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -100,6 +104,9 @@ class Composed:
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
+
+    def part(self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        return self.linear(x, packed, bias, outputs)
 
     def embed(
         self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor

@@ -55,11 +55,11 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T + b. After `prepare` the weight is in the form that the ops want."""
+    """x W^T + b. After `prepare` the weight is in the form that the ops want. part: of a sum over the ranks."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, part: bool = False) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self._part = outputs, part
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
 
@@ -67,7 +67,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, self.outputs)
+        return (ops.part if self._part else ops.linear)(x, self.weight, self.bias, self.outputs)
 
     def after_norm(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops, *, gate: bool = False
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5
         width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
-        self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias, part=True)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
@@ -132,7 +132,7 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, part=True)
         self._act = spec.hidden_act
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         """Before the first step: how to reach the other ranks."""
         self.comm = comm
         if self.shard.tp_size > 1:
-            self.ops = SummingOps(self.ops, comm)
+            self.ops = SummingOps(self.ops, comm, whole=self.shard.pp_size == 1)
             if self.embed is not None:
                 self.embed.comm = comm
 

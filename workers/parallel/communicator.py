@@ -4,7 +4,7 @@ All ranks of a group run the same plans in the same order, so their calls meet. 
 """
 
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,20 @@ from torch import Tensor
 
 from meshlm.workers.parallel.shard import Shard
 
+if TYPE_CHECKING:
+    from meshlm.workers.parallel.one_row import OneRow
+
 # torch 2.13 has renamed it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Communicator(Protocol):
     """The tensor-parallel ranks of one stage, and the stages before and after it."""
+
+    @property
+    def one_row(self) -> "OneRow | None":
+        """How products of one row sum over the ranks by themselves; None: not here."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the tensor-parallel ranks, the same bits on each; may be x itself, overwritten."""
@@ -42,6 +50,8 @@ class Communicator(Protocol):
 
 class Alone:
     """A group of one."""
+
+    one_row = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -77,6 +87,8 @@ def side_by_side(parts: list[Tensor], width: int, out: Tensor | None) -> Tensor:
 
 class Distributed:
     """By torch.distributed: gloo for tensors on the CPU, NCCL on GPUs. `tensor` is the stage's group."""
+
+    one_row = None
 
     def __init__(self, shard: Shard, tensor: "dist.ProcessGroup | None") -> None:
         self._shard, self._tensor = shard, tensor

@@ -1,7 +1,7 @@
 """The ops of a worker whose products are parts of sums: the norm that follows such a product sums over the ranks first.
 
 In a decoder each row-parallel product (o, down) is followed by the addition to the residual stream and a norm, so sum, addition and
-norm are one operation here, and one kernel where the communicator has it.
+norm are one operation here, and one kernel where the communicator has it; with one row not even that (one_row.py).
 """
 
 from torch import Tensor
@@ -14,10 +14,16 @@ from meshlm.workers.parallel.communicator import Communicator
 class SummingOps:
     """See `meshlm.workers.layers.ops.Ops`. Where there is a residual, x is this rank's part of a sum."""
 
-    def __init__(self, base: Ops, comm: Communicator) -> None:
+    def __init__(self, base: Ops, comm: Communicator, *, whole: bool = True) -> None:
+        """whole: all layers are here, so that a step ends with a norm."""
         self.base, self._comm = base, comm
+        self._one_row = comm.one_row if whole else None
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
         self.act_mul, self.rows = base.act_mul, base.rows
+
+    def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        sent = self._one_row.send(x, packed, bias) if self._one_row is not None and x.shape[0] == 1 else None
+        return self.base.linear(x, packed, bias, outputs) if sent is None else sent
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
@@ -27,8 +33,13 @@ class SummingOps:
     def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
         return self.base.rope_cache(qkv, batch, table, cache, heads)
 
+    def _sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        if self._one_row is not None and self._one_row.stands_for(x):
+            return self._one_row.norm(x, residual, weight, eps)
+        return self._comm.sum_norm(x, residual, weight, eps)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = self._comm.sum_norm(x, residual, weight, eps)
+        normed = self._sum_norm(x, residual, weight, eps)
         return self.base.add_rms_norm(self._comm.all_reduce(x), residual, weight, eps) if normed is None else normed
 
     def norm_linear(
@@ -45,7 +56,11 @@ class SummingOps:
         base = self.base
         if residual is None:
             return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
-        normed = self._comm.sum_norm(x, residual, *norm)
+        if self._one_row is not None and self._one_row.stands_for(x):
+            found = self._one_row.norm_linear(x, residual, norm, packed, bias, gate)
+            if found is not None:
+                return found
+        normed = self._sum_norm(x, residual, *norm)
         if normed is None:
             return base.norm_linear(self._comm.all_reduce(x), residual, norm, packed, bias, outputs, gate=gate)
         out = base.linear(normed, packed, bias, outputs)

@@ -13,7 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.packets import FOR_EVER
+from meshlm.kernels.sum_norm import kernel
 from meshlm.workers.parallel.communicator import Communicator, Distributed, side_by_side
+from meshlm.workers.parallel.one_row import OneRow
 from meshlm.workers.parallel.shard import Shard
 
 ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
@@ -47,6 +50,10 @@ class Symmetric:
         self._buffer, self._handle = self._shared(-(-count // 1024) * 1024, dtype)
         self._patience, self.fused = TEST_POLLS, True
         self._make_room(dtype, widest[1])
+        self.one_row: OneRow | None = None
+        if dtype == torch.bfloat16 and widest[1] % 2 == 0:
+            self.one_row = OneRow(self.room)
+            self.one_row.patience = TEST_POLLS
 
     def _shared(self, count: int, dtype: torch.dtype) -> "tuple[Tensor, object]":
         """Memory that all ranks can reach, zeros, and its handle."""
@@ -57,9 +64,6 @@ class Symmetric:
         return tensor, symm_mem.rendezvous(tensor, self._name)
 
     def _make_room(self, dtype: torch.dtype, columns: int) -> None:
-        from meshlm.kernels.sum_norm import kernel
-
-        self._kernel = kernel
         rows, two_halves = FUSED_ROWS, 2 * self._size * FUSED_ROWS
         self._keep = (
             self._shared(two_halves * kernel.words(columns, dtype), torch.int64),
@@ -76,12 +80,14 @@ class Symmetric:
         )
         torch.cuda.synchronize()  # all is zero before this rank says so to the others
 
-    def proved(self, *, fused: bool) -> None:
-        """From now on a peer may take as long as it needs. fused: sum_norm is right too."""
-        from meshlm.kernels.packets import FOR_EVER
-
+    def proved(self, *, fused: bool, one_row: bool) -> None:
+        """From now on a peer may take as long as it needs. fused: sum_norm is right too. one_row: and that."""
         self._patience = FOR_EVER
         self.fused = fused
+        if self.one_row is not None:
+            self.one_row.patience = FOR_EVER
+        if not one_row:
+            self.one_row = None
 
     def _fits(self, x: Tensor) -> bool:
         return (
@@ -107,7 +113,7 @@ class Symmetric:
         room = self.room
         if not self.fused or x.shape[0] > room.rows or x.shape[1] != room.columns or x.dtype != self._buffer.dtype:
             return None
-        return self._kernel.sum_norm(x, residual, weight, eps, room, self._patience)
+        return kernel.sum_norm(x, residual, weight, eps, room, self._patience)
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         rows, each = x.shape
@@ -157,7 +163,13 @@ def make_symmetric(
         warnings.warn(
             f"kernels/sum_norm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
         )
-    made.proved(fused=fused)
+    wrong = _said(lambda: _wrong_parts(made, shard, widest[1])) if fused else "sum_norm is wrong"
+    one_row = all_say_yes(not wrong, group)
+    if fused and not one_row:
+        warnings.warn(
+            f"kernels/gemv sums nothing here, sums of one row are apart: {wrong}", RuntimeWarning, stacklevel=2
+        )
+    made.proved(fused=fused, one_row=one_row)
     return made
 
 
@@ -212,3 +224,33 @@ def _wrong_norms(made: Symmetric, shard: Shard, dtype: torch.dtype, columns: int
         if not near or not torch.equal(residual, stream):
             wrong.append(f"{rows} rows")
     return ", ".join(wrong)
+
+
+def _wrong_parts(made: Symmetric, shard: Shard, columns: int) -> str:
+    """The same of products of one row, in steps with an odd number of sums."""
+    one_row, device, size, few = made.one_row, made.device, shard.tp_size, min(64, columns)
+    if one_row is None:
+        return ""
+    steps = torch.arange(columns, device=device) % 8
+    weight = torch.zeros(columns, 64, dtype=torch.bfloat16, device=device)
+    weight[:, 5] = steps + shard.tp_rank
+    x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
+    x[0, 5] = 1
+    norm = torch.ones(columns, dtype=torch.bfloat16, device=device)
+    following = torch.eye(few, columns, dtype=torch.bfloat16, device=device)
+    total = steps * size + size * (size - 1) // 2
+    for step in range(3):
+        stream = torch.zeros(1, columns, dtype=torch.bfloat16, device=device)
+        for nth in range(1, 4):
+            part = one_row.send(x, weight, None)
+            assert part is not None
+            if nth < 3:
+                found = one_row.norm_linear(part, stream, (norm, 1e-6), following, None, gate=False)
+                assert found is not None
+                out, stream = found
+            else:
+                out = one_row.norm(part, stream, norm, 1e-6)[:, :few]
+            wanted = F.rms_norm((nth * total).to(torch.bfloat16)[None], (columns,), norm, 1e-6)[:, :few]
+            if not torch.equal(stream[0], (nth * total).to(torch.bfloat16)) or (out - wanted).abs().max() > 0.03:
+                return f"sum {nth} of step {step + 1}"
+    return ""

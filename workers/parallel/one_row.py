@@ -1,0 +1,52 @@
+"""Steps of one row under tensor parallelism: products send their parts to all ranks, products that follow receive them.
+
+    o or down -> packets in every rank's inbox -> the norm in front of gate and up, or of the next layer's qkv
+
+There is no kernel for the sum in between (kernels/gemv). Turns of a step are counted here, behind the last sum_norm, which ends every
+step (the norm before the head) and so advances the count on the device: a CUDA graph replays with new numbers. Used by parallel/ops.py;
+made by parallel/symmetric.py, for bfloat16.
+"""
+
+from torch import Tensor
+
+from meshlm.kernels.gemv.kernel import Turn, gemv, pays
+from meshlm.kernels.packets import FOR_EVER
+from meshlm.kernels.sum_norm.kernel import Room, sum_norm
+
+
+class OneRow:
+    """All ranks make the same calls. At most one sum is on its way."""
+
+    def __init__(self, room: Room) -> None:
+        self.room, self.patience = room, FOR_EVER
+        self._nth = 0  # of the next sum, behind the last sum_norm
+        self._under_way: Tensor | None = None  # what stands for it
+
+    def send(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x W^T + b, this rank's part of a sum; what is returned stands for the sum and has no content. None: not for this size."""
+        assert self._under_way is None, "the sum before has not been received"
+        if not pays(weight, x.shape[0]) or weight.shape[0] != self.room.columns:
+            return None
+        self._under_way, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
+        return self._under_way
+
+    def stands_for(self, x: Tensor) -> bool:
+        """Whether x is what send returned."""
+        return x is self._under_way
+
+    def norm_linear(
+        self, x: Tensor, residual: Tensor, norm: tuple[Tensor, float], weight: Tensor, bias: Tensor | None, gate: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Ops.norm_linear`, of the sum that x stands for. None, and it is still on its way: not for this weight."""
+        if not pays(weight, 1) or (gate and bias is not None):
+            return None
+        turn = Turn(self.room, self._nth, self.patience)
+        found = gemv(x, weight, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate, receives=turn)
+        self._under_way, self._nth = None, self._nth + 1
+        return found
+
+    def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += the sum that x stands for; the norm of that."""
+        found = sum_norm(x, residual, weight, eps, self.room, self.patience, sent=self._nth)
+        self._under_way, self._nth = None, 0
+        return found
