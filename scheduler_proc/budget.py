@@ -3,7 +3,8 @@
 A step that holds a long prompt makes every running stream wait for it; steps of nothing but prompts waste the weights' reading that
 decodes could have shared. So prompt tokens beside running decodes are limited to what makes the step a few times as long as one of
 decodes alone, and to the longest that is bearable while many requests wait (chunked prefill as in Agrawal et al. 2024,
-"Sarathi-Serve", with the step's length as the budget). Both rates are learned from finished steps.
+"Sarathi-Serve", with the step's length as the budget), and to as many as the GPU needs to be busy. Both rates are learned from finished
+steps.
 """
 
 import math
@@ -14,6 +15,7 @@ LONGEST_STRETCH = 7.0  # where decodes alone take long (a large model), the long
 MANY_DECODES = 128  # ... and with their number beyond this: each step reads the cache of all of them
 LONG_QUEUE = 0.2  # waiting requests for each running one, from which on steps are as long as they may be
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
+MOST_PREFILL_TOKENS = 3072  # beside decodes: more make the products no faster, and who decodes waits for them
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
 SMOOTHING = 0.3
 SHORTEST_STEP_S = 1e-6  # what is shorter was not measured
@@ -51,7 +53,7 @@ class StepBudget:
         if not num_decodes or not self.tokens_per_s:
             return room
         affordable = int(self.tokens_per_s * self.target_step_s(num_decodes, num_waiting)) - num_decodes
-        return max(0, min(room, max(affordable, MIN_PREFILL_TOKENS)))
+        return max(0, min(room, MOST_PREFILL_TOKENS, max(affordable, MIN_PREFILL_TOKENS)))
 
     def depth(self, async_depth: int) -> int:
         """Steps that may be in flight."""

@@ -31,7 +31,7 @@ def test_slow_decodes_make_the_longest_step_longer() -> None:
     learned = StepBudget(8192)
     learned.learn(256, 256, 0.016)
     learned.learn(2000, 0, 0.05)
-    assert learned.prefill_limit(256, 200) == int(40000 * budget.LONGEST_STRETCH * 0.016) - 256
+    assert learned.target_step_s(256, 200) == budget.LONGEST_STRETCH * 0.016
     assert learned.prefill_limit(256, 10) == int(40000 * budget.STRETCH * 0.016) - 256
 
 
@@ -39,7 +39,17 @@ def test_many_decodes_make_the_longest_step_longer() -> None:
     learned = StepBudget(8192)
     learned.learn(256, 256, 0.004)
     learned.learn(2000, 0, 0.05)
-    assert learned.prefill_limit(256, 200) == int(40000 * budget.LONGEST_TARGET_S * 2) - 256
+    assert learned.target_step_s(256, 200) == 2 * budget.LONGEST_TARGET_S
+    assert learned.prefill_limit(256, 200) == budget.MOST_PREFILL_TOKENS
+
+
+def test_a_fast_device_s_steps_end_where_more_tokens_gain_nothing() -> None:
+    """A small model computes thousands of tokens before the target is reached; alone they may have the whole step."""
+    learned = StepBudget(8192)
+    learned.learn(64, 64, 0.003)
+    learned.learn(8192, 0, 0.0175)
+    assert learned.prefill_limit(64, 2) == learned.prefill_limit(64, 50) == budget.MOST_PREFILL_TOKENS
+    assert learned.prefill_limit(0, 50) == 8192
 
 
 def test_only_short_steps_have_a_third_in_flight() -> None:
