@@ -28,7 +28,7 @@ from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.checks import check_gpu
 from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
 from meshlm.workers.cuda.graphs import MIXED_TOKENS, Dispatcher, Key, graph_keys
-from meshlm.workers.cuda.head import Details, Head
+from meshlm.workers.cuda.head import LINES, Details, Head
 from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.models.decoder import Parts
@@ -77,7 +77,8 @@ class CudaEngine:
         self._changes_at = 4 * aligned(rows)
         self._answers = [torch.empty(rows, dtype=torch.int32, pin_memory=True) for _ in range(8)]
         self._num_steps = 0
-        self.head = Head(self._model, self._rows, self._dtype, self._device)
+        lines = LINES if self._shard.is_last else 0
+        self.head = Head(self._model, self._rows, self._dtype, self._device, lines)
         self._caches: list[LayerCache] = []
         count = self._num_blocks(report)
         self._caches = self._make_caches(count)

@@ -53,10 +53,13 @@ class Details:
 class Head:
     """`hidden` and `sampled` hold the states and tokens of the last step, in the order of its sampling requests."""
 
-    def __init__(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, device: torch.device, lines: int = LINES
+    ) -> None:
+        """lines: 0 where it chooses nothing (a stage of a pipeline that is not the last)."""
         self._model, self._rows, self._device = model, rows, device
         count, vocab = rows.max_rows, model.spec.vocab_size
-        lines = min(count, LINES)
+        lines = self._lines = min(count, lines)
         self.logits = torch.empty(lines, vocab, dtype=dtype, device=device)
         self.hidden = torch.empty(count, model.spec.hidden_size, dtype=dtype, device=device)
         self.sampled = torch.zeros(count, dtype=torch.int32, device=device)
@@ -74,8 +77,8 @@ class Head:
         self.hidden[:count].copy_(
             hidden
         )  # for by_torch and log-probabilities: penalties and truncation spoil the logits
-        for begin in range(0, count, LINES):
-            part = hidden[begin : begin + LINES]
+        for begin in range(0, count, self._lines):
+            part = hidden[begin : begin + self._lines]
             logits = self.logits[: len(part)]
             self._model.logits(part, out=logits)
             mine = places if places is not None or not begin else self._order

@@ -54,12 +54,11 @@ class Case:
     """Each row has a request of one of the KINDS, with a prompt of 3 tokens and an output of 7."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-        monkeypatch.setattr(head, "LINES", chunk)
         monkeypatch.setattr(head, "LINES_BY_TORCH", 2)
         monkeypatch.setattr(logprobs, "LINES", 2)
         self.model: Any = Model()
         self.rows, self.table = DeviceRows(ROWS, LENGTH, 16, CPU), SamplingTable(ROWS)
-        self.head = Head(self.model, self.rows, torch.float32, CPU)
+        self.head = Head(self.model, self.rows, torch.float32, CPU, chunk)
         dice = np.random.default_rng(0)
         self.tokens = dice.integers(0, VOCAB, (ROWS, 10)).astype(np.int32)
         self.tokens[:, 5:] = self.tokens[:, 4:5]
