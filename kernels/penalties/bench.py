@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshlm.kernels.attention.bench import microseconds
-from meshlm.kernels.penalties.kernel import Penalties, penalise, workspace
+from meshlm.kernels.penalties.kernel import Edits, Penalties, penalise, workspace
 
 VOCAB = 151936
 CASES = [  # lines, of them with penalties, tokens of each
@@ -37,10 +37,12 @@ def bench(lines: int, num: int, length: int) -> dict[str, Any]:
     columns = (rows, torch.full_like(rows, length - 1), rows + 1)
     penalised = (rows < num).float()
     state = Penalties(1.0 + 0.001 * penalised, 0.001 * penalised, 0.001 * penalised)
+    nothing = torch.zeros(lines, 16, dtype=torch.int32, device=device)
+    edits = Edits(torch.zeros_like(rows), nothing, nothing.float(), nothing)
     prompts, counts = torch.full_like(rows, length // 2), workspace(lines, VOCAB, device)
 
     def run() -> None:
-        penalise(logits, columns, None, state, prompts, tokens, counts)
+        penalise(logits, columns, None, state, edits, prompts, tokens, counts)
 
     result: dict[str, Any] = {"lines": lines, "of": num, "tokens": length, "us": round(microseconds(run), 1)}
     if num:

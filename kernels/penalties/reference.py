@@ -13,12 +13,16 @@ def penalise(
     repetition: list[float],
     presence: list[float],
     frequency: list[float],
+    edits: list[list[tuple[int, float, int]]],
 ) -> Tensor:
-    """A copy of logits [l, vocab]; everything else by line."""
+    """A copy of logits [l, vocab]; everything else by line. edits: (id, what is added, before which output index)."""
     out = logits.clone()
-    for line, prompt, output, factor, once, each in zip(
-        out, prompts, outputs, repetition, presence, frequency, strict=True
+    for line, prompt, output, factor, once, each, changes in zip(
+        out, prompts, outputs, repetition, presence, frequency, edits, strict=True
     ):
+        for token, value, until in changes:
+            if len(output) < until:
+                line[token] = (line[token].float() + value).to(line.dtype)
         said = Counter(output)
         for token in {*prompt, *output}:
             x = line[token].float()

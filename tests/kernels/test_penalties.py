@@ -14,7 +14,7 @@ from meshlm.workers.sampling.table import SamplingTable
 pytestmark = MARKS
 OFF = (1.0, 0.0, 0.0)
 SETTINGS = [OFF, (1.3, 0.0, 0.0), (1.0, 0.5, 0.0), OFF, (1.0, 0.0, 0.25), (0.8, -0.5, 1.5), (1.1, 0.1, -0.2)]
-BLOCK = 64
+BLOCK, EDITS = 64, 4
 
 
 class Case:
@@ -28,6 +28,7 @@ class Case:
         self.prompt_lens = np.maximum(1, (self.lens * dice.random(num)).astype(int))
         self.tokens = dice.integers(0, vocab // 2, (num + 1, longest + 3)).astype(np.int32)  # half of them never
         self.tokens[:, ::3] = 5  # and one of them again and again
+        self.edits: list[list[tuple[int, float, int]]] = [[] for _ in range(num)]
 
     def device(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(np.array(values), dtype=dtype, device=DEVICE)
@@ -44,10 +45,22 @@ class Case:
         state = kernel.Penalties(
             *(self.device([s[i] for s in self.settings] + [OFF[i]], torch.float32) for i in range(3))
         )
+        num, ids = np.zeros(self.num + 1), np.zeros((self.num + 1, EDITS))
+        adds, untils = np.full((self.num + 1, EDITS), 9.0), np.full((self.num + 1, EDITS), 99)
+        for row, changes in enumerate(self.edits):
+            num[row] = len(changes)
+            for at, change in enumerate(changes):
+                ids[row, at], adds[row, at], untils[row, at] = change
+        edits = kernel.Edits(
+            self.device(num.astype(int)),
+            self.device(ids.astype(int)),
+            self.device(adds, torch.float32),
+            self.device(untils),
+        )
         out = logits.clone()
         places = None if lines is None else self.device(lines)
         prompts = self.device([*self.prompt_lens, 1])
-        kernel.penalise(out, columns, places, state, prompts, self.device(self.tokens), counts, block=BLOCK)
+        kernel.penalise(out, columns, places, state, edits, prompts, self.device(self.tokens), counts, block=BLOCK)
         return out
 
     def expected(self, logits: Tensor, lines: list[int]) -> Tensor:
@@ -59,6 +72,7 @@ class Case:
             [text[:n] for text, n in zip(texts, prompts, strict=True)],
             [text[n:] for text, n in zip(texts, prompts, strict=True)],
             *([self.settings[row][i] for row in rows] for i in range(3)),
+            [self.edits[row] for row in rows],
         )
 
 
@@ -82,6 +96,21 @@ def test_lines_without_penalties_are_not_touched() -> None:
     case = Case(5, 40, 30, [OFF])
     logits = torch.full((5, 40), float("nan"), device=DEVICE)
     assert bool(case.run(logits, None, kernel.workspace(5, 40, DEVICE)).isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edits_come_before_penalties(dtype: torch.dtype) -> None:
+    """Bias on every other row, with and without penalties; min_tokens as minus infinity, until it is reached."""
+    case = Case(40, 64, 90, SETTINGS)
+    said = case.lens - case.prompt_lens
+    for row in range(0, 40, 2):
+        case.edits[row] = [(7, 2.5, 1 << 30), (5, -1.25, 1 << 30)][: 1 + row % 4 // 2]
+        case.edits[row].append((9, -torch.inf, int(said[row]) + row % 3))
+    torch.manual_seed(0)
+    logits = (torch.randn(40, 64, device=DEVICE) * 3).to(dtype)
+    got = case.run(logits, None, kernel.workspace(40, 64, DEVICE))
+    near(got, case.expected(logits, list(range(40))), dtype)
+    assert 0 < int(got.isinf().sum()) < 20
 
 
 def test_excluded_tokens_stay_excluded() -> None:

@@ -1,7 +1,7 @@
 """From hidden states to tokens, on the device: logits, penalties, truncation, sampling, log-probabilities. Nothing here waits for it.
 
 Logits of a batch are made in chunks of LINES through one buffer, inside CUDA graphs and outside. What the kernels cannot do (allowed
-ids, bias, min_tokens) is done again for those requests alone, by the general sampler. Owned by the engine; used by the stepper thread.
+ids, many biased ones) is done again for those requests alone, by the general sampler. Owned by the engine; used by the stepper thread.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class Head:
         self._room = sampling.workspace(lines, vocab, device)
 
     def choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
-        """A token for each of hidden [l, hidden], as kernels can: penalties, temperature, top-k, top-p, min-p.
+        """A token for each of hidden [l, hidden], as kernels can: bias, min_tokens, penalties, temperature, top-k, top-p, min-p.
 
         Line i belongs to the request places[i] of the columns, or i without places.
         """
@@ -84,7 +84,7 @@ class Head:
             mine = places if places is not None or not begin else self._order
             mine = mine[begin : begin + len(part)] if mine is not None else None
             lens, tokens = rows.sampling.prompt_lens, rows.tokens
-            penalties.penalise(logits, columns, mine, rows.penalties, lens, tokens, self._counts)
+            penalties.penalise(logits, columns, mine, rows.penalties, rows.edits, lens, tokens, self._counts)
             truncation.truncate(logits, columns[0], mine, rows.limits, self._truncate_room)
             sampling.sample(logits, columns, mine, rows.sampling, self._room, self.sampled[begin:])
 

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.kernels.penalties.kernel import Penalties
+from meshlm.kernels.penalties.kernel import Edits, Penalties
 from meshlm.kernels.sample.kernel import Rows
 from meshlm.kernels.truncate.kernel import Limits
 from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.workers.sampling.table import EDITS, edits
 
 I32 = NDArray[np.int32]
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
@@ -33,15 +34,17 @@ class DeviceRows:
         self._width = aligned(max_model_len + 1)
         self._table = aligned(-(-max_model_len // block_size))
         each = aligned(rows)
-        sizes = [rows * self._width, rows * self._table, aligned(2 * rows)] + 8 * [each]
+        sizes = [rows * self._width, rows * self._table, aligned(2 * rows)] + 9 * [each] + 3 * [rows * EDITS]
         self._tokens_at, self._blocks_at, self._seeds_at, self._prompts_at, *columns = (
             int(at) for at in np.cumsum([0, *sizes[:-1]])
         )
-        self._heat_at, self._min_p_at, self._top_k_at, self._top_p_at, *self._penalties_at = columns
+        self._heat_at, self._min_p_at, self._top_k_at, self._top_p_at = columns[:4]
+        self._penalties_at, self._num_edits_at, self._edits_at = columns[4:7], columns[7], columns[8:]
         self.state = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.tokens = self.state[: sizes[0]].view(rows, self._width)
         self.blocks = self.state[self._blocks_at : self._seeds_at].view(rows, self._table)
-        heat, min_p, top_k, top_p, *penalties = (self.state[at : at + rows] for at in columns)
+        heat, min_p, top_k, top_p, *penalties, num_edits = (self.state[at : at + rows] for at in columns[:8])
+        ids, adds, untils = (self.state[at : at + rows * EDITS].view(rows, EDITS) for at in self._edits_at)
         self.sampling = Rows(
             heat.view(torch.float32),
             self.state[self._seeds_at : self._seeds_at + 2 * rows].view(rows, 2),
@@ -51,6 +54,7 @@ class DeviceRows:
         self.limits = Limits(heat.view(torch.float32), min_p.view(torch.float32), top_k, top_p.view(torch.float32))
         self.penalties = Penalties(*(column.view(torch.float32) for column in penalties))
         self.penalties.repetition.fill_(1.0)
+        self.edits = Edits(num_edits, ids, adds.view(torch.float32), untils)
         self.num_prompt = np.zeros(rows, np.int64)
         self._num_blocks = np.zeros(rows, np.int64)
 
@@ -110,6 +114,13 @@ class DeviceRows:
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         for at, value in zip(self._penalties_at, penalties, strict=True):
             add(at + row, np.array([value], np.float32).view(np.int32))
+        found = edits(sampling) or []
+        add(self._num_edits_at + row, np.array([len(found)], np.int32))
+        if found:
+            ids, adds, untils = zip(*found, strict=True)
+            columns = (np.array(ids, np.int32), np.array(adds, np.float32).view(np.int32), np.array(untils, np.int32))
+            for at, column in zip(self._edits_at, columns, strict=True):
+                add(at + row * EDITS, column)
 
     def _appended(self, rows: I32) -> NDArray[np.int64]:
         """Places of new blocks. A row may get several; its pairs stand together and in order."""

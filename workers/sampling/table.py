@@ -7,7 +7,18 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
 
-ALWAYS: Final = np.iinfo(np.int64).max
+ALWAYS: Final = np.iinfo(np.int32).max
+EDITS = 16  # ids of a request whose logits kernels/penalties edits
+
+
+def edits(params: SamplingParams) -> list[tuple[int, float, int]] | None:
+    """Bias and min_tokens as (id, what is added, before which output index), each id once; None where that is not enough."""
+    stops = dict.fromkeys(params.stop_token_ids + params.eos_token_ids) if params.min_tokens else {}
+    found = [(token, -np.inf, params.min_tokens) for token in stops]
+    found += [(token, bias, ALWAYS) for token, bias in params.logit_bias.items()]
+    if params.allowed_token_ids or len(found) > EDITS or not params.logit_bias.keys().isdisjoint(stops):
+        return None
+    return found
 
 
 class SamplingTable:
@@ -45,10 +56,9 @@ class SamplingTable:
         self.penalised[row] = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        stops = params.stop_token_ids or params.eos_token_ids
         always = bool(params.logit_bias or params.allowed_token_ids)
-        self.by_torch_until[row] = ALWAYS if always else params.min_tokens if stops else 0
-        if self.by_torch_until[row]:
+        self.by_torch_until[row] = 0 if edits(params) is not None else ALWAYS if always else params.min_tokens
+        if always or params.min_tokens:
             self.special[row] = params
         else:
             self.special.pop(row, None)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -249,13 +250,18 @@ def test_penalties_stay_in_the_graph(made: CudaEngine) -> None:
         pass
     prompts = prompts_of([60, 200])
     found = []
-    for params in (
-        SamplingParams(max_tokens=30, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3),
-        SamplingParams(
-            max_tokens=30, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3,
-            logit_bias={1: 0.0},
-        ),
-    ):  # fmt: skip
+    penalised = SamplingParams(
+        max_tokens=30,
+        temperature=0.0,
+        repetition_penalty=1.5,
+        presence_penalty=0.7,
+        frequency_penalty=0.3,
+        logit_bias={8: 0.5},
+        min_tokens=10,
+        stop_token_ids=(9,),
+    )
+    everything = tuple(range(4099))  # allowed: the same tokens, by the general sampler
+    for params in (penalised, msgspec.structs.replace(penalised, allowed_token_ids=everything)):
         driver = Driver(made, prompts, params)
         driver.step({0: 60, 1: 200})
         before = dict(made.graphs.misses)

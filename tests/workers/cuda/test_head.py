@@ -17,7 +17,7 @@ from meshlm.workers.cuda.head import Details, Head
 from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.sampling.table import ALWAYS, EDITS, SamplingTable, edits
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -27,7 +27,7 @@ ROWS, VOCAB, HIDDEN, LENGTH, CHUNK = 7, 101, 16, 40, 3
 KINDS = [
     SamplingParams(temperature=0.0, seed=1),
     SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
-    SamplingParams(temperature=0.0, logit_bias={17: 50.0}),
+    SamplingParams(temperature=0.0, logit_bias={17: 0.5, 18: 50.0}, frequency_penalty=60.0),
     SamplingParams(temperature=0.9, top_k=5, seed=4, logprobs=2),
     SamplingParams(temperature=0.0, min_tokens=30, stop_token_ids=(3,), repetition_penalty=1.2, logprobs=0),
     SamplingParams(temperature=1.1, top_p=0.8, presence_penalty=1.0, seed=6),
@@ -114,7 +114,7 @@ def test_chunks_and_neighbours_change_nothing(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_only_rows_that_need_it_are_sampled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those with penalties, truncation or log-probabilities; min_tokens only until they are there."""
+    """Not those with penalties, bias, truncation, min_tokens or log-probabilities."""
     case = Case(monkeypatch, CHUNK)
     seen: list[int] = []
 
@@ -124,13 +124,26 @@ def test_only_rows_that_need_it_are_sampled_by_torch(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(head, "sample", spy)
     case.step(list(range(ROWS)), None)
-    assert seen == [2, 4, 6]
-    later = np.full(ROWS, 30)
-    assert case.table.need_torch(np.arange(ROWS, dtype=np.int32), later).tolist() == [2, 6]
-    case.table.set(4, SamplingParams(min_tokens=30))
-    assert case.table.need_torch(np.array([4], np.int32), np.array([0])).tolist() == [], (
-        "no stop token: nothing to mask"
-    )
+    assert seen == [6]
+
+
+def test_what_the_kernels_edit() -> None:
+    stops = tuple(range(EDITS))
+    assert edits(SamplingParams(min_tokens=3, stop_token_ids=(4, 5), eos_token_ids=(5,), logit_bias={9: 1.5})) == [
+        (4, -np.inf, 3),
+        (5, -np.inf, 3),
+        (9, 1.5, ALWAYS),
+    ]
+    assert edits(SamplingParams(stop_token_ids=(4,))) == []
+    assert edits(SamplingParams(min_tokens=3, stop_token_ids=(*stops, 99))) is None
+    assert edits(SamplingParams(min_tokens=3, stop_token_ids=(4,), logit_bias={4: 1.0})) is None
+    table = SamplingTable(3)
+    table.set(0, SamplingParams(min_tokens=3, stop_token_ids=(*stops, 99)))
+    table.set(1, SamplingParams(logit_bias=dict.fromkeys(range(EDITS + 1), 1.0)))
+    table.set(2, SamplingParams(logit_bias=dict.fromkeys(stops, 1.0)))
+    rows = np.arange(3, dtype=np.int32)
+    assert table.need_torch(rows, np.full(3, 2)).tolist() == [0, 1]
+    assert table.need_torch(rows, np.full(3, 3)).tolist() == [1]
 
 
 def test_logprobs_are_of_raw_logits_and_of_the_final_token(monkeypatch: pytest.MonkeyPatch) -> None:
