@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 32
-MOST_LINES = 16 * PROGRAMS  # of one launch
+EACH = 8  # lines of a program at most: one number, so that there is one variant to compile
 BLOCK = 2048
 IN_PROMPT = tl.constexpr(1 << 30)
 
@@ -146,13 +146,13 @@ def penalise(
     that are known before the one that is drawn. Other lines are not touched; the launch depends on the shapes alone.
     """
     lines, vocab = logits.shape
-    assert lines <= MOST_LINES
     rows, starts, ends = columns
     programs = min(lines, len(counts))
+    assert lines <= EACH * programs
     _penalise[(programs,)](
         logits, logits.stride(0), vocab, places if places is not None else rows, rows, starts, ends,
         state.repetition, state.presence, state.frequency, edits.num, edits.ids, edits.adds, edits.untils,
         prompt_lens, tokens, tokens.stride(0), counts, lines,
-        PLACES=places is not None, EACH=triton.next_power_of_2(triton.cdiv(lines, programs)), EDITS=edits.ids.shape[1],
+        PLACES=places is not None, EACH=EACH, EDITS=edits.ids.shape[1],
         BLOCK=block, num_warps=16,
     )  # fmt: skip

@@ -84,7 +84,8 @@ class Head:
             mine = places if places is not None or not begin else self._order
             mine = mine[begin : begin + len(part)] if mine is not None else None
             lens, tokens = rows.sampling.prompt_lens, rows.tokens
-            penalties.penalise(logits, columns, mine, rows.penalties, rows.edits, lens, tokens, self._counts)
+            named = mine if mine is not None else self._order[: len(part)]  # one variant of that kernel will do
+            penalties.penalise(logits, columns, named, rows.penalties, rows.edits, lens, tokens, self._counts)
             truncation.truncate(logits, columns[0], mine, rows.limits, self._truncate_room)
             sampling.sample(logits, columns, mine, rows.sampling, self._room, self.sampled[begin:])
 
