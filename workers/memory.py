@@ -77,6 +77,7 @@ def profile(
     del small
     torch.cuda.empty_cache()
     free, total = _gpu()
+    others = min(others, taken_by_others())  # a predecessor that was killed may have gone only since
     share = int(total * utilization) - (total - free - others) - activations
     return min(share, free - activations - ROOM_FOR_GRAPHS)
 

@@ -136,3 +136,5 @@ def test_the_share_is_the_workers_own_and_counts_nothing_twice(monkeypatch: pyte
     assert others == 51 * gib
     assert found(0.9) == (100 - 51 - 22 - 3) * gib - memory.ROOM_FOR_GRAPHS, "no more than there is"
     assert found(0.4) == (40 - 22 - 3) * gib, "what others have does not count"
+    state["others"] = 1
+    assert found(0.4) == (40 - 22 - 3) * gib, "and when it is gone, that is no room of this worker's"
