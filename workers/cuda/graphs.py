@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 MAX_DECODES = 1024
-MIXED_TOKENS = [*range(128, 1025, 128), 1280, 1536, 1792, 2048]
-MIXED_REQUESTS = [64, 256]
-LAUNCHES_S = 0.006  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
+MIXED_TOKENS = [
+    *range(128, 1025, 128),
+    *range(1280, 2049, 256),
+    *range(2560, 4097, 512),
+]  # as scheduler_proc/budget.py ends steps
+MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding
+LAUNCHES_S = 0.012  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger decode graph does instead

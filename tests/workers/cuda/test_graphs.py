@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-from meshlm.workers.cuda.graphs import PATIENCE, PATIENCE_DECODES, WIDEST, Dispatcher, Key, decode_sizes, graph_keys
+from meshlm.scheduler_proc.budget import MOST_MIXED_TOKENS, on_grid
+from meshlm.workers.cuda.graphs import (
+    MIXED_TOKENS,
+    PATIENCE,
+    PATIENCE_DECODES,
+    WIDEST,
+    Dispatcher,
+    Key,
+    decode_sizes,
+    graph_keys,
+)
 
 SMALL_MODEL, LARGE_MODEL = 440_000_000, 7_000_000_000
 
@@ -47,13 +57,13 @@ def test_a_mixed_graph_must_be_asked_for_again_and_again() -> None:
     steps = dispatcher()
     found = [steps.find(300, 3, uniform=False) for _ in range(PATIENCE + 1)]
     assert found[:-1] == [None] * PATIENCE
-    assert found[-1] == Key(384, 64)
+    assert found[-1] == Key(384, 72)
     assert steps.misses == {"not_captured": PATIENCE}
 
 
 def test_large_models_have_mixed_graphs_for_few_tokens_only() -> None:
     tokens = {key.tokens for key in graph_keys("FULL", 256, 8192, (), LARGE_MODEL) if not key.uniform}
-    assert tokens == {128, 256}
+    assert tokens == {128, 256, 384, 512}
 
 
 @pytest.mark.parametrize(
@@ -91,3 +101,8 @@ def test_a_larger_decode_graph_does_for_the_first_few_steps() -> None:
     too_wide = 64 // WIDEST - 8
     assert steps.find(too_wide, too_wide, uniform=True) == Key(too_wide, too_wide)
     assert steps.find(64, 64, uniform=True) == Key(64, 64)
+
+
+def test_mixed_graphs_end_where_the_scheduler_ends_steps() -> None:
+    assert all(on_grid(tokens) == tokens for tokens in MIXED_TOKENS)
+    assert {on_grid(tokens) for tokens in range(513, MOST_MIXED_TOKENS + 1)} <= set(MIXED_TOKENS)
