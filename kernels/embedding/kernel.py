@@ -4,12 +4,19 @@
     normed[t] = out[t] / sqrt(mean(out[t]^2) + eps) * weight         (NORM; Zhang and Sennrich 2019, eq. 4)
 
 One program a token: the row is read once and stays in registers for the norm, whose statistics are float32.
+
+send: one token's row goes as packets to all ranks, whose sum kernels/gemv receives in the first product; see there why that is safe.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from meshlm.kernels import packets, pdl
+from meshlm.kernels.gemv.kernel import Turn
+
+SENT = 512  # words by one program
 
 
 @triton.jit
@@ -49,3 +56,37 @@ def embed(
         NORM=norm is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out, normed
+
+
+@triton.jit(do_not_specialize=["nth", "first"])
+def _send(
+    ids, table, inboxes, turns, nth, first, rows,
+    RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """table: words of two columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WORDS
+    row = tl.load(ids).to(tl.int64) - first
+    here = (row >= 0) & (row < rows)
+    line = tl.where(here, tl.load(table + tl.where(here, row, 0) * WORDS + at, mask=inside, other=0), 0)
+    turn = tl.load(turns) + nth
+    places = (((turn & 1) * SIZE + RANK) * STRIDE + at).to(tl.int64) * 8
+    for peer in tl.static_range(SIZE):
+        packets.send(tl.load(inboxes + peer) + places, line, turn, inside)
+
+
+def send(ids: Tensor, table: Tensor, first: int, turn: Turn) -> Tensor:
+    """ids int [1], table [rows, n] bfloat16, of ids from `first` on: an empty [1, n] that stands for the sum on its way."""
+    room, use_pdl = turn.room, table.is_cuda and pdl.supported()
+    rows, columns = table.shape
+    assert table.dtype == torch.bfloat16 and columns == room.columns and ids.shape == (1,)  # noqa: PT018
+    words = columns // 2
+    _send[(triton.cdiv(words, SENT),)](
+        ids, table.view(torch.int32), room.packets, room.turns, turn.nth, first, rows,
+        RANK=room.rank, SIZE=room.size, STRIDE=room.rows * words, WORDS=words, BLOCK=SENT, PDL=use_pdl,
+        num_warps=4, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+    return torch.empty(1, columns, dtype=table.dtype, device=table.device)

@@ -56,17 +56,12 @@ def fitting(inputs: int, gate: bool) -> list[tuple[int, int, int, int]]:
     return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
 
 
-def turn_alone(size: int, columns: int) -> Turn:
-    """A turn whose packets have all come, in a room with peers that are memory of this GPU: no link takes part."""
+def turn_alone(size: int, columns: int) -> tuple[Turn, object]:
+    """A turn whose packets have all come, in a room with peers that are memory of this GPU (no link takes part); and that memory."""
     inbox, other = (torch.full((2, size, 1, columns // 2), 1 << 32, dtype=torch.int64, device="cuda") for _ in range(2))
     addresses = torch.tensor([inbox.data_ptr()] + [other.data_ptr()] * (size - 1), device="cuda")
     turns = torch.ones(1, dtype=torch.int32, device="cuda")
-    turn = Turn(Room(0, size, 1, columns, (addresses, addresses, addresses), turns, 1), 0)
-    KEPT.extend((inbox, other))
-    return turn
-
-
-KEPT: list[torch.Tensor] = []  # addresses do not keep memory
+    return Turn(Room(0, size, 1, columns, (addresses, addresses, addresses), turns, 1), 0), (inbox, other)
 
 
 def time_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[tuple[int, int, int, int], float]:
@@ -76,7 +71,7 @@ def time_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[tuple[i
     copies = max(4, (256 << 20) // (lines * inputs * 2))
     weights = torch.randn(copies, lines, inputs, device="cuda", dtype=torch.bfloat16)
     x, residual = torch.randn(2, 1, inputs, device="cuda", dtype=torch.bfloat16)
-    turn = turn_alone(size, outputs if way == "sends" else inputs)
+    turn, _kept = turn_alone(size, outputs if way == "sends" else inputs)
     options: dict[str, Any] = {"sends": turn}
     if way == "receives":
         options = {"receives": turn, "norm": torch.ones_like(x[0]), "residual": residual, "eps": 1e-6}

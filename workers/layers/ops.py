@@ -58,6 +58,12 @@ class Ops(Protocol):
         """Rows [t, hidden] of the table; and their norm, unless the product with the weight `following` brings that along."""
         ...
 
+    def embed_part(
+        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same where this rank has the rows of ids from rows[0] up to before rows[1], other ranks the rest: zeros for those."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight (Zhang and Sennrich 2019); statistics in float32."""
         ...
@@ -112,6 +118,14 @@ class Composed:
         self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         return self.rows(ids, table, norm[0].shape[0]), None
+
+    def embed_part(
+        self: "Ops", ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+    ) -> tuple[Tensor, Tensor | None]:
+        begin, end = rows
+        inside = (ids >= begin) & (ids < end)
+        found = self.rows(torch.where(inside, ids - begin, 0), table, norm[0].shape[0])
+        return found.masked_fill_(~inside[:, None], 0.0), None
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

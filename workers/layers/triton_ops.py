@@ -26,6 +26,11 @@ class TritonOps(Composed):
     ) -> tuple[Tensor, Tensor | None]:
         return embed(ids, table, None if pays(following, ids.shape[0]) else norm)
 
+    def embed_part(
+        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+    ) -> tuple[Tensor, Tensor | None]:
+        return embed(ids, table, None, rows[0])
+
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]

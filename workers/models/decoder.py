@@ -37,8 +37,8 @@ class Embedding(nn.Module):
     def __init__(self, rows: int, size: int, begin: int, end: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self.begin, self.end, self.size = begin, end, size
-        self.comm: Communicator | None = None  # of several ranks
+        self.begin, self.end = begin, end
+        self.several = False  # ranks; they have met
 
     def prepare(self, ops: Ops) -> None:
         """It is the head's weight too: packed once, for both."""
@@ -46,12 +46,10 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[Tensor, Tensor | None]:
         """The stream, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
-        if self.comm is not None:
-            inside = (ids >= self.begin) & (ids < self.end)
-            found = ops.rows(torch.where(inside, ids - self.begin, 0), self.weight, self.size)
-            return self.comm.all_reduce(found.masked_fill_(~inside[:, None], 0.0)), None
-        norm = first.input_norm
-        return ops.embed(ids, self.weight, (norm.weight, norm.eps), first.attention.qkv.weight)
+        norm = (first.input_norm.weight, first.input_norm.eps)
+        if self.several:
+            return ops.embed_part(ids, self.weight, (self.begin, self.end), norm)
+        return ops.embed(ids, self.weight, norm, first.attention.qkv.weight)
 
 
 class Linear(nn.Module):
@@ -205,7 +203,7 @@ class Decoder(nn.Module):
         if self.shard.tp_size > 1:
             self.ops = SummingOps(self.ops, comm, whole=self.shard.pp_size == 1)
             if self.embed is not None:
-                self.embed.comm = comm
+                self.embed.several = True
 
     def forward(
         self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention, stream: Tensor | None = None

@@ -1,14 +1,16 @@
 """Steps of one row under tensor parallelism: products send their parts to all ranks, products that follow receive them.
 
-    o or down -> packets in every rank's inbox -> the norm in front of gate and up, or of the next layer's qkv
+    embedding, o or down -> packets in every rank's inbox -> the norm in front of gate and up, or of the next layer's qkv
 
 There is no kernel for the sum in between (kernels/gemv). Turns of a step are counted here, behind the last sum_norm, which ends every
 step (the norm before the head) and so advances the count on the device: a CUDA graph replays with new numbers. Used by parallel/ops.py;
 made by parallel/symmetric.py, for bfloat16.
 """
 
+import torch
 from torch import Tensor
 
+from meshlm.kernels.embedding import kernel as embedding
 from meshlm.kernels.gemv.kernel import Turn, gemv, pays
 from meshlm.kernels.packets import FOR_EVER
 from meshlm.kernels.sum_norm.kernel import Room, sum_norm
@@ -21,6 +23,7 @@ class OneRow:
         self.room, self.patience = room, FOR_EVER
         self._nth = 0  # of the next sum, behind the last sum_norm
         self._under_way: Tensor | None = None  # what stands for it
+        self._zeros = torch.zeros(1, room.columns, dtype=torch.bfloat16, device=room.turns.device)
 
     def send(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """x W^T + b, this rank's part of a sum; what is returned stands for the sum and has no content. None: not for this size."""
@@ -30,14 +33,28 @@ class OneRow:
         self._under_way, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
         return self._under_way
 
+    def send_row(self, ids: Tensor, table: Tensor, first: int) -> Tensor:
+        """The same of a row of a table, of which this rank has those of ids from `first` on."""
+        assert self._under_way is None, "the sum before has not been received"
+        self._under_way = embedding.send(ids, table, first, Turn(self.room, self._nth))
+        return self._under_way
+
     def stands_for(self, x: Tensor) -> bool:
         """Whether x is what send returned."""
         return x is self._under_way
 
     def norm_linear(
-        self, x: Tensor, residual: Tensor, norm: tuple[Tensor, float], weight: Tensor, bias: Tensor | None, gate: bool
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: tuple[Tensor, float],
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gate: bool,
     ) -> tuple[Tensor, Tensor] | None:
         """See `Ops.norm_linear`, of the sum that x stands for. None, and it is still on its way: not for this weight."""
+        residual = self._zeros if residual is None else residual
         if not pays(weight, 1) or (gate and bias is not None):
             return None
         turn = Turn(self.room, self._nth, self.patience)

@@ -4,11 +4,14 @@ In a decoder each row-parallel product (o, down) is followed by the addition to 
 norm are one operation here, and one kernel where the communicator has it; with one row not even that (one_row.py).
 """
 
+import torch
 from torch import Tensor
 
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
 from meshlm.workers.parallel.communicator import Communicator
+
+FEW = 64  # rows, of which the sum may be one kernel with the norm
 
 
 class SummingOps:
@@ -29,6 +32,20 @@ class SummingOps:
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         return self.base.embed(ids, table, norm, following)
+
+    def embed_part(
+        self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
+    ) -> tuple[Tensor, Tensor | None]:
+        """All of it: the ranks' parts are summed, or on their way (`part`)."""
+        if self._one_row is not None and len(ids) == 1:
+            return self._one_row.send_row(ids, table, rows[0]), None
+        part, _ = self.base.embed_part(ids, table, rows, norm)
+        if len(ids) <= FEW:
+            stream = torch.zeros_like(part)
+            normed = self._comm.sum_norm(part, stream, *norm)
+            if normed is not None:
+                return stream, normed
+        return self._comm.all_reduce(part), None
 
     def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
         return self.base.rope_cache(qkv, batch, table, cache, heads)
@@ -54,12 +71,13 @@ class SummingOps:
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
         base = self.base
-        if residual is None:
-            return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
         if self._one_row is not None and self._one_row.stands_for(x):
-            found = self._one_row.norm_linear(x, residual, norm, packed, bias, gate)
+            found = self._one_row.norm_linear(x, residual, norm, packed, bias, gate=gate)
             if found is not None:
                 return found
+            residual = torch.zeros_like(x) if residual is None else residual
+        if residual is None:
+            return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
         normed = self._sum_norm(x, residual, *norm)
         if normed is None:
             return base.norm_linear(self._comm.all_reduce(x), residual, norm, packed, bias, outputs, gate=gate)
