@@ -41,10 +41,12 @@ PARTS = [
     (2, 4096, 7168, False, "sends"),
     (2, 7168, 4096, True, "receives"),
     (2, 3072, 4096, False, "receives"),
+    (2, 64128, 4096, False, "sends"),
     (4, 4096, 1024, False, "sends"),
     (4, 4096, 3584, False, "sends"),
     (4, 3584, 4096, True, "receives"),
     (4, 1536, 4096, False, "receives"),
+    (4, 32064, 4096, False, "sends"),
 ]
 # BLOCK_N, warps, stages, programs per multiprocessor
 CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))

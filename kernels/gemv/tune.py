@@ -38,6 +38,7 @@ CLASSES: list[dict[str, Any]] = [
 WAYS: list[dict[str, Any]] = [
     {"way": "sends", "inputs_to": FEW},
     {"way": "sends", "inputs_to": 2 * FEW},
+    {"way": "sends", "inputs_to": SOME, "outputs_to": SOME},
     {"way": "sends", "inputs_to": SOME},
     {"way": "sends"},
     {"way": "receives", "gate": True},
@@ -53,6 +54,7 @@ def tiles_of_parts(times: dict[tuple[int, int, int, bool, str], dict[Tile, float
             part
             for part in left
             if part[4] == where["way"]
+            and part[1] <= where.get("outputs_to", part[1])
             and part[2] <= where.get("inputs_to", part[2])
             and part[3] >= where.get("gate", False)
         ]

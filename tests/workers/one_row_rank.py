@@ -37,11 +37,20 @@ class WithRoom(Distributed):
         return super().all_reduce(x.contiguous())
 
 
-def one_row_of(rank: int, memory: list[Tensor]) -> OneRow:
-    """memory: packets of each rank."""
+def one_row_of(rank: int, memory: list[Tensor], more: list[Tensor]) -> OneRow:
+    """memory, more: packets of each rank."""
     addresses = torch.tensor([t.data_ptr() for t in memory])
+    used = 0
+
+    def share(count: int) -> Tensor:
+        nonlocal used
+        found = torch.tensor([t.data_ptr() for t in more]) + 8 * used
+        used += count
+        assert used <= more[0].numel()
+        return found
+
     turns = torch.ones(ROWS, dtype=torch.int32)
-    return OneRow(kernel.Room(rank, SIZE, ROWS, HIDDEN, (addresses, addresses, addresses), turns, ROWS))
+    return OneRow(kernel.Room(rank, SIZE, ROWS, HIDDEN, (addresses, addresses, addresses), turns, ROWS), share)
 
 
 def logits(model: Decoder) -> list[Tensor]:
@@ -58,14 +67,16 @@ def logits(model: Decoder) -> list[Tensor]:
     return found
 
 
-def run_rank(rank: int, path: str, meeting: str, memory: list[Tensor], answers: Any, done: Any) -> None:
+def run_rank(
+    rank: int, path: str, meeting: str, memory: list[Tensor], more: list[Tensor], answers: Any, done: Any
+) -> None:
     torch.set_num_threads(1)
     cpu_ops.available = lambda: False  # weights as they are
     dist.init_process_group("gloo", store=dist.FileStore(meeting, SIZE), rank=rank, world_size=SIZE)
     shard = Shard(rank, SIZE)
     found: list[Any] = []
     with torch.inference_mode():
-        one_row = one_row_of(rank, memory)
+        one_row = one_row_of(rank, memory, more)
         made: Any = SimpleNamespace(one_row=one_row, device=CPU)
         found.append(_wrong_parts(made, shard, HIDDEN))
         model = load_model(resolved(Path(path), "dummy"), CPU, 0, lambda done, total: None, shard).to(BF16)

@@ -13,14 +13,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="by the interp
 
 
 def test_products_that_sum_by_themselves(tmp_path: Path) -> None:
-    config = {**SMALL, "architectures": ["LlamaForCausalLM"], "attention_bias": True, "initializer_range": 0.1}
+    config = {
+        **SMALL,
+        "vocab_size": 212,
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": True,
+        "initializer_range": 0.1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     context = multiprocessing.get_context("spawn")
     answers, done = context.Queue(), context.Event()
     memory = [torch.zeros(2, SIZE, ROWS, HIDDEN // 2, dtype=torch.int64).share_memory_() for _ in range(SIZE)]
+    more = [torch.zeros(1000, dtype=torch.int64).share_memory_() for _ in range(SIZE)]
     meeting = str(tmp_path / "store")
     ranks = [
-        context.Process(target=run_rank, args=(rank, str(tmp_path), meeting, memory, answers, done))
+        context.Process(target=run_rank, args=(rank, str(tmp_path), meeting, memory, more, answers, done))
         for rank in range(SIZE)
     ]
     for process in ranks:
@@ -42,3 +49,4 @@ def test_products_that_sum_by_themselves(tmp_path: Path) -> None:
         assert (one - other).abs().max() < 0.1 * spread
     assert not torch.equal(by_packets[1], by_gloo[1]), "packets were used: other roundings"
     assert all(bool((inbox != 0).any()) for inbox in memory)
+    assert all(bool((inbox[32:] != 0).any()) for inbox in more), "logits too"

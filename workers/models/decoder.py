@@ -243,6 +243,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that."""
         if self.shard.tp_size > 1:
+            if self.comm.one_row is not None:
+                whole = self.comm.one_row.logits(hidden, self._head_weight, self.spec.vocab_size, out)
+                if whole is not None:
+                    return whole
             mine = self.ops.linear(hidden, self._head_weight, None, self._head_rows)
             return self.comm.gather(mine, self.spec.vocab_size, out)
         if out is not None:

@@ -2,16 +2,18 @@
 
     embedding, o or down -> packets in every rank's inbox -> the norm in front of gate and up, or of the next layer's qkv
 
-There is no kernel for the sum in between (kernels/gemv). Turns of a step are counted here, behind the last sum_norm, which ends every
-step (the norm before the head) and so advances the count on the device: a CUDA graph replays with new numbers. Used by parallel/ops.py;
-made by parallel/symmetric.py, for bfloat16.
+There is no kernel for the sum in between (kernels/gemv). The head's columns go the same way, in a room of their own. Turns of a
+step are counted here, behind the last sum_norm, which ends every step (the norm before the head) and so advances the count on the
+device: a CUDA graph replays with new numbers. Used by parallel/ops.py; made by parallel/symmetric.py, for bfloat16.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from meshlm.kernels.embedding import kernel as embedding
-from meshlm.kernels.gemv.kernel import Turn, gemv, pays
+from meshlm.kernels.gemv.kernel import Turn, gemv, pays, side_by_side
 from meshlm.kernels.packets import FOR_EVER
 from meshlm.kernels.sum_norm.kernel import Room, sum_norm
 
@@ -19,8 +21,10 @@ from meshlm.kernels.sum_norm.kernel import Room, sum_norm
 class OneRow:
     """All ranks make the same calls. At most one sum is on its way."""
 
-    def __init__(self, room: Room) -> None:
-        self.room, self.patience = room, FOR_EVER
+    def __init__(self, room: Room, share: Callable[[int], Tensor]) -> None:
+        """share: so many int64 zeros of each rank, that all can reach; their addresses by rank. Collective."""
+        self.room, self._share, self.patience = room, share, FOR_EVER
+        self._heads: dict[int, Room] = {}  # by columns of a rank
         self._nth = 0  # of the next sum, behind the last sum_norm
         self._under_way: Tensor | None = None  # what stands for it
         self._zeros = torch.zeros(1, room.columns, dtype=torch.bfloat16, device=room.turns.device)
@@ -67,3 +71,21 @@ class OneRow:
         found = sum_norm(x, residual, weight, eps, self.room, self.patience, sent=self._nth)
         self._under_way, self._nth = None, 0
         return found
+
+    def logits(self, hidden: Tensor, weight: Tensor, width: int, out: Tensor | None) -> Tensor | None:
+        """hidden W^T of each rank side by side, [1, width]; what is right of it is padding. None: not for this size.
+
+        The first call for a size makes room for it, so it must not be in a CUDA graph.
+        """
+        each = weight.shape[0]
+        if hidden.shape[0] != 1 or each % 2 or width % 2 or not pays(weight, 1):
+            return None
+        if each not in self._heads:
+            addresses = self._share(2 * self.room.size * each // 2)
+            turns = torch.tensor([1, 0], dtype=torch.int32, device=addresses.device)
+            three = (addresses, addresses, addresses)
+            self._heads[each] = Room(self.room.rank, self.room.size, 1, each, three, turns, 1)
+        turn = Turn(self._heads[each], 0, self.patience)
+        gemv(hidden, weight, sends=turn)
+        whole = out if out is not None else torch.empty(1, width, dtype=hidden.dtype, device=hidden.device)
+        return side_by_side(whole, turn)

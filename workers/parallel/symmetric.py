@@ -52,7 +52,7 @@ class Symmetric:
         self._make_room(dtype, widest[1])
         self.one_row: OneRow | None = None
         if dtype == torch.bfloat16 and widest[1] % 2 == 0:
-            self.one_row = OneRow(self.room)
+            self.one_row = OneRow(self.room, self._packets)
             self.one_row.patience = TEST_POLLS
 
     def _shared(self, count: int, dtype: torch.dtype) -> "tuple[Tensor, object]":
@@ -61,19 +61,25 @@ class Symmetric:
 
         tensor = symm_mem.empty(count, dtype=dtype, device=self.device)
         tensor.zero_()
+        torch.cuda.synchronize()  # a peer may write as soon as all have met
         return tensor, symm_mem.rendezvous(tensor, self._name)
+
+    def _addresses(self, handle: object) -> Tensor:
+        return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)  # type: ignore[attr-defined]
+
+    def _packets(self, count: int) -> Tensor:
+        memory, handle = self._shared(count, torch.int64)
+        self._keep.append((memory, handle))
+        return self._addresses(handle)
 
     def _make_room(self, dtype: torch.dtype, columns: int) -> None:
         rows, two_halves = FUSED_ROWS, 2 * self._size * FUSED_ROWS
-        self._keep = (
+        self._keep = [
             self._shared(two_halves * kernel.words(columns, dtype), torch.int64),
             self._shared(two_halves * columns, dtype),
             self._shared(self._size * rows, torch.int32),
-        )
-        packets, inboxes, flags = (
-            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)  # type: ignore[attr-defined]
-            for _, handle in self._keep
-        )
+        ]
+        packets, inboxes, flags = (self._addresses(handle) for _, handle in self._keep)
         turns = torch.ones(rows, dtype=torch.int32, device=self.device)
         self.room = kernel.Room(
             self._rank, self._size, rows, columns, (packets, inboxes, flags), turns, PACKET_ROWS[self._size]
@@ -253,4 +259,9 @@ def _wrong_parts(made: Symmetric, shard: Shard, columns: int) -> str:
             wanted = F.rms_norm((nth * total).to(torch.bfloat16)[None], (columns,), norm, 1e-6)[:, :few]
             if not torch.equal(stream[0], (nth * total).to(torch.bfloat16)) or (out - wanted).abs().max() > 0.03:
                 return f"sum {nth} of step {step + 1}"
+        head = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
+        head[:, 5] = torch.arange(16, device=device) + 16 * shard.tp_rank + step
+        logits = one_row.logits(x, head, 16 * size - 2, None)
+        if logits is None or not torch.equal(logits[0].long(), torch.arange(16 * size - 2, device=device) + step):
+            return f"columns of step {step + 1}"
     return ""
