@@ -115,6 +115,9 @@ def test_sums_by_size_and_gathering_in_parts(peers: Peers, monkeypatch: pytest.M
     assert not any(one.fused for one in made)
     x = torch.ones(1, 4096)
     assert made[0].sum_norm(x, x, x[0], 1e-6) is None
+    assert all(bool((one.room.turns == symmetric.FRESH_TURN).all()) for one in made), (
+        "the same on all, whatever went wrong"
+    )
     for rows, kind in ((2, "one-shot"), (60, "two-shot"), (200, "nccl")):
         peers.used.clear()
         lines = [torch.full((rows, 4096), float(rank + 1)) for rank in range(SIZE)]

@@ -27,6 +27,7 @@ ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
 TEST_POLLS = 1 << 20  # half a second: a peer that does not show up is no reason to hang at start
+FRESH_TURN = 1 << 16  # more than the proofs at start take
 
 
 class Symmetric:
@@ -94,6 +95,7 @@ class Symmetric:
             self.one_row.patience = FOR_EVER
         if not one_row:
             self.one_row = None
+            self.room.turns.fill_(FRESH_TURN)  # who gave up in the middle has counted other turns than the rest
 
     def _fits(self, x: Tensor) -> bool:
         return (
