@@ -71,11 +71,14 @@ def graph_keys(
 
 
 class Dispatcher:
-    """`capture(key)` runs one step of that shape; what it launches becomes the graph. rehearse: run it once before, uncaptured."""
+    """`capture(key)` runs one step of that shape; what it launches becomes the graph.
 
-    def __init__(self, keys: list[Key], capture: Callable[[Key], None], *, rehearse: bool = False) -> None:
+    together: other ranks capture the same at the same time, so none may find out alone that it must run a step before it can.
+    """
+
+    def __init__(self, keys: list[Key], capture: Callable[[Key], None], *, together: bool = False) -> None:
         self.keys = keys
-        self._rehearse = rehearse
+        self._together = together
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
         self._decodes = [key for key in keys if key.uniform]
@@ -155,14 +158,14 @@ class Dispatcher:
         return len(self._graphs) == len(self.keys)
 
     def _make(self, key: Key) -> torch.cuda.CUDAGraph:
-        if self._rehearse:
-            self._capture(key)
+        if self._together and not any(made.uniform == key.uniform for made in self._graphs):
+            self._capture(key)  # the first of its kind: what is loaded or allocated for all
         try:
             graph = self._captured(key)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # something is loaded or allocated that may not be while capturing: let that happen first
-            if self._rehearse:
+            if self._together:
                 raise
             self._capture(key)
             torch.cuda.synchronize()
