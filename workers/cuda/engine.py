@@ -87,7 +87,7 @@ class CudaEngine:
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
         parameters = sum(p.numel() for p in self._model.layers.parameters())
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
-        self.graphs = Dispatcher(keys, self._capture, together=self._shard.size > 1)
+        self.graphs = Dispatcher(keys, self._capture)
         self._warm_up()
         if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self._capture_all(report)

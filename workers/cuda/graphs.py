@@ -71,14 +71,10 @@ def graph_keys(
 
 
 class Dispatcher:
-    """`capture(key)` runs one step of that shape; what it launches becomes the graph.
+    """`capture(key)` runs one step of that shape; what it launches becomes the graph."""
 
-    together: other ranks capture the same at the same time, so none may find out alone that it must run a step before it can.
-    """
-
-    def __init__(self, keys: list[Key], capture: Callable[[Key], None], *, together: bool = False) -> None:
+    def __init__(self, keys: list[Key], capture: Callable[[Key], None]) -> None:
         self.keys = keys
-        self._together = together
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
         self._decodes = [key for key in keys if key.uniform]
@@ -158,18 +154,17 @@ class Dispatcher:
         return len(self._graphs) == len(self.keys)
 
     def _make(self, key: Key) -> torch.cuda.CUDAGraph:
-        if self._together and not any(made.uniform == key.uniform for made in self._graphs):
+        if not any(made.uniform == key.uniform for made in self._graphs):
             self._capture(key)  # the first of its kind: what is loaded or allocated for all
         try:
             graph = self._captured(key)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # something is loaded or allocated that may not be while capturing: let that happen first
-            if self._together:
-                raise
+        except RuntimeError:  # more is to be loaded, and may not be while capturing; ranks of a group all find that
             self._capture(key)
             torch.cuda.synchronize()
             graph = self._captured(key)
+            self.misses["rehearsed"] += 1
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         return graph
