@@ -49,7 +49,7 @@ class Detokenizer(Attempts):
         self._handles_before: dict[Identity, bytes] = {}  # by scheduler, of its last frame, if that was plain
 
     def handle(self, event: Event) -> list[Effect]:
-        if not (type(event) is Received and type(event.message) is TokenDeltas):
+        if type(event) is not Tick and not (type(event) is Received and type(event.message) is TokenDeltas):
             self._settle()
         match event:
             case Received(message=TokenDeltas() as deltas):
@@ -65,8 +65,17 @@ class Detokenizer(Attempts):
             case PeerUp():
                 return self._up(event)
             case Tick(now=now):
-                self.now = now
-                return self._abort(self.keyed.over(now))
+                return self._tick(now)
+
+    def _tick(self, now: float) -> list[Effect]:
+        """Ends what has waited long enough; where there is nothing to end, columns go on, and the journal learns what they have."""
+        self.now = now
+        over = self.keyed.over(now)
+        if over:
+            self._settle()
+        for steady in self._steady.values():
+            steady.settle()
+        return self._abort(over)
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:

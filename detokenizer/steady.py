@@ -2,7 +2,7 @@
 
 Made by core.py when two frames in a row have the same rows and nothing else; scheduler_proc/steady.py says why columns. While it
 stands, the journal's entries lag behind, and `settle` brings them up to date: before anything else looks at them (any event but
-the next such frame), and so at the latest with the next Tick. What needs more than a look-up in the table of texts is done for
+the next such frame), and with every Tick. What needs more than a look-up in the table of texts is done for
 its stream alone: characters that are not whole yet, stop strings.
 """
 
@@ -106,10 +106,11 @@ class Steady:
         return stream.stop.push(text) if num_tokens > stream.sampling.min_tokens else text
 
     def settle(self) -> None:
-        """Tell the journal's entries their tokens. Call once, and drop this."""
+        """Tell the journal's entries their tokens."""
         tokens, count = array("i", b"".join(self._token_ids)), len(self.streams)
         for place, stream in enumerate(self.streams) if tokens else ():
             stream.emitted.extend(tokens[place::count])
+        self._token_ids.clear()
 
     def lengths(self) -> Iterator[tuple[Stream, int]]:
         """How many tokens each stream really has."""

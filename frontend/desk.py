@@ -186,7 +186,9 @@ class Desk:
             for choice in (*self.by_handle.values(), *self.orphans)
             if 0 < choice.submit.deadline_s <= wall_s - DEADLINE_GRACE_S and choice.finished is None
         ]
-        if not late:
+        if not late:  # columns go on, and the choices learn what they have
+            for steady in self._steady.values():
+                steady.settle()
             return []
         sends = self.close(late)
         for choice in late:

@@ -66,13 +66,14 @@ class Steady:
             choice.exchange.text(choice, ids, texts[place])
 
     def settle(self) -> None:
-        """Tell the choices what came. Call once, and drop this."""
+        """Tell the choices what came."""
         tokens, count = array("i", b"".join(self._token_ids)), len(self.choices)
         eager = {place for place, _ in self._eager}
         for place, choice in enumerate(self.choices):
             choice.last_at = self.last_at
             if place not in eager:
                 choice.token_ids.extend(tokens[place::count])
+        self._token_ids.clear()
 
     def check(self) -> None:
         """AssertionError when the columns contradict the choices."""

@@ -74,6 +74,17 @@ def pack(header: Header, body: bytes = b"") -> bytes:
     )
 
 
+LANE_BYTES = 32  # up to the numbers
+_NUMBERS = struct.Struct("<QQ")
+pack_numbers = _NUMBERS.pack  # seq, ack: what follows a lane in the header
+unpack_numbers = _NUMBERS.unpack_from
+
+
+def data_lane(sender: Identity, life: Incarnation, receiver: Identity, to_life: Incarnation) -> bytes:
+    """The first LANE_BYTES of every DATA frame from this life to that one."""
+    return pack(Header(Kind.DATA, sender, receiver, life, to_life, 0, 0))[:LANE_BYTES]
+
+
 def unpack(frame: bytes) -> tuple[Header, memoryview]:
     """Header and body of a frame. FrameError when it is none."""
     if len(frame) < HEADER_BYTES:

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import zmq
+from zmq.backend import Socket as RawSocket
 
 from meshlm.protocol.channels import MAX_FRAME_BYTES
 
@@ -52,7 +54,7 @@ class Inbox:
 
     def _read(self) -> None:
         """Read until empty or READ_AT_MOST. The FD is edge-triggered: stopping early needs another turn."""
-        receive, on_frame = self._socket.recv, self._on_frame
+        receive, on_frame, events = self._socket.recv, self._on_frame, self._socket.getsockopt
         if self._loop is None:
             return
         for _ in range(READ_AT_MOST):
@@ -67,6 +69,8 @@ class Inbox:
                 raise
             if self._loop is None:
                 return  # closed by what the frame said
+            if not events(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]  # an int; half the cost of another recv's exception
+                break
         else:
             self._loop.call_soon(self._read)
         self._on_drained()
@@ -91,6 +95,9 @@ class Outbox:
         self.address = address
         self.pending: deque[bytes] = deque()
         self._socket = context.socket(zmq.PUSH)
+        self._send = partial(
+            RawSocket.send, self._socket
+        )  # without the Python around it, which is for what we do not use
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
@@ -111,7 +118,7 @@ class Outbox:
             pending.extend(frames)
             frames.clear()
             frames = pending
-        send = self._socket.send
+        send = self._send
         try:
             while frames:
                 send(frames[0], zmq.NOBLOCK)

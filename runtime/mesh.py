@@ -18,7 +18,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.channels import BY_DIRECTION, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
-from meshlm.protocol.frames import FrameError, Kind, sender_of, unpack
+from meshlm.protocol.frames import HEADER_BYTES, LANE_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
 from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import (
     BAD_BODY,
@@ -38,7 +38,8 @@ from meshlm.runtime.link import Inbox, Outbox
 from meshlm.runtime.logs import Limited
 from meshlm.runtime.remote import Remote
 
-TICK_S = 0.1
+TICK_S = 0.2  # acks leave well before the peer's replay
+TICK_REMOTE_S = 0.1  # links between nodes also count for how long a peer is silent
 TICK_CONNECTING_S = 0.02  # while a session is not open yet
 COORDINATOR = Identity(Role.COORDINATOR, 0)
 SUPERVISOR = Identity(Role.SUPERVISOR, 0)  # the head's; each node has its own
@@ -79,6 +80,7 @@ class Mesh:
         self._run_dir = Path(config.run.run_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[Identity, _Peer] = {}
+        self._lanes: dict[bytes, _Peer] = {}  # by how the frames of their sessions begin
         self._epoch = (Incarnation(0), Epoch(0))
         self._remote = Remote.of(identity, config)
         self._limited = Limited(self.log)
@@ -96,9 +98,9 @@ class Mesh:
         """Bind the inbox and begin to look for the supervisor and the coordinator."""
         self._loop = asyncio.get_running_loop()
         if self._remote is not None:
-            self._remote.open(self._context, self._on_remote_frame, self._after_batch, self.log)
+            self._remote.open(self._context, self._on_remote_frame, self._listener.flush, self.log)
         self._hello = self._own_hello()
-        self._inbox = Inbox(self._context, self._hello.address, self._on_frame, self._after_batch)
+        self._inbox = Inbox(self._context, self._hello.address, self._on_frame, self._listener.flush)
         self._inbox.start(self._loop)
         for peer, address in self._well_known().items():
             self._connect(peer, address)
@@ -200,6 +202,19 @@ class Mesh:
     # --- frames ---
 
     def _on_frame(self, frame: bytes) -> None:
+        link = self._lanes.get(lane := frame[:LANE_BYTES])
+        if link is None or link.session.lane != lane or len(frame) < HEADER_BYTES:
+            self._on_any_frame(frame)
+            return
+        assert self._loop is not None
+        session = link.session
+        is_next = session.is_next(*unpack_numbers(frame, LANE_BYTES), self._loop.time())
+        if session.wire:
+            link.outbox.flush(session.wire)
+        if is_next:
+            self._deliver(session.peer, link, memoryview(frame)[HEADER_BYTES:])
+
+    def _on_any_frame(self, frame: bytes) -> None:
         try:
             header, body = unpack(frame)
             if header.receiver != self.identity:
@@ -214,11 +229,6 @@ class Mesh:
             return
         assert self._loop is not None
         outcome = link.session.receive(header, body, self._loop.time())
-        if type(outcome) is Delivered:
-            if link.session.wire:
-                link.outbox.flush(link.session.wire)
-            self._deliver(header.sender, link, outcome.body)
-            return
         if type(outcome) is Opened:
             self._retarget(link, outcome.hello.tcp)  # before the welcome leaves
         if link.session.wire:
@@ -245,6 +255,8 @@ class Mesh:
 
     def _on_news(self, sender: Identity, link: _Peer, outcome: Outcome) -> None:
         match outcome:
+            case Delivered():
+                self._deliver(sender, link, outcome.body)
             case Opened():
                 self._on_opened(sender, link, outcome)
             case Ended():
@@ -265,20 +277,16 @@ class Mesh:
         except BAD_BODY as error:
             self._limited.error("message dropped", peer=str(sender), reason=str(error))
             return
-        match message:
-            case control.Members():
-                self._on_members(message)
-            case control.Died():
-                self._on_died(message)
-                if self.identity.role is Role.SUPERVISOR:
-                    self._listener.on_message(sender, message)  # other nodes' supervisors tell each other
-            case _:
-                self._listener.on_message(sender, message)
-
-    def _after_batch(self) -> None:
-        self._listener.flush()
+        if type(message) is control.Members:
+            self._on_members(message)
+            return
+        if type(message) is control.Died:
+            self._on_died(message)
+        if type(message) is not control.Died or self.identity.role is Role.SUPERVISOR:  # they tell each other
+            self._listener.on_message(sender, message)
 
     def _on_opened(self, sender: Identity, link: _Peer, opened: Opened) -> None:
+        self._lanes = {peer.session.lane: peer for peer in self._peers.values() if peer.session.lane}
         if opened.replaced is not None:
             self._listener.on_peer_down(sender, opened.replaced, "replaced by a new process")
         if sender == COORDINATOR:
@@ -361,19 +369,18 @@ class Mesh:
             outgoing.when_full,
             remote.silence_s if remote else 0.0,
         )
-        decode = msgspec.msgpack.Decoder(incoming.messages).decode
         if self._timer is not None and not self._closed and self._loop is not None:
             self._timer.cancel()  # a new peer is greeted at once
             self._timer = self._loop.call_soon(self._tick)
         if remote:
             remote.add(session)
-        self._peers[peer] = link = _Peer(session, outbox, decode)
+        self._peers[peer] = link = _Peer(session, outbox, msgspec.msgpack.Decoder(incoming.messages).decode)
         return link
 
     def _tick(self) -> None:
         assert self._loop is not None
         now = self._loop.time()
-        delay = TICK_S
+        delay = TICK_S if self._remote is None else TICK_REMOTE_S
         for link in list(self._peers.values()):
             session = link.session
             session.tick(now)

@@ -144,6 +144,7 @@ class _Process:
         self._facts: dict[str, str] | None = None
         self._shutdown: asyncio.Event | None = None
         self._drain_s = config.run.drain_timeout
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # as long as the process
 
     async def run(self) -> int:
         """Start, serve until told to stop, end."""
@@ -209,8 +210,7 @@ class _Process:
 
     def _beat(self) -> None:
         step, phase = self._app.beat()
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            rss = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        rss = int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self._mesh.tell_supervisor(control.Beat(step, phase, rss))
         self._mesh.call_later(BEAT_S, self._beat)
 

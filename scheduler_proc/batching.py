@@ -119,6 +119,11 @@ class Batching:
         steady.settle()
         self._decodes_before = []
 
+    def catch_up(self) -> None:
+        """Tell the requests the tokens that came; columns go on."""
+        if self.steady is not None:
+            self.steady.catch_up()
+
     def _plan_running(self, builder: PlanBuilder) -> None:
         """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
         running, left = self.running, self.limits.max_num_batched_tokens

@@ -59,7 +59,7 @@ class Scheduler:
         output = Output(int(now * 1e9))
         effects: list[Send] = []
         timings: tuple[int, ...] = ()
-        if not (type(event) is Received and type(event.message) is StepResult):
+        if type(event) is not Tick and not (type(event) is Received and type(event.message) is StepResult):
             self.batching.settle()
         match event:
             case Received(message=StepResult() as result):
@@ -197,9 +197,10 @@ class Scheduler:
         return [Send(detokenizer, Readmit(gone))] if gone else []
 
     def _expire(self, wall_s: float, output: Output) -> None:
-        for request in list(self.requests.values()):
-            if 0 < request.work.deadline_s <= wall_s:
-                self._finish(request, output, FinishReason.ERROR, "the request's timeout passed", ErrorKind.TIMEOUT)
+        late = [request for request in self.requests.values() if 0 < request.work.deadline_s <= wall_s]
+        (self.batching.settle if late else self.batching.catch_up)()
+        for request in late:
+            self._finish(request, output, FinishReason.ERROR, "the request's timeout passed", ErrorKind.TIMEOUT)
 
     def _attach(self, attach: AttachTokens, output: Output) -> None:
         for request in self.requests.values():

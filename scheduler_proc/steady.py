@@ -5,7 +5,7 @@ the caches any more: a loop over hundreds of requests waits for the memory of ea
 lines. numpy would be worse than either: each of its functions is code that has to be fetched too.
 
 While it stands, the requests' own counts lag behind, and `settle` brings them up to date: before anything else looks at them (any event
-but a result), and so at the latest with the next Tick. It never ends, preempts or starts a request: it declines, and the general way
+but a result, or a Tick at which nothing ends). It never ends, preempts or starts a request: it declines, and the general way
 does it.
 """
 
@@ -49,7 +49,8 @@ class Steady:
         # Until the first of them has all its tokens on the way.
         self.num_steps = min(request.max_len - start for request, start in zip(requests, starts, strict=True)) - 1
         self._stop_ids = frozenset[int]().union(*(request.stop_ids for request in requests))
-        self._columns: list[memoryview[int]] = []  # tokens of the results, in order
+        self._columns: list[memoryview[int]] = []  # tokens of the results, in order, less the first ones
+        self._num_forgotten = 0  # ... so many, which all requests have
         self.num_told = [0] * len(requests)  # of those, how many each request has already
         self._filling: dict[
             int, list[int]
@@ -121,9 +122,16 @@ class Steady:
 
     def _tell(self, place: int) -> None:
         request, told = self.requests[place], self.num_told[place]
-        request.tokens.extend([column[place] for column in self._columns[told:]])
+        request.tokens.extend([column[place] for column in self._columns[told - self._num_forgotten :]])
         request.num_inflight -= self.num_taken - told
         self.num_told[place] = self.num_taken
+
+    def catch_up(self) -> None:
+        """Tell the requests their tokens, and go on."""
+        for place in range(len(self.requests)):
+            self._tell(place)
+        self._columns.clear()
+        self._num_forgotten = self.num_taken
 
     def settle(self) -> None:
         """Tell the requests what happened to them. Call once, and drop this."""
@@ -134,7 +142,7 @@ class Steady:
 
     def check(self) -> None:
         """AssertionError when the columns contradict the requests."""
-        assert len(self._columns) == self.num_taken
+        assert len(self._columns) + self._num_forgotten == self.num_taken
         starts, rows = unpack_i32(self._starts.column()), unpack_i32(self._rows)
         growing = {place: step for step, places in self._growing.items() for place in places}
         for place, request in enumerate(self.requests):

@@ -75,7 +75,8 @@ def simulated() -> Iterator[None]:
             (mesh_module, "Inbox", Inbox),
             (mesh_module, "Outbox", Outbox),
             (mesh_module, "zmq", SimpleNamespace(Context=object)),
-            (mesh_module, "TICK_S", 0.2),  # a fifth of the time is ticks in which nothing is due
+            (mesh_module, "TICK_S", 0.2),
+            (mesh_module, "TICK_REMOTE_S", 0.2),  # a fifth of the time is ticks in which nothing is due
             (mesh_module, "TICK_CONNECTING_S", 0.03),
             (remote_module, "Inbox", Inbox),
             (remote_module, "Outbox", Outbox),
