@@ -24,6 +24,9 @@ from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.steady import FEWEST, Steady
 
 OrderKey = tuple[int, float, str]
+# How often full blocks are remembered while results come as columns, in the time in which one fills: those of one step alone are hashed
+# with cold caches, at four times the cost.
+REMEMBERS_IN_A_BLOCK = 2
 
 
 class Batching:
@@ -116,6 +119,7 @@ class Batching:
         steady, self.steady = self.steady, None
         if steady is None:
             return
+        self._remember_filled(steady)
         steady.settle()
         self._decodes_before = []
 
@@ -211,10 +215,12 @@ class Batching:
             self._remember(request, min(request.num_computed, len(request.tokens)))
 
     def took_column(self) -> None:
-        """A result came as a column: remember the blocks that are full of known tokens since."""
-        if self.steady is None or not self.limits.prefix_caching:
-            return
-        for request in self.steady.filled():
+        """A result came as a column: now and then, remember the blocks that are full of known tokens since."""
+        if self.steady is not None and self.steady.num_taken % max(1, self.block_size // REMEMBERS_IN_A_BLOCK) == 0:
+            self._remember_filled(self.steady)
+
+    def _remember_filled(self, steady: Steady) -> None:
+        for request in steady.filled() if self.limits.prefix_caching else ():
             self._remember(request, len(request.tokens) - 1)
 
     def appended(self, request: Request, num_tokens: int) -> None:

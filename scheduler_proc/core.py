@@ -205,9 +205,8 @@ class Scheduler:
     def _attach(self, attach: AttachTokens, output: Output) -> None:
         for request in self.requests.values():
             if request.work.handle == attach.handle:
-                output.of(request.detokenizer).row(
-                    attach.handle, attach.from_index, tokens_of(request, attach.from_index)
-                )
+                known = tokens_of(request, attach.from_index)
+                output.of(request.detokenizer).row(attach.handle, attach.from_index, known)
 
     # --- workers ---
 
@@ -384,9 +383,7 @@ class Scheduler:
         """AssertionError when the state contradicts itself."""
         self.batching.check()
         queued = [*self.batching.running, *self.batching.waiting]
-        assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, (
-            "a request is in no queue, or a ghost in one"
-        )
+        assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, "the queues are not all requests"
         assert len(self.inflight) <= self._depth + 1
         planned, unknown = self.batching.lag()
         live = sum(len(r.tokens) - r.num_given for r in self.requests.values())

@@ -52,9 +52,9 @@ class Steady:
         self._columns: list[memoryview[int]] = []  # tokens of the results, in order, less the first ones
         self._num_forgotten = 0  # ... so many, which all requests have
         self.num_told = [0] * len(requests)  # of those, how many each request has already
-        self._filling: dict[
-            int, list[int]
-        ] = {}  # result, modulo block_size -> places whose token before it filled a block
+        self._num_asked = 0  # results at the last `filled`
+        # Result, modulo block_size -> places whose token before it filled a block.
+        self._filling: dict[int, list[int]] = {}
         for place, start in enumerate(starts):
             self._filling.setdefault(-start % block_size, []).append(place)
         self._parts = _by_detokenizer(requests, starts)
@@ -114,8 +114,10 @@ class Steady:
         return True
 
     def filled(self) -> list[Request]:
-        """The requests that the last result gave the first token behind a full block; they know their tokens now."""
-        places = self._filling.get(self.num_taken % self._block_size, [])
+        """The requests that got the first token behind a full block since this was asked last; they know their tokens now."""
+        since = range(self._num_asked, self.num_taken)[-self._block_size :]
+        places = [place for result in since for place in self._filling.get((result + 1) % self._block_size, ())]
+        self._num_asked = self.num_taken
         for place in places:
             self._tell(place)
         return [self.requests[place] for place in places]
