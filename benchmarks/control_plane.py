@@ -1,9 +1,13 @@
 """The control plane alone: the whole mesh with the fake device, N streams, CPU µs per output token of each process.
 
-    python -P benchmarks/control_plane.py [--streams 256] [--step-ms 20] [--tokens 500] [--json FILE]
+    python -P benchmarks/control_plane.py [--streams 256] [--step-ms 20] [--tokens 500] [--floor] [--rounds 1] [--json FILE]
 
 With --step-ms 20 every step's tokens leave as one chunk each; with 0 the mesh runs freely and chunks coalesce only under
 back-pressure. The client is one bare socket reader in this process; its CPU is not counted.
+
+`cpu_us_per_token` is of the whole run, with the requests' beginnings and ends; `decoding` of the half of it in which all streams do
+nothing but decode. With --floor each round also measures, in the same minutes and with the same client, what this machine takes for the
+sends alone and for a mesh of nothing but columns (floor.py): the machine's speed changes from day to day, the ratio less.
 """
 
 import argparse
@@ -19,6 +23,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import floor
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MESHLM = Path(sys.executable).parent / "meshlm"
@@ -58,16 +65,22 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
+def run_seconds(pid: int) -> float:
+    """What all threads of a process ran, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
-async def load(port: int, streams: int, tokens: int) -> tuple[float, list[Reader]]:
-    """All streams at once; seconds from first to last byte."""
+async def load(port: int, streams: int, tokens: int, readers: list[Reader] | None = None) -> tuple[float, list[Reader]]:
+    """All streams at once; seconds from first to last byte. The readers appear in `readers` as they begin."""
     loop = asyncio.get_running_loop()
-    readers = []
+    readers = [] if readers is None else readers
     begun = time.perf_counter()
     for number in range(streams):
         body = json.dumps(
@@ -77,6 +90,26 @@ async def load(port: int, streams: int, tokens: int) -> tuple[float, list[Reader
         readers.append(reader)
     await asyncio.gather(*(reader.done for reader in readers))
     return time.perf_counter() - begun, readers
+
+
+async def watched(
+    port: int, streams: int, tokens: int, pids: dict[str, int]
+) -> tuple[float, list[Reader], dict[str, float]]:
+    """`load`, and CPU µs per token of each process while all streams decode, for streams of one token a chunk."""
+    readers: list[Reader] = []
+    loading = asyncio.ensure_future(load(port, streams, tokens, readers))
+
+    async def count_after(share: float) -> int:
+        # The readers are the measured client, and tell nobody.
+        while len(readers) < streams or any(r.events < share * tokens for r in readers):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return sum(reader.events for reader in readers)
+
+    begin = await count_after(0.25)
+    before = {name: run_seconds(pid) for name, pid in pids.items()}
+    num_tokens = await count_after(0.75) - begin
+    used = {name: (run_seconds(pid) - before[name]) * 1e6 / num_tokens for name, pid in pids.items()}
+    return *await loading, used
 
 
 async def first_tokens(port: int, count: int) -> list[float]:
@@ -104,7 +137,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         ttft = asyncio.run(first_tokens(port, 100)) if not arguments.step_ms else []
         asyncio.run(load(port, arguments.streams, 20))
         before = {p["pid"]: cpu_seconds(p["pid"]) for p in processes}
-        elapsed, readers = asyncio.run(load(port, arguments.streams, arguments.tokens))
+        pids = {f"{p['role']}/{p['index']}": p["pid"] for p in processes}
+        decoding: dict[str, float] = {}
+        if arguments.step_ms:
+            run = watched(port, arguments.streams, arguments.tokens, pids)
+            elapsed, readers, decoding = asyncio.run(run)
+        else:
+            elapsed, readers = asyncio.run(load(port, arguments.streams, arguments.tokens))
         total = arguments.streams * arguments.tokens
         events = sum(reader.events for reader in readers)
         used = {
@@ -115,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=30)
         server.stderr.close()
-    plane = sum(value for name, value in used.items() if not name.startswith("worker"))
+    plane = plane_of(used)
     result: dict[str, object] = {
         "streams": arguments.streams,
         "step_ms": arguments.step_ms,
@@ -129,9 +168,30 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "output_tokens_per_s_per_core": round(1e6 / (plane + used["worker/0"])),
         "rss_mb": memory,
     }
+    if decoding:
+        result["decoding_us_per_token"] = {name: round(value, 3) for name, value in decoding.items()}
+        result["decoding_us_per_token_plane"] = round(plane_of(decoding), 3)
     if ttft:
         result["ttft_ms"] = {"p50": round(ttft[len(ttft) // 2], 2), "p99": round(ttft[int(len(ttft) * 0.99)], 2)}
     return result
+
+
+def plane_of(used: dict[str, float]) -> float:
+    """All but the workers."""
+    return sum(value for name, value in used.items() if not name.startswith("worker"))
+
+
+def with_floor(result: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
+    """The same, beside what the machine takes at the least right now."""
+
+    def run(port: int, streams: int, tokens: int) -> object:
+        return asyncio.run(load(port, streams, tokens))
+
+    found = floor.measure(run, arguments.streams, 300, arguments.step_ms / 1e3)
+    plane = result["decoding_us_per_token_plane"]
+    assert isinstance(plane, float)
+    assert isinstance(found["mesh_plane"], float)
+    return {**result, "floor_us_per_token": found, "times_the_floor": round(plane / found["mesh_plane"], 2)}
 
 
 def machine() -> dict[str, object]:
@@ -150,11 +210,15 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[20.0, 0.0])
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--pairs", type=int, default=1, help="frontends and detokenizers")
+    parser.add_argument("--floor", action="store_true", help="also measure the least (with steps of some length)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all measurements")
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     results = []
-    for step_ms in arguments.step_ms:
-        results.append(measure(argparse.Namespace(**{**vars(arguments), "step_ms": step_ms})))
+    for step_ms in arguments.step_ms * arguments.rounds:
+        one = argparse.Namespace(**{**vars(arguments), "step_ms": step_ms})
+        result = measure(one)
+        results.append(with_floor(result, one) if arguments.floor and step_ms else result)
         print(json.dumps(results[-1], indent=1))
     if arguments.json:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
