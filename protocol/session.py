@@ -170,11 +170,11 @@ class Session:
         ):
             return None
         if header.kind is Kind.DATA:
-            return Delivered(body) if self.is_next(header.seq, header.ack, now) else None
+            return Delivered(body) if self.is_next(now, header.seq, header.ack) else None
         self._on_ack(header.ack, now)
         return self._on_bye() if header.kind is Kind.BYE else None
 
-    def is_next(self, seq: int, ack: int, now: float) -> bool:
+    def is_next(self, now: float, seq: int, ack: int) -> bool:
         """A DATA frame of this session's `lane`: whether its message is to be delivered now. Else it is a duplicate, or there is a gap
         that the peer's replay will fill."""
         if self._unacked or self._queued:

@@ -69,7 +69,7 @@ class Inbox:
                 raise
             if self._loop is None:
                 return  # closed by what the frame said
-            if not events(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]  # an int; half the cost of another recv's exception
+            if not events(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type]  # an int; half the cost of another recv's exception
                 break
         else:
             self._loop.call_soon(self._read)

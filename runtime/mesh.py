@@ -208,7 +208,7 @@ class Mesh:
             return
         assert self._loop is not None
         session = link.session
-        is_next = session.is_next(*unpack_numbers(frame, LANE_BYTES), self._loop.time())
+        is_next = session.is_next(self._loop.time(), *unpack_numbers(frame, LANE_BYTES))
         if session.wire:
             link.outbox.flush(session.wire)
         if is_next:
