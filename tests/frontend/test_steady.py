@@ -7,6 +7,7 @@ from answering import LENGTH, asking, filled
 from msgspec.structs import replace
 
 from meshlm.frontend.answers import StreamAnswer, WholeAnswer
+from meshlm.frontend.burst import Direct
 from meshlm.frontend.desk import Desk
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Role
@@ -21,6 +22,30 @@ ASKS: list[dict[str, Any]] = [
 ]
 
 
+class Client:
+    """A line whose socket has room."""
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self.num_direct = 0
+
+    def write(self, event: bytes) -> None:
+        self.events.append(event)
+
+    def lend(self, slots: list[Direct | None], place: int) -> None:
+        slots[place] = self.direct
+
+    def direct(self, chunk: bytes) -> int:
+        size, _, event = chunk.partition(b"\r\n")
+        assert len(event) - 2 == int(size, 16)
+        self.events.append(event[:-2])
+        self.num_direct += 1
+        return len(chunk)
+
+    def rest(self, data: bytes) -> None:
+        raise AssertionError("the socket took everything")
+
+
 class Bench:
     """Four requests, one of each sort; a check after every message."""
 
@@ -28,13 +53,16 @@ class Bench:
         self.desk = Desk()
         self.desk.fewest_steady = fewest_steady  # type: ignore[misc]
         self.desk.detokenizer_up(D0)
-        self.events: list[list[bytes]] = [[] for _ in ASKS]
+        clients = [Client() for _ in ASKS]
+        self.events = [client.events for client in clients]
+        self.clients = clients
         self.answers: list[StreamAnswer | WholeAnswer] = []
         self.num_steady = 0
         for number, changes in enumerate(ASKS):
             ask = asking(False, **changes)
             if ask.stream:
-                answer = StreamAnswer(ask, "cmpl-1", 1700000000, "tiny", lambda: None, self.events[number].append)
+                client = clients[number]
+                answer = StreamAnswer(ask, "cmpl-1", 1700000000, "tiny", lambda: None, client.write, None, client)
                 self.answers.append(filled(answer))
             else:
                 self.answers.append(filled(WholeAnswer(ask, "cmpl-1", 1700000000, "tiny", lambda: None)))
@@ -73,6 +101,7 @@ def test_columns_serve_what_the_loop_serves() -> None:
     columns, loop = played(1), played(10_000)
     assert columns.num_steady >= 5 > loop.num_steady == 0
     assert columns.events == loop.events
+    assert [client.num_direct > 0 for client in columns.clients] == [True, False, False, False]
     assert [len(events) > 4 for events in columns.events] == [True, False, True, True]
     for mine, theirs in zip(columns.answers, loop.answers, strict=True):
         assert mine.choices[0].token_ids == theirs.choices[0].token_ids

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.protocol.frames import FrameError, Header, Kind, pack, unpack
+from meshlm.protocol.frames import (
+    LANE_BYTES,
+    FrameError,
+    Header,
+    Kind,
+    data_lane,
+    pack,
+    pack_numbers,
+    unpack,
+    unpack_numbers,
+)
 from meshlm.protocol.ids import Identity, Incarnation, Role
 
 u64 = st.integers(0, (1 << 64) - 1)
@@ -19,6 +29,15 @@ def test_round_trip(header: Header, body: bytes) -> None:
     got, rest = unpack(pack(header, body))
     assert got == header
     assert bytes(rest) == body
+
+
+@given(headers, st.binary())
+def test_a_data_frame_is_its_lane_its_numbers_and_its_body(header: Header, body: bytes) -> None:
+    frame = pack(header._replace(kind=Kind.DATA), body)
+    lane = data_lane(header.sender, header.sender_incarnation, header.receiver, header.receiver_incarnation)
+    assert lane + pack_numbers(header.seq, header.ack) + body == frame
+    assert len(lane) == LANE_BYTES
+    assert unpack_numbers(frame, LANE_BYTES) == (header.seq, header.ack)
 
 
 @given(st.binary(max_size=200))
