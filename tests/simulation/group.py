@@ -10,7 +10,7 @@ from mock_worker import VOCAB, Computed, Model
 from network import running
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.control_edge import Profile
+from meshlm.protocol.control_edge import GraphCounts, Profile
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.io import WorkerApp
@@ -130,6 +130,10 @@ class Worker(WorkerApp):
     def facts(self) -> EngineFacts:
         """As an engine."""
         return self._facts
+
+    def graph_counts(self) -> GraphCounts:
+        """Other counts after every so many steps, so that the word of it takes part."""
+        return GraphCounts({"decode": self._nth // 8}) if self._nth >= 8 else GraphCounts()
 
     def wake(self) -> None:
         """There is something to do."""
