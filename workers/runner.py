@@ -77,6 +77,10 @@ class TorchEngine:
         )
         memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, self._attention)  # refuses FP8
         self._model = load_model(resolved, self._device, config.model.seed, progress, seat.shard)
+        if self._device.type == "cpu":
+            from meshlm.workers.models.cpu_layers import fuse
+
+            fuse(self._model, self._attention.name)
         tokens, hidden = resolved.max_num_batched_tokens, resolved.spec.hidden_size
         self._comm = seat.connect(self._device, self._dtype, tokens, hidden)
         self._model.join(self._comm)

@@ -16,6 +16,7 @@ typedef struct {
     const int64_t *positions; /* [t] */
     const int64_t *spans;     /* [num_spans, 3]: request, first row, rows; at most what `meshlm_span_rows` says */
     float *out;               /* [t, heads, d] */
+    long num_spans;
     long heads, kv_heads, d, size, stride, window;
     float scale;
 } Attention;
@@ -171,5 +172,22 @@ static void attend(const Attention *a, const Scratch *s, const int64_t *span, lo
     for (long l = 0; l < lines; l++) {
         float *out = a->out + ((span[1] + l / group) * a->heads + h * group + l % group) * d;
         for (long e = 0; e < d; e++) out[e] = s->sums[l * d16 + e] / s->total[l];
+    }
+}
+
+/* Query vectors of the longest span: what a thread's memory must have room for. */
+static long most_lines(const Attention *a) {
+    long most = 0;
+    for (long i = 0; i < a->num_spans; i++) most = a->spans[3 * i + 2] > most ? a->spans[3 * i + 2] : most;
+    return most * (a->heads / a->kv_heads);
+}
+
+/* All spans. memory: this thread's own, scratch_floats of these lines. */
+static void each_attention(const Attention *a, float *memory, long lines) {
+    Scratch s = divide(memory, lines, a->d);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (long i = 0; i < a->num_spans * a->kv_heads; i++) { /* a prompt's last rows first: they take longest */
+        long at = a->num_spans * a->kv_heads - 1 - i;
+        attend(a, &s, a->spans + 3 * (at / a->kv_heads), at % a->kv_heads);
     }
 }

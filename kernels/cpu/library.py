@@ -19,12 +19,14 @@ _SIGNATURES = {
     "meshlm_rope_cache": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 5,
     "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
     "meshlm_span_rows": [_LONG] * 2,
+    "meshlm_layers": [_POINTER],
     "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _LONG],
 }
 _RESULTS = {
     "meshlm_panel_bytes": _LONG,
     "meshlm_form": _LONG,
     "meshlm_span_rows": _LONG,
+    "meshlm_layers": ctypes.c_int,
     "meshlm_attention": ctypes.c_int,
 }
 

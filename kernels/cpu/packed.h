@@ -78,56 +78,95 @@ static inline vec bytes8(const uint8_t *from) {
 #endif
 }
 
-/* The weights of one record -> [block][16]. */
-static inline __attribute__((always_inline)) void unpack_record(const uint8_t *record, const Form f, float *to) {
-    const uint8_t *codes = record + scale_bytes(f) * (1 + f.minima);
-#pragma GCC unroll 2
-    for (long half_panel = 0; half_panel < WIDTH; half_panel += LANES) {
-        vec scale = scales8(record, f.wide, half_panel);
-        vec minimum = scale * splat(f.offset);
-        if (f.minima) minimum = scales8(record + scale_bytes(f), f.wide, half_panel);
-        float *out = to + half_panel;
-        if (f.bits == 8) {
-            for (long i = 0; i < f.block; i++) store(out + i * WIDTH, fma8(bytes8(codes + i * WIDTH + half_panel), scale, minimum));
-            continue;
-        }
-        const ivec *words = (const ivec *)(codes + half_panel * 4);
-        vec finer = scale; /* a code is used where it stands in its word: times 16^j */
-#pragma GCC unroll 8
-        for (int j = 0; j < 7; j++) {
-#pragma GCC unroll 4
-            for (int w = 0; w < 4; w++)
-                store(out + (4 * j + w) * WIDTH, fma8(__builtin_convertvector(words[2 * w] & (15 << 4 * j), vec), finer, minimum));
-            finer *= splat(0.0625f);
-        }
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; w++) /* the highest has the word's sign */
-            store(out + (28 + w) * WIDTH, fma8(__builtin_convertvector(words[2 * w] >> 28 & 15, vec), scale, minimum));
-    }
-}
+/* Rows times weights while these come out of their records: ROWS rows (0 to 4: more do not fit into the registers beside scales and codes)
+ * over PANELS panels. out[r][16 * panel + c] (+)= sum over `count` inputs of x[r][i] * weight, the chain of tile.h. With one panel the weights
+ * are left in `kept` [count][16] (unless null) for the rows that follow. */
+typedef struct {
+    const float *x;
+    long x_stride;
+    const uint8_t *records[2];
+    Form form;
+    long count;
+    float *out;
+    long out_stride;
+    int more;
+    float *kept;
+} Unpacking;
 
-#define UNPACK(FORM)                                                                                                           \
-    case FORM:                                                                                                                 \
-        for (; count > 0; count -= forms[FORM].block) {                                                                        \
-            unpack_record(from, forms[FORM], to);                                                                              \
-            from += record_bytes(forms[FORM]);                                                                                 \
-            to += forms[FORM].block * WIDTH;                                                                                   \
+#define UNPACK(NAME, ROWS, PANELS, BITS)                                                                                       \
+    static void NAME(const Unpacking *u) {                                                                                     \
+        const float *x = u->x;                                                                                                 \
+        const long x_stride = u->x_stride, scale_size = scale_bytes(u->form), record_size = record_bytes(u->form);             \
+        float *kept = u->kept;                                                                                                 \
+        vec sums[ROWS][2 * PANELS], scale[2 * PANELS], minimum[2 * PANELS];                                                    \
+        for (int r = 0; r < ROWS; r++)                                                                                         \
+            for (int c = 0; c < 2 * PANELS; c++)                                                                               \
+                sums[r][c] = u->more ? load(u->out + r * u->out_stride + c * LANES) : splat(0.0f);                             \
+        const uint8_t *record[PANELS];                                                                                         \
+        for (int p = 0; p < PANELS; p++) record[p] = u->records[p];                                                            \
+        for (long at = 0; at < u->count; at += u->form.block) {                                                                \
+            const uint8_t *codes[PANELS];                                                                                      \
+            for (int p = 0; p < PANELS; p++) {                                                                                 \
+                codes[p] = record[p] + scale_size * (1 + u->form.minima);                                                      \
+                scales_of(record[p], &u->form, scale + 2 * p, minimum + 2 * p);                                                \
+                record[p] += record_size;                                                                                      \
+            }                                                                                                                  \
+            UNPACK_##BITS(ROWS, PANELS)                                                                                        \
         }                                                                                                                      \
-        break;
+        for (int r = 0; r < ROWS; r++)                                                                                         \
+            for (int c = 0; c < 2 * PANELS; c++) store(u->out + r * u->out_stride + c * LANES, sums[r][c]);                    \
+    }
 
-/* Inputs begin to begin + count of a panel -> [count][16]. Both at borders of records; not for FLOATS, which are what they are. */
-static void unpack(Panel p, long begin, long count, float *to) {
-    const uint8_t *from = p.records + meshlm_panel_bytes(p.form, begin);
-    switch (p.form) {
-        UNPACK(FOUR_0)
-        UNPACK(FOUR_1)
-        UNPACK(FOUR_K)
-        UNPACK(EIGHT_0)
-        UNPACK(EIGHT_1)
-        UNPACK(EIGHT_K)
-        UNPACK(EIGHT_16)
+/* One input: its weights meet the rows. */
+#define MEET(ROWS, PANELS, CODE)                                                                                               \
+    {                                                                                                                          \
+        vec w[2 * PANELS];                                                                                                     \
+        for (int c = 0; c < 2 * PANELS; c++) w[c] = fma8(CODE, scale[c], minimum[c]);                                          \
+        if (PANELS == 1 && kept) store(kept, w[0]), store(kept + LANES, w[1]), kept += WIDTH;                                  \
+        for (int r = 0; r < ROWS; r++)                                                                                         \
+            for (int c = 0; c < 2 * PANELS; c++) sums[r][c] = fma8(splat(x[r * x_stride]), w[c], sums[r][c]);                  \
+        x++;                                                                                                                   \
+    }
+
+/* A code is used where it stands in its word, times 16^j, with a finer scale; the highest has the word's sign and is shifted down. */
+#define UNPACK_4(ROWS, PANELS)                                                                                                 \
+    vec whole[2 * PANELS];                                                                                                     \
+    for (int c = 0; c < 2 * PANELS; c++) whole[c] = scale[c];                                                                  \
+    ivec mask = {15, 15, 15, 15, 15, 15, 15, 15};                                                                              \
+    _Pragma("GCC unroll 1") for (int j = 0; j < 7; j++) {                                                                      \
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                    \
+            MEET(ROWS, PANELS, __builtin_convertvector(WORDS(i, c) & mask, vec))                                               \
+        for (int c = 0; c < 2 * PANELS; c++) scale[c] *= splat(0.0625f);                                                       \
+        mask <<= 4;                                                                                                            \
+    }                                                                                                                          \
+    for (int c = 0; c < 2 * PANELS; c++) scale[c] = whole[c];                                                                  \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
+        MEET(ROWS, PANELS, __builtin_convertvector(WORDS(i, c) >> 28 & 15, vec))
+#define WORDS(I, C) ((const ivec *)codes[(C) / 2])[2 * (I) + (C) % 2]
+
+#define UNPACK_8(ROWS, PANELS)                                                                                                 \
+    for (long i = 0; i < u->form.block; i++) MEET(ROWS, PANELS, bytes8(codes[c / 2] + i * WIDTH + c % 2 * LANES))
+
+static inline void scales_of(const uint8_t *record, const Form *f, vec scale[2], vec minimum[2]) {
+    for (int c = 0; c < 2; c++) {
+        scale[c] = scales8(record, f->wide, c * LANES);
+        minimum[c] = scale[c] * splat(f->offset);
+        if (f->minima) minimum[c] = scales8(record + scale_bytes(*f), f->wide, c * LANES);
     }
 }
+
+UNPACK(four_0, 0, 1, 4)
+UNPACK(four_1, 1, 1, 4)
+UNPACK(four_2, 2, 1, 4)
+UNPACK(four_3, 3, 1, 4)
+UNPACK(four_4, 4, 1, 4)
+UNPACK(four_side, 1, 2, 4)
+UNPACK(eight_0, 0, 1, 8)
+UNPACK(eight_1, 1, 1, 8)
+UNPACK(eight_2, 2, 1, 8)
+UNPACK(eight_3, 3, 1, 8)
+UNPACK(eight_4, 4, 1, 8)
+UNPACK(eight_side, 1, 2, 8)
 
 /* The weights of one output. */
 static void unpack_row(Panel p, long lane, long k, float *to) {

@@ -21,7 +21,6 @@
 
 #define ROWS 96       /* rows of x that stay in the second-level cache while the panels pass */
 #define CHUNK 256     /* inputs of a panel that become float32 at once: 16 KiB */
-#define SIDE_CHUNK 32 /* the same for one row over SIDE panels: 8 KiB */
 
 /* w [n, k] -> the panels, of form FLOATS, of a packed weight whose table is written. */
 void meshlm_pack(const float *w, uint8_t *packed, long n, long k) {
@@ -36,36 +35,42 @@ void meshlm_pack(const float *w, uint8_t *packed, long n, long k) {
 
 /* The functions named each_* are called by all threads of a team, and do not wait for the others at their end. */
 
-/* One to ROWS rows over one panel: sums[r][j]. What is not float32 becomes so in the first-level cache, chunk by chunk. */
+/* One to ROWS rows over one panel: sums[r][j]. */
 static void panel_sums(const float *x, Panel p, float *sums, long rows, long k) {
+    Tile t = {.x = x, .x_stride = k, .panel = (const float *)p.records, .k = k, .out = sums, .out_stride = WIDTH};
+    long passes = (rows + HEIGHT - 1) / HEIGHT;
+    t.next = t.panel + k * WIDTH, t.next_step = (WIDTH + passes - 1) / passes; /* comes into the cache while the rows meet this one */
+    tiles(t, rows);
+}
+
+/* The same where the panel is not float32: the first few rows (or none) unpack it into the first-level cache, chunk by chunk, for the rest. */
+static void codes_sums(const float *x, Panel p, float *sums, long rows, long k) {
+    static void (*const unpack[2][5])(const Unpacking *) = {{four_0, four_1, four_2, four_3, four_4}, {eight_0, eight_1, eight_2, eight_3, eight_4}};
     float chunk[CHUNK * WIDTH] __attribute__((aligned(64)));
-    long passes = (rows + HEIGHT - 1) / HEIGHT, step = p.form == FLOATS ? k : CHUNK;
-    Tile t = {.x = x, .x_stride = k, .out = sums, .out_stride = WIDTH};
-    for (long i = 0; i < k; i += step) {
-        t.k = k - i < step ? k - i : step, t.x = x + i, t.more = i > 0;
-        t.panel = p.form == FLOATS ? (const float *)p.records : chunk;
-        if (p.form != FLOATS) unpack(p, i, t.k, chunk);
-        long coming = meshlm_panel_bytes(p.form, t.k), slots = 4 * t.k * passes;
-        t.next = (const float *)(p.records + (p.form == FLOATS ? coming : meshlm_panel_bytes(p.form, i + t.k)));
-        t.next_step = (coming + slots - 1) / slots; /* comes into the cache bit by bit while the rows meet what is here */
-        tiles(t, rows);
+    Unpacking u = {.x_stride = k, .form = forms[p.form], .out = sums, .out_stride = WIDTH};
+    long over = rows % HEIGHT, first = over <= 4 ? over : 0; /* then come whole tiles */
+    u.kept = rows > first ? chunk : 0;
+    for (long i = 0; i < k; i += CHUNK) {
+        u.count = k - i < CHUNK ? k - i : CHUNK, u.x = x + i, u.more = i > 0;
+        u.records[0] = p.records + meshlm_panel_bytes(p.form, i);
+        unpack[u.form.bits == 8][first](&u);
+        Tile t = {.x = u.x + first * k, .x_stride = k, .panel = chunk, .k = u.count, .out = sums + first * WIDTH, .out_stride = WIDTH};
+        t.more = u.more, t.next = (const float *)(u.records[0] + meshlm_panel_bytes(p.form, u.count)), t.next_step = 1;
+        tiles(t, rows - first);
     }
 }
 
 /* One row over SIDE panels that lie side by side: sums[SIDE * 16]. */
 static void side_sums(const float *x, const Panel *p, float *sums, long k) {
-    float chunk[SIDE * SIDE_CHUNK * WIDTH] __attribute__((aligned(64)));
-    long apart = p[1].records - p[0].records;
-    Tile t = {.x = x, .panel = (const float *)p->records, .k = k, .out = sums};
     if (p->form == FLOATS) {
-        tile_side(&t, apart / (long)sizeof(float));
+        Tile t = {.x = x, .panel = (const float *)p->records, .k = k, .out = sums};
+        tile_side(&t, k * WIDTH);
         return;
     }
-    t.panel = chunk;
-    for (long i = 0; i < k; i += SIDE_CHUNK) {
-        t.k = k - i < SIDE_CHUNK ? k - i : SIDE_CHUNK, t.x = x + i, t.more = i > 0;
-        for (int c = 0; c < SIDE; c++) unpack(p[c], i, t.k, chunk + c * SIDE_CHUNK * WIDTH);
-        tile_side(&t, SIDE_CHUNK * WIDTH);
+    Unpacking u = {.x = x, .form = forms[p->form], .count = k};
+    for (int c = 0; c < SIDE; c += 2) {
+        u.records[0] = p[c].records, u.records[1] = p[c + 1].records, u.out = sums + c * WIDTH;
+        (u.form.bits == 8 ? eight_side : four_side)(&u);
     }
 }
 
@@ -88,7 +93,8 @@ static void each_linear(const float *x, const uint8_t *packed, const float *bias
             if (alike)
                 side_sums(x, p, sums, k);
             else
-                for (long c = 0; c < here; c++) panel_sums(x + r * k, p[c], sums + c * WIDTH, rows, k);
+                for (long c = 0; c < here; c++)
+                    (p[c].form == FLOATS ? panel_sums : codes_sums)(x + r * k, p[c], sums + c * WIDTH, rows, k);
             float *to = out + r * n + first * WIDTH;
             const float *b = bias ? bias + first * WIDTH : 0;
             for (long i = 0; i < rows; i++)
@@ -140,16 +146,23 @@ void meshlm_silu_mul(const float *gate_up, float *out, long m, long n) {
 }
 
 /* out[m, n] = gelu(gate) * up (Hendrycks and Gimpel 2016), exact or by tanh. One by one: torch's vectors and its tails differ. */
-void meshlm_gelu_mul(const float *gate_up, float *out, long m, long n, long by_tanh) {
-#pragma omp parallel for schedule(static) if (m * n > 1024)
-    for (long r = 0; r < m; r++) {
+static void each_gelu_mul(const float *gate_up, float *out, long m, long n, int by_tanh) {
+    long parts = (n + 255) / 256;
+#pragma omp for schedule(static) nowait
+    for (long p = 0; p < m * parts; p++) {
+        long r = p / parts, i = p % parts * 256, end = i + 256 < n ? i + 256 : n;
         const float *gate = gate_up + 2 * r * n, *up = gate + n;
-        for (long i = 0; i < n; i++) {
+        for (; i < end; i++) {
             float g = gate[i];
             float bent = by_tanh ? tanhf(0.79788456f * (g + 0.044715f * g * g * g)) : erff(g * 0.70710678f);
             out[r * n + i] = 0.5f * g * (1.0f + bent) * up[i];
         }
     }
+}
+
+void meshlm_gelu_mul(const float *gate_up, float *out, long m, long n, long by_tanh) {
+#pragma omp parallel if (m * n > 1024)
+    each_gelu_mul(gate_up, out, m, n, (int)by_tanh);
 }
 
 /* The norm, the product and the gate in one go: out = rms_norm(residual + x) . w^T + bias, and unless gated is null silu_mul of that. normed [m, k]. */
@@ -205,30 +218,4 @@ void meshlm_rope_cache(const float *qkv, const int64_t *positions, const int64_t
     each_rope_cache(qkv, positions, slots, table, q_norm, k_norm, eps, query, keys, values, t, heads, kv_heads, d, rotary);
 }
 
-/* Attention of all spans; see attention.h. Returns 0, or 1 without memory. */
-int meshlm_attention(const float *query, const float *keys, const float *values, const int64_t *tables, const int64_t *positions,
-                     const int64_t *spans, float *out, long num_spans, long heads, long kv_heads, long d, long size, long stride,
-                     float scale, long window) {
-    Attention a = {.query = query, .keys = keys, .values = values, .tables = tables, .positions = positions, .spans = spans};
-    a.out = out, a.heads = heads, a.kv_heads = kv_heads, a.d = d, a.size = size, a.stride = stride;
-    a.scale = scale, a.window = window;
-    long most = 0;
-    int failed = 0;
-    for (long i = 0; i < num_spans; i++) most = spans[3 * i + 2] > most ? spans[3 * i + 2] : most;
-    most *= heads / kv_heads;
-#pragma omp parallel reduction(| : failed)
-    {
-        float *memory = malloc(sizeof(float) * scratch_floats(most, d));
-        failed = !memory;
-        if (memory) {
-            Scratch s = divide(memory, most, d);
-#pragma omp for schedule(dynamic, 1) nowait
-            for (long i = 0; i < num_spans * kv_heads; i++) { /* a prompt's last rows first: they take longest */
-                long at = num_spans * kv_heads - 1 - i;
-                attend(&a, &s, spans + 3 * (at / kv_heads), at % kv_heads);
-            }
-        }
-        free(memory);
-    }
-    return failed;
-}
+#include "layers.h"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
@@ -51,6 +52,8 @@ def model_of(case: str, path: Path) -> Decoder:
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
     model = load(path)
     assert not isinstance(model.ops, TorchOps), "the CPU kernels could not be compiled"
+    fuse(model, "cpu")
+    assert model.parts is not None
     return model
 
 

@@ -12,6 +12,7 @@ from small_models import caches, load, resolved, run
 from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.library import library
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model, weight_bytes
 
@@ -48,6 +49,7 @@ def test_logits_are_those_of_decoded_weights(
     assert expected.std() > 0.01
     assert torch.equal(run(ours, caches(SPEC, 24), [(tokens, 0, TABLE)]), expected)
     kv = caches(SPEC, 24)
+    fuse(ours, "cpu")
     one_by_one = [run(ours, kv, [([token], at, TABLE)]) for at, token in enumerate(tokens)]
     assert torch.equal(torch.cat(one_by_one), expected)
 

@@ -14,6 +14,7 @@ from meshlm.runtime.model_files import ModelFilesError, resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import CompiledParts, use_cache
+from meshlm.workers.models.cpu_layers import fuse
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -39,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["torch", "cpu"])
+@pytest.mark.parametrize("kind", ["torch", "cpu", "cpu layers"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompt, then in chunks, then decode beside another request: all the same logits."""
@@ -54,6 +55,9 @@ def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeyp
         monkeypatch.setattr(cpu_ops, "available", lambda: False)
     ours = load(tmp_path)
     assert isinstance(ours.ops, TorchOps) == (kind == "torch")
+    if kind == "cpu layers":
+        fuse(ours, "cpu")
+        assert ours.parts is not None
     tokens = torch.randint(0, 211, (37,)).tolist()
     other = torch.randint(0, 211, (11,)).tolist()
     with torch.no_grad():

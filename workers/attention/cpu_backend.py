@@ -17,13 +17,18 @@ class CpuAttention(RotatedAttention):
         self._batch = batch
         self._spans: Tensor | None = None  # the same for all layers
 
+    def spans(self, num_heads: int, kv_heads: int) -> Tensor:
+        """See kernel.spans."""
+        if self._spans is None:
+            batch = self._batch
+            self._spans = kernel.spans(batch.query_lens, batch.num_decodes, num_heads, kv_heads)
+        return self._spans
+
     def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
         """See `RotatedAttention.run`."""
-        batch = self._batch
-        if self._spans is None:
-            self._spans = kernel.spans(batch.query_lens, batch.num_decodes, query.shape[1], cache.keys.shape[2])
+        batch, spans = self._batch, self.spans(query.shape[1], cache.keys.shape[2])
         return kernel.attention(
-            query, cache.keys, cache.values, batch.block_tables, batch.positions, self._spans, scale, sliding_window
+            query, cache.keys, cache.values, batch.block_tables, batch.positions, spans, scale, sliding_window
         )
 
 

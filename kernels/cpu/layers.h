@@ -1,0 +1,93 @@
+/* Attention alone, and whole decoder layers one after the other in one team of threads: a step then starts its threads once.
+ * A layer is what workers/models/decoder.py composes; every operation is the one that exists alone, so results are the same. */
+
+typedef struct { /* one layer; null: there is none */
+    const float *input_norm, *post_norm, *q_norm, *k_norm;
+    const uint8_t *qkv, *o, *gate_up, *down;
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
+    float *keys, *values; /* [blocks, size, kv_heads, d] */
+    int64_t window;
+} Layer;
+
+typedef struct { /* a step; t tokens */
+    const Layer *layers;
+    const float *table; /* of rope [positions, rotary] */
+    const int64_t *positions, *slots, *tables, *spans;
+    float *x, *stream;                     /* [t, hidden]: what comes in, and goes out before the last addition; the residual stream */
+    float *normed, *qkv, *query, *attended; /* [t, ...] */
+    float *gate_up, *gated;
+    int64_t num_layers, t, hidden, wide, heads, kv_heads, d, rotary, size, stride, num_spans;
+    int64_t act; /* 0 silu, 1 gelu, 2 gelu by tanh */
+    double scale, eps;
+} Step;
+
+enum { SILU, GELU };
+
+static void each_layer(const Step *s, const Layer *layer, int first, float *memory, long lines) {
+    long t = s->t, hidden = s->hidden, inner = s->heads * s->d, width = inner + 2 * s->kv_heads * s->d;
+    float eps = (float)s->eps;
+    each_rms_norm(first ? 0 : s->x, s->stream, layer->input_norm, s->normed, t, hidden, eps);
+#pragma omp barrier
+    each_linear(s->normed, layer->qkv, layer->qkv_bias, s->qkv, t, width, hidden);
+#pragma omp barrier
+    each_rope_cache(s->qkv, s->positions, s->slots, s->table, layer->q_norm, layer->k_norm, eps, s->query, layer->keys,
+                    layer->values, t, s->heads, s->kv_heads, s->d, s->rotary);
+#pragma omp barrier
+    Attention a = {.query = s->query, .keys = layer->keys, .values = layer->values, .tables = s->tables};
+    a.positions = s->positions, a.spans = s->spans, a.out = s->attended, a.num_spans = s->num_spans;
+    a.heads = s->heads, a.kv_heads = s->kv_heads, a.d = s->d, a.size = s->size, a.stride = s->stride;
+    a.scale = (float)s->scale, a.window = layer->window;
+    each_attention(&a, memory, lines);
+#pragma omp barrier
+    each_linear(s->attended, layer->o, layer->o_bias, s->x, t, hidden, inner);
+#pragma omp barrier
+    each_rms_norm(s->x, s->stream, layer->post_norm, s->normed, t, hidden, eps);
+#pragma omp barrier
+    each_linear(s->normed, layer->gate_up, layer->gate_up_bias, s->gate_up, t, 2 * s->wide, hidden);
+#pragma omp barrier
+    if (s->act == SILU)
+        each_silu_mul(s->gate_up, s->gated, t, s->wide);
+    else
+        each_gelu_mul(s->gate_up, s->gated, t, s->wide, s->act != GELU);
+#pragma omp barrier
+    each_linear(s->gated, layer->down, layer->down_bias, s->x, t, hidden, s->wide);
+#pragma omp barrier
+}
+
+/* All layers; the stream holds the embeddings at first. At the end stream + x is the result. Returns 0, or 1 without memory. */
+int meshlm_layers(const Step *s) {
+    Attention a = {.spans = s->spans, .num_spans = s->num_spans, .heads = s->heads, .kv_heads = s->kv_heads};
+    long lines = most_lines(&a);
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *memory = malloc(sizeof(float) * scratch_floats(lines, s->d));
+        if (!memory) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+        for (long i = 0; i < s->num_layers && !failed; i++) each_layer(s, s->layers + i, i == 0, memory, lines);
+        free(memory);
+    }
+    return failed;
+}
+
+/* Attention of all spans; see attention.h. Returns 0, or 1 without memory. */
+int meshlm_attention(const float *query, const float *keys, const float *values, const int64_t *tables, const int64_t *positions,
+                     const int64_t *spans, float *out, long num_spans, long heads, long kv_heads, long d, long size, long stride,
+                     float scale, long window) {
+    Attention a = {.query = query, .keys = keys, .values = values, .tables = tables, .positions = positions, .spans = spans};
+    a.out = out, a.num_spans = num_spans, a.heads = heads, a.kv_heads = kv_heads, a.d = d, a.size = size, a.stride = stride;
+    a.scale = scale, a.window = window;
+    long lines = most_lines(&a);
+    int failed = 0;
+#pragma omp parallel reduction(| : failed)
+    {
+        float *memory = malloc(sizeof(float) * scratch_floats(lines, d));
+        failed = !memory;
+        if (memory) each_attention(&a, memory, lines);
+        free(memory);
+    }
+    return failed;
+}

@@ -1,0 +1,147 @@
+"""Whole decoder layers in one call: layers.h. The same results, to the last bit, as the operations of kernel.py one after the other."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.cpu.library import call
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+
+
+class LayerWeights(NamedTuple):
+    """Of one layer, in the order of layers.h. Products are packed (packed.py)."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qkv_bias: Tensor | None
+    o_bias: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class Shape(NamedTuple):
+    """Of all layers. wide: inputs of down."""
+
+    hidden: int
+    wide: int
+    heads: int
+    kv_heads: int
+    d: int
+    act: str
+    scale: float
+    eps: float
+
+
+class Places(NamedTuple):
+    """Where a step's t tokens are: int64. Position and slot of each [t]; blocks of each request [n, any]; spans as for attention."""
+
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    spans: Tensor
+
+
+_FIELDS = [
+    "layers",
+    "table",
+    "positions",
+    "slots",
+    "tables",
+    "spans",
+    "x",
+    "stream",
+    "normed",
+    "qkv",
+    "query",
+    "attended",
+]
+_FIELDS += ["gate_up", "gated"]
+_COUNTS = [
+    "num_layers",
+    "t",
+    "hidden",
+    "wide",
+    "heads",
+    "kv_heads",
+    "d",
+    "rotary",
+    "size",
+    "stride",
+    "num_spans",
+    "act",
+]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _FIELDS),
+        *((name, ctypes.c_int64) for name in _COUNTS),
+        ("scale", ctypes.c_double),
+        ("eps", ctypes.c_double),
+    ]
+
+
+class Layers:
+    """The layers of a model. weights and windows: by layer; window 0: attention sees all that came before."""
+
+    def __init__(self, weights: Sequence[LayerWeights], windows: Sequence[int], shape: Shape) -> None:
+        self._weights, self._shape = weights, shape  # keeps what is pointed at
+        rows = [
+            [*(0 if tensor is None else tensor.data_ptr() for tensor in layer), 0, 0, window]
+            for layer, window in zip(weights, windows, strict=True)
+        ]
+        self._table = torch.tensor(rows, dtype=torch.long)
+
+    def run(
+        self, stream: Tensor, places: Places, rope: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """stream [t, hidden], which is changed: the embeddings. keys, values: the cache by layer, [blocks, size, kv_heads, d].
+
+        What the last layer adds to the stream, and the stream.
+        """
+        shape, t = self._shape, stream.shape[0]
+        inner, outer = shape.heads * shape.d, (shape.heads + 2 * shape.kv_heads) * shape.d
+        x = torch.empty(t, shape.hidden)
+        widths = {"normed": shape.hidden, "qkv": outer, "query": inner, "attended": inner}
+        widths |= {"gate_up": 2 * shape.wide, "gated": shape.wide}
+        buffers = {name: torch.empty(t, width) for name, width in widths.items()}
+        pointers = [[k.data_ptr(), v.data_ptr()] for k, v in zip(keys, values, strict=True)]
+        self._table[:, -3:-1] = torch.tensor(pointers, dtype=torch.long)
+        step = _Step(
+            layers=self._table.data_ptr(),
+            table=rope.data_ptr(),
+            positions=places.positions.data_ptr(),
+            slots=places.slots.data_ptr(),
+            tables=places.tables.data_ptr(),
+            spans=places.spans.data_ptr(),
+            x=x.data_ptr(),
+            stream=stream.data_ptr(),
+            **{name: buffer.data_ptr() for name, buffer in buffers.items()},
+            num_layers=len(self._weights),
+            t=t,
+            hidden=shape.hidden,
+            wide=shape.wide,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            d=shape.d,
+            rotary=rope.shape[1],
+            size=keys[0].shape[1],
+            stride=places.tables.stride(0),
+            num_spans=places.spans.shape[0],
+            act=ACTIVATIONS[shape.act],
+            scale=shape.scale,
+            eps=shape.eps,
+        )
+        if call().meshlm_layers(ctypes.byref(step)):
+            raise MemoryError("no memory for attention")
+        return x, stream

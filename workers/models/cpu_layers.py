@@ -1,0 +1,69 @@
+"""The layers of a whole decoder on the CPU in one call of the compiled kernels: threads start once a step, not five times a layer."""
+
+from torch import Tensor
+
+from meshlm.kernels.cpu.layers import Layers, LayerWeights, Places, Shape
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.attention.cpu_backend import CpuAttention
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.cpu_ops import CpuOps
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
+
+
+class CpuLayers:
+    """See `meshlm.workers.models.decoder.Parts`."""
+
+    def __init__(self, model: Decoder) -> None:
+        spec = model.spec
+        layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+        self._layers = Layers(
+            list(map(_weights, layers)),
+            [layer.attention.window for layer in layers],
+            Shape(
+                spec.hidden_size,
+                spec.intermediate_size,
+                spec.num_attention_heads,
+                spec.num_key_value_heads,
+                spec.head_dim,
+                spec.hidden_act,
+                layers[0].attention.scale,
+                spec.rms_norm_eps,
+            ),
+        )
+
+    def run(self, model: Decoder, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+        """Hidden states [t, hidden] after the last norm."""
+        assert isinstance(attention, CpuAttention)
+        assert model.embed is not None
+        assert model.norm is not None
+        spec = model.spec
+        stream = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
+        spans = attention.spans(spec.num_attention_heads, spec.num_key_value_heads)
+        places = Places(batch.positions, batch.slot_mapping, batch.block_tables, spans)
+        keys, values = [cache.keys for cache in caches], [cache.values for cache in caches]
+        x, stream = self._layers.run(stream, places, model.rope, keys, values)
+        return model.ops.add_rms_norm(x, stream, model.norm.weight, model.norm.eps)
+
+
+def _weights(layer: DecoderLayer) -> LayerWeights:
+    attention, mlp = layer.attention, layer.mlp
+    return LayerWeights(
+        layer.input_norm.weight,
+        layer.post_norm.weight,
+        None if attention.q_norm is None else attention.q_norm.weight,
+        None if attention.k_norm is None else attention.k_norm.weight,
+        attention.qkv.weight,
+        attention.o.weight,
+        mlp.gate_up.weight,
+        mlp.down.weight,
+        attention.qkv.bias,
+        attention.o.bias,
+        mlp.gate_up.bias,
+        mlp.down.bias,
+    )
+
+
+def fuse(model: Decoder, backend: str) -> None:
+    """Let a model that is whole, loaded and on the CPU compute this way, if its attention is the kernels' too."""
+    if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1:
+        model.parts = CpuLayers(model)
