@@ -1,7 +1,8 @@
-/* float32 inference kernels for the CPU. Compiled by build.py with the user's own compiler, for the user's own processor.
+/* Inference kernels for the CPU, computing in float32. Compiled by build.py with the user's own compiler, for the user's own processor.
  *
  * Every function takes dense row-major float32 and splits its work over OpenMP threads. Weights are packed once into panels of
- * 16 outputs (packed.h), so that one pass over memory serves any number of rows (Goto and van de Geijn 2008, section 4).
+ * 16 outputs, as float32 or as codes of 4 or 8 bits (packed.h), so that one pass over memory serves any number of rows (Goto and van de
+ * Geijn 2008, section 4).
  *
  * Batch-invariant: each row of a result takes the same operations in the same order whatever rows are computed beside it, however a
  * prompt was cut, and with any number of threads. A thread computes whole elements; no sum is split between threads. So a request that
@@ -19,8 +20,8 @@
 
 #include "attention.h"
 
-#define ROWS 96       /* rows of x that stay in the second-level cache while the panels pass */
-#define CHUNK 256     /* inputs of a panel that become float32 at once: 16 KiB */
+#define ROWS 96   /* rows of x that stay in the second-level cache while the panels pass */
+#define CHUNK 256 /* inputs of a panel that become float32 at once: 16 KiB */
 
 /* w [n, k] -> the panels, of form FLOATS, of a packed weight whose table is written. */
 void meshlm_pack(const float *w, uint8_t *packed, long n, long k) {
@@ -43,9 +44,11 @@ static void panel_sums(const float *x, Panel p, float *sums, long rows, long k) 
     tiles(t, rows);
 }
 
-/* The same where the panel is not float32: the first few rows (or none) unpack it into the first-level cache, chunk by chunk, for the rest. */
+/* The same where the panel is not float32: the first few rows, or none, unpack it into the first-level cache, chunk by chunk, for the
+ * rest. */
 static void codes_sums(const float *x, Panel p, float *sums, long rows, long k) {
-    static void (*const unpack[2][5])(const Unpacking *) = {{four_0, four_1, four_2, four_3, four_4}, {eight_0, eight_1, eight_2, eight_3, eight_4}};
+    static void (*const unpack[2][5])(const Unpacking *) = {
+        {four_0, four_1, four_2, four_3, four_4}, {eight_0, eight_1, eight_2, eight_3, eight_4}};
     float chunk[CHUNK * WIDTH] __attribute__((aligned(64)));
     Unpacking u = {.x_stride = k, .form = forms[p.form], .out = sums, .out_stride = WIDTH};
     long over = rows % HEIGHT, first = over <= 4 ? over : 0; /* then come whole tiles */
@@ -80,7 +83,7 @@ static void each_linear(const float *x, const uint8_t *packed, const float *bias
     float sums[ROWS * WIDTH] __attribute__((aligned(64)));
     for (long r = 0; r < m; r += ROWS) {
         long rows = m - r < ROWS ? m - r : ROWS;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, 2) nowait /* other processes want the cores too */
         for (long first = 0; first < panels; first += at_once) {
             long here = panels - first < at_once ? panels - first : at_once, left = n - first * WIDTH;
             long wide = left < here * WIDTH ? left : here * WIDTH;
