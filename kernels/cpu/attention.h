@@ -86,9 +86,10 @@ static inline void transpose8(const float *const rows[8], long at, float *to, lo
 #endif
 }
 
-/* Positions begin to end (of the 64 from `first` on) of one head: keys as panels [d][16], values as panels [64][16]. */
-static void gather(const Attention *a, const Scratch *s, const int64_t *table, long h, long first, long begin, long end) {
-    const float *keys[KEYS], *values[KEYS];
+/* Positions begin to end (of the 64 from `first` on) of one head: keys as panels [d][16]; where the values are. */
+static void gather(const Attention *a, const Scratch *s, const int64_t *table, long h, long first, long begin, long end,
+                   const float *values[KEYS]) {
+    const float *keys[KEYS];
     long d = a->d, used = rounded(end, WIDTH);
     for (long j = 0; j < used; j++) {
         long at = first + j;
@@ -96,6 +97,7 @@ static void gather(const Attention *a, const Scratch *s, const int64_t *table, l
         long line = seen ? ((table[at / a->size] * a->size + at % a->size) * a->kv_heads + h) * d : 0;
         keys[j] = seen ? a->keys + line : nothing;
         values[j] = seen ? a->values + line : nothing;
+        for (long e = 0; e < d; e += 16) __builtin_prefetch(values[j] + e);
     }
     for (long j = 0; j < used; j += LANES) {
         float *to = s->keys + j / WIDTH * d * WIDTH + j % WIDTH;
@@ -104,6 +106,10 @@ static void gather(const Attention *a, const Scratch *s, const int64_t *table, l
         for (; e < d; e++)
             for (long i = 0; i < LANES; i++) to[e * WIDTH + i] = keys[j + i][e];
     }
+}
+
+/* Values [end] as panels [64][16]. */
+static void gather_values(const Scratch *s, const float *const values[KEYS], long end, long d) {
     for (long j = 0; j < end; j++) {
         long e = 0;
         for (; e + WIDTH <= d; e += WIDTH) {
@@ -113,6 +119,39 @@ static void gather(const Attention *a, const Scratch *s, const int64_t *table, l
         }
         for (long i = e; i < rounded(d, WIDTH); i++) s->values[e * KEYS + j * WIDTH + i - e] = i < d ? values[j][i] : 0.0f;
     }
+}
+
+/* For few lines, as decode has: outputs of LINES lines (+)= weights times values where these lie, 8 * VECS columns at once. The chains
+ * are tile.h's. */
+#define SUM_FEW(LINES, VECS)                                                                                                   \
+    static void sum_few_##LINES(const Scratch *s, const float *const values[KEYS], long end, long d) {                         \
+        for (long e = 0; e < d; e += VECS * LANES) {                                                                           \
+            vec sums[LINES][VECS];                                                                                             \
+            for (int l = 0; l < LINES; l++)                                                                                    \
+                for (int c = 0; c < VECS; c++) sums[l][c] = load(s->sums + l * d + e + c * LANES);                             \
+            for (long j = 0; j < end; j++)                                                                                     \
+                for (int l = 0; l < LINES; l++)                                                                                \
+                    for (int c = 0; c < VECS; c++)                                                                             \
+                        sums[l][c] = fma8(splat(s->weights[l * KEYS + j]), load(values[j] + e + c * LANES), sums[l][c]);       \
+            for (int l = 0; l < LINES; l++)                                                                                    \
+                for (int c = 0; c < VECS; c++) store(s->sums + l * d + e + c * LANES, sums[l][c]);                             \
+        }                                                                                                                      \
+    }
+#define FEW 6
+SUM_FEW(1, 4) SUM_FEW(2, 4) SUM_FEW(3, 4) SUM_FEW(4, 2) SUM_FEW(5, 2) SUM_FEW(6, 2)
+
+/* Outputs of all lines (+)= weights times values. */
+static void sum_values(const Scratch *s, const float *const values[KEYS], long lines, long end, long d) {
+    static void (*const few[])(const Scratch *, const float *const *, long, long) = {0,         sum_few_1, sum_few_2, sum_few_3,
+                                                                                     sum_few_4, sum_few_5, sum_few_6};
+    if (lines <= FEW && d % (4 * LANES) == 0) {
+        few[lines](s, values, end, d);
+        return;
+    }
+    gather_values(s, values, end, d);
+    long d16 = rounded(d, WIDTH);
+    Tile sums = {.x = s->weights, .x_stride = KEYS, .panel = s->values, .k = end, .out = s->sums, .out_stride = d16, .more = 1};
+    tile_panels(sums, lines, d16 / WIDTH, KEYS * WIDTH);
 }
 
 /* Scores [used] of one line -> weights e^(score - most); the running maximum, sum and outputs follow. */
@@ -158,16 +197,15 @@ static void attend(const Attention *a, const Scratch *s, const int64_t *span, lo
     for (long first = lowest / KEYS * KEYS; first < last; first += KEYS) {
         long begin = lowest > first ? lowest - first : 0, end = last - first < KEYS ? last - first : KEYS;
         long used = rounded(end, WIDTH);
-        gather(a, s, table, h, first, begin, end);
+        const float *values[KEYS];
+        gather(a, s, table, h, first, begin, end, values);
         Tile scores = {.x = s->queries, .x_stride = d, .panel = s->keys, .k = d, .out = s->weights, .out_stride = KEYS};
         tile_panels(scores, lines, used / WIDTH, d * WIDTH);
         for (long l = 0; l < lines; l++) {
             long at = positions[l / group];
             soften(a, s, l, a->window ? at + 1 - a->window - first : 0, at + 1 - first, used);
         }
-        Tile sums = {.x = s->weights, .x_stride = KEYS, .panel = s->values, .k = end, .out = s->sums, .out_stride = d16};
-        sums.more = 1;
-        tile_panels(sums, lines, d16 / WIDTH, KEYS * WIDTH);
+        sum_values(s, values, lines, end, d);
     }
     for (long l = 0; l < lines; l++) {
         float *out = a->out + ((span[1] + l / group) * a->heads + h * group + l % group) * d;

@@ -1,7 +1,8 @@
 /* The one inner loop of products and attention: rows times a panel of 16 columns.
  *
  * out[r, c] (+)= sum over i < k of x[r, i] * panel[i, c], as one chain of fused multiply-adds in the order of i. The chain of an element
- * is the same in every tile height, and `more` continues it, so results do not depend on how rows are grouped. One row alone takes four panels at once: eight independent chains instead of two hide the latency. */
+ * is the same in every tile height, and `more` continues it, so results do not depend on how rows are grouped. Few rows take several panels
+ * at once: eight or twelve independent chains hide the latency. */
 
 #define WIDTH 16
 #define HEIGHT 6 /* rows of the tallest tile: 12 accumulators of AVX2's 16 registers */
@@ -45,19 +46,24 @@ typedef struct {
     }
 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 
-/* One row and four panels, `apart` floats from one to the next; out [4 * 16]. */
-static void tile_side(const Tile *t, long apart) {
-    const float *x = t->x, *panel = t->panel;
-    const long k = t->k;
-    vec sums[2 * SIDE];
-    for (int c = 0; c < 2 * SIDE; c++) sums[c] = t->more ? load(t->out + c * LANES) : splat(0.0f);
-    for (long i = 0; i < k; i++) {
-        vec s = splat(x[i]);
-        for (int c = 0; c < 2 * SIDE; c++)
-            sums[c] = fma8(s, load(panel + c / 2 * apart + i * WIDTH + c % 2 * LANES), sums[c]);
+/* Few rows and several panels, `apart` floats from one to the next; out [ROWS][PANELS * 16]. */
+#define WIDE_TILE(NAME, ROWS, PANELS)                                                                                          \
+    static void NAME(const Tile *t, long apart) {                                                                              \
+        const float *x = t->x, *panel = t->panel;                                                                              \
+        const long k = t->k, x_stride = t->x_stride, out_stride = t->out_stride;                                               \
+        vec sums[ROWS][2 * PANELS];                                                                                            \
+        for (int r = 0; r < ROWS; r++)                                                                                         \
+            for (int c = 0; c < 2 * PANELS; c++)                                                                               \
+                sums[r][c] = t->more ? load(t->out + r * out_stride + c * LANES) : splat(0.0f);                                \
+        for (long i = 0; i < k; i++)                                                                                           \
+            for (int r = 0; r < ROWS; r++)                                                                                     \
+                for (int c = 0; c < 2 * PANELS; c++)                                                                           \
+                    sums[r][c] = fma8(splat(x[r * x_stride + i]), load(panel + c / 2 * apart + i * WIDTH + c % 2 * LANES),     \
+                                      sums[r][c]);                                                                             \
+        for (int r = 0; r < ROWS; r++)                                                                                         \
+            for (int c = 0; c < 2 * PANELS; c++) store(t->out + r * out_stride + c * LANES, sums[r][c]);                       \
     }
-    for (int c = 0; c < 2 * SIDE; c++) store(t->out + c * LANES, sums[c]);
-}
+WIDE_TILE(tile_side, 1, SIDE) WIDE_TILE(tile_pair_2, 2, 2) WIDE_TILE(tile_pair_3, 3, 2)
 
 /* Rows of the next tile when `left` are left: tiles of nearly equal height. */
 static inline long tile_rows(long left) { return left <= HEIGHT ? left : left < 2 * HEIGHT ? (left + 1) / 2 : HEIGHT; }
@@ -76,11 +82,13 @@ static inline void tiles(Tile t, long rows) {
 
 /* All rows over `panels` panels, `apart` floats from one to the next; out has their columns side by side. */
 static inline void tile_panels(Tile t, long rows, long panels, long apart) {
+    static void (*const wider[])(const Tile *, long) = {0, tile_side, tile_pair_2, tile_pair_3};
+    static const long by_rows[] = {1, SIDE, 2, 2};
     t.next = t.panel, t.next_step = 0;
     for (long p = 0; p < panels;) {
-        long wide = rows == 1 && panels - p >= SIDE ? SIDE : 1;
-        if (wide == SIDE)
-            tile_side(&t, apart);
+        long wide = rows <= 3 && panels - p >= by_rows[rows] ? by_rows[rows] : 1;
+        if (wide > 1)
+            wider[rows](&t, apart);
         else
             tiles(t, rows);
         t.panel += wide * apart;
