@@ -57,6 +57,10 @@ _TLS = "HTTP is not encrypted here; end TLS in a proxy before it (deploy/)"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
 _CAPTURE = "--cudagraph-mode, --cudagraph-capture-sizes and --compile are the settings"
 
+_QUANTISED = (
+    "a GGUF file needs no flag (in float32 on a CPU its weights stay quantised, elsewhere they are dequantised at load); "
+    "others are not served quantised yet"
+)
 # Asks for what is not there: refused, with what to do instead.
 ABSENT = {
     "--enable-lora": _LORA,
@@ -68,8 +72,8 @@ ABSENT = {
     "--reasoning-parser": "reasoning is not told from the answer yet",
     "--structured-outputs-config": "structured outputs are not there yet",
     "--guided-decoding-backend": "structured outputs are not there yet",
-    "--quantization": "products of quantised weights are not there yet; GGUF files are served, dequantised at load",
-    "-q": "products of quantised weights are not there yet; GGUF files are served, dequantised at load",
+    "--quantization": _QUANTISED,
+    "-q": _QUANTISED,
     "--speculative-config": "speculative decoding is not there yet",
     "--kv-transfer-config": "KV transfer between meshes is not there yet",
     "--kv-events-config": "KV events are not published",
