@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 from functools import partial
 
 import zmq
@@ -54,7 +55,8 @@ class Inbox:
 
     def _read(self) -> None:
         """Read until empty or READ_AT_MOST. The FD is edge-triggered: stopping early needs another turn."""
-        receive, on_frame, events = self._socket.recv, self._on_frame, self._socket.getsockopt
+        receive, on_frame = self._socket.recv, self._on_frame
+        state: Any = self._socket.getsockopt  # of EVENTS: an int, whatever pyzmq's types say
         if self._loop is None:
             return
         for _ in range(READ_AT_MOST):
@@ -69,7 +71,7 @@ class Inbox:
                 raise
             if self._loop is None:
                 return  # closed by what the frame said
-            if not events(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type]  # an int; half the cost of another recv's exception
+            if not state(zmq.EVENTS) & zmq.POLLIN:  # half the cost of another recv's exception
                 break
         else:
             self._loop.call_soon(self._read)
