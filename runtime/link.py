@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 from functools import partial
+from typing import Any
 
 import zmq
 from zmq.backend import Socket as RawSocket
