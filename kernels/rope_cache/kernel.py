@@ -5,7 +5,8 @@
     (a, b) -> (a cos - b sin, b cos + a sin)                          (Su et al. 2021, halves as in Hugging Face)
 
 One program a token and kv head, its query heads, key head and value head being the rows of one tile. A slot below 0 is padding:
-nothing is written.
+no cache is written, and its value becomes zeros: kernels/attention reads tiles that begin in a prompt and end in padding, whose lines
+may hold anything (nobody computes attention there), and a weight of zero does not make nothing of a NaN.
 """
 
 import torch
@@ -62,6 +63,9 @@ def _rope_cache(
         place = (slot * KV_HEADS + kv) * DIM + d
         tl.store(keys + place[None, :] + (r * 0)[:, None], own.to(keys.dtype.element_ty), mask=is_key[:, None] & inside)
         tl.store(values + place, value.to(values.dtype.element_ty), mask=d < DIM)
+    else:
+        nothing = tl.zeros((BLOCK,), tl.float32).to(qkv.dtype.element_ty)
+        tl.store(row + (HEADS + KV_HEADS + kv) * DIM + d, nothing, mask=d < DIM)
 
 
 def rope_cache(
@@ -79,7 +83,7 @@ def rope_cache(
 ) -> Tensor:
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`.
 
-    The keys in qkv are normed and rotated in place too, for kernels/attention.
+    The keys in qkv are normed and rotated in place too, and values of padding zeroed, for kernels/attention.
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norms: weights [d] of query and key.
     The scales are those of an FP8 cache.
     """

@@ -35,6 +35,7 @@ def rope_cache(
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
     written = slots >= 0
+    value[~written] = 0.0
     query = turn(query)
     key[:] = turn(key)
     for cache, lines, scale in ((keys, key, k_scale), (values, value, v_scale)):

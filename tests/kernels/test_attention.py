@@ -9,6 +9,7 @@ from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.reference import attention
+from meshlm.kernels.rope_cache import kernel as rope_kernel
 from meshlm.kernels.rope_cache.reference import rope_cache
 
 pytestmark = MARKS
@@ -86,6 +87,29 @@ def test_prefill_reads_this_step_from_the_projection() -> None:
     out = torch.zeros_like(query)
     prefill(query, keys, values, at, 0.125, out, qkv=qkv, tiles=(16, 32, 4, 2))
     near(out, expected, torch.float32, 2)
+
+
+def test_what_is_in_padding_reaches_no_prompt() -> None:
+    """A mixed graph's lines behind the last request: nobody computes attention there, so they hold what the memory held."""
+    requests, heads, kv_heads, dim = [(0, 1), (16, 21)], 4, 2, 64
+    _, keys, values, at = make(requests, heads, kv_heads, dim, torch.float32)
+    tokens, padded = int(at.ends[-1]), 48
+    qkv = torch.randn(padded, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in requests]).to(DEVICE)
+    rows = torch.cat([at.rows[n : n + 1].repeat(count) for n, (_, count) in enumerate(requests)]).long()
+    slots = at.blocks[rows, positions // PAGE].long() * PAGE + positions % PAGE
+    table = torch.cat((torch.ones(64, dim // 2), torch.zeros(64, dim // 2)), 1).to(DEVICE)
+    found = []
+    for lines in (tokens, padded):
+        step = qkv[:lines].clone()
+        step[tokens:] = torch.nan
+        more = torch.zeros(lines - tokens, dtype=torch.int64, device=DEVICE)
+        where = (torch.cat((positions, more)), torch.cat((slots, more - 1)))
+        query = rope_kernel.rope_cache(step, *where, table, None, 0.0, keys, values, heads)
+        out = torch.zeros_like(query)
+        prefill(query, keys, values, at, 0.125, out, qkv=step, tiles=(16, 32, 4, 2))
+        found.append(out[:tokens])
+    assert torch.equal(*found)
 
 
 def test_prefill_after_decodes_leaves_them_alone() -> None:
