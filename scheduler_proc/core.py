@@ -362,6 +362,8 @@ class Scheduler:
         for place, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
             if place in result.prompt_logprobs and alive:
+                if place in record.firsts:  # perhaps again, after a preemption or the worker's death
+                    request.prompt_logprobs.clear()
                 request.prompt_logprobs.append(result.prompt_logprobs[place])
             if not samples[place]:
                 continue

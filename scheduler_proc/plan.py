@@ -8,15 +8,25 @@ from meshlm.scheduler_proc.request import Request
 
 
 class Inflight:
-    """What was sent as one step, to make sense of its result. `samples` is b"" when all requests sampled."""
+    """What was sent as one step, to make sense of its result. `samples` is b"" when all requests sampled.
 
-    __slots__ = ("batch", "num_decodes", "num_tokens", "planned_ns", "samples", "step")
+    firsts: places of the requests that are computed from their first token on.
+    """
+
+    __slots__ = ("batch", "firsts", "num_decodes", "num_tokens", "planned_ns", "samples", "step")
 
     def __init__(
-        self, step: StepId, batch: list[Request], samples: bytes, num_tokens: int, num_decodes: int, planned_ns: int
+        self,
+        step: StepId,
+        batch: list[Request],
+        samples: bytes,
+        num_tokens: int,
+        num_decodes: int,
+        planned_ns: int,
+        firsts: tuple[int, ...] = (),
     ) -> None:
         self.step, self.batch, self.samples, self.planned_ns = step, batch, samples, planned_ns
-        self.num_tokens, self.num_decodes = num_tokens, num_decodes
+        self.num_tokens, self.num_decodes, self.firsts = num_tokens, num_decodes, firsts
 
 
 class PlanBuilder:
@@ -85,4 +95,5 @@ class PlanBuilder:
             hashes=changes[2],
             planned_ns=self.now_ns,
         )
-        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, self.now_ns)
+        firsts = tuple(place for place, start in enumerate(self._rest_starts, len(self.decodes)) if start == 0)
+        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, self.now_ns, firsts)
