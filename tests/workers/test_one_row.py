@@ -9,6 +9,10 @@ import torch
 from one_row_rank import DECODES, HIDDEN, ROWS, SIZE, run_rank
 from small_models import SMALL
 
+from meshlm.kernels.gemv.kernel import Turn
+from meshlm.kernels.sum_norm.kernel import Room
+from meshlm.workers.parallel import one_row
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="by the interpreter; test_parallel.py has the GPUs")
 
 
@@ -50,3 +54,40 @@ def test_products_that_sum_by_themselves(tmp_path: Path) -> None:
     assert not torch.equal(by_packets[1], by_gloo[1]), "packets were used: other roundings"
     assert all(bool((inbox != 0).any()) for inbox in memory)
     assert all(bool((inbox[32:] != 0).any()) for inbox in more), "logits too"
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_capture_that_failed_leaves_no_turn_behind(monkeypatch: pytest.MonkeyPatch, under_way: bool) -> None:
+    """The step is captured again, from its first sum on; nothing of the first attempt ran."""
+    turns: list[int] = []
+    line = torch.zeros(1, 8, dtype=torch.bfloat16)
+    weight = torch.zeros(8, 8, dtype=torch.bfloat16)
+
+    def embed(ids: torch.Tensor, table: torch.Tensor, first: int, turn: Turn) -> torch.Tensor:
+        turns.append(turn.nth)
+        return torch.empty_like(line)
+
+    monkeypatch.setattr(one_row.embedding, "send", embed)
+    monkeypatch.setattr(one_row, "gemv", lambda x, *rest, **named: (torch.empty_like(line), line))
+    monkeypatch.setattr(one_row, "pays", lambda weight, rows: True)
+    addresses = torch.zeros(2, dtype=torch.int64)
+    room = Room(0, 2, 4, 8, (addresses, addresses, addresses), torch.ones(4, dtype=torch.int32), 4)
+    sums = one_row.OneRow(room, lambda count: addresses)
+    part = sums.send_row(torch.zeros(1, dtype=torch.int64), weight, 0)
+    if not under_way:
+        sums.norm_linear(part, None, (line[0], 1e-6), weight, None, gate=False)
+    again = sums.send_row(torch.zeros(1, dtype=torch.int64), weight, 0)
+    assert turns == [0, 0]
+    assert sums.stands_for(again)
+    assert not sums.stands_for(part)
+
+
+def test_a_sum_by_other_means_must_not_take_the_turn_of_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses, weight = torch.zeros(2, dtype=torch.int64), torch.zeros(8, 8, dtype=torch.bfloat16)
+    room = Room(0, 2, 4, 8, (addresses, addresses, addresses), torch.ones(4, dtype=torch.int32), 4)
+    sums = one_row.OneRow(room, lambda count: addresses)
+    monkeypatch.setattr(one_row, "pays", lambda weight, rows: False)
+    assert sums.send(weight[:1], weight, None) is None
+    sums._nth = 1
+    with pytest.raises(AssertionError, match="count its turn from 0"):
+        sums.send(weight[:1], weight, None)

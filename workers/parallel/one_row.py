@@ -33,13 +33,17 @@ class OneRow:
         """x W^T + b, this rank's part of a sum; what is returned stands for the sum and has no content. None: not for this size."""
         assert self._under_way is None, "the sum before has not been received"
         if not pays(weight, x.shape[0]) or weight.shape[0] != self.room.columns:
+            assert self._nth == 0, "the sum_norm that does this one would count its turn from 0"
             return None
         self._under_way, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
         return self._under_way
 
     def send_row(self, ids: Tensor, table: Tensor, first: int) -> Tensor:
-        """The same of a row of a table, of which this rank has those of ids from `first` on."""
-        assert self._under_way is None, "the sum before has not been received"
+        """The same of a row of a table, of which this rank has those of ids from `first` on. It begins a step.
+
+        What is left of a step before was never launched: its capture failed.
+        """
+        self._nth = 0
         self._under_way = embedding.send(ids, table, first, Turn(self.room, self._nth))
         return self._under_way
 
