@@ -116,3 +116,13 @@ def test_logprob_columns() -> None:
     rank = int((logprobs[0] > logprobs[0, 4]).sum()) + 1
     assert np.frombuffer(found.ranks, np.int32)[0] == rank
     assert np.frombuffer(found.top_ids, np.int32).tolist() == logits.topk(3).indices.flatten().tolist()
+
+
+def test_prompt_logprobs_are_wanted_as_long_as_prompt_tokens_follow() -> None:
+    """Not of the decodes behind them, which stay in their CUDA graph."""
+    table = SamplingTable(3)
+    for row, width in enumerate((0, -1, 5)):
+        table.set(row, SamplingParams(prompt_logprobs=width))
+    rows, prompt_lens = np.array([0, 1, 2, 2, 2], np.int32), np.full(5, 10, np.int64)
+    starts = np.array([0, 0, 8, 9, 10], np.int32)  # the last token of a prompt is followed by none of it
+    assert table.of_prompt(rows, starts, prompt_lens).tolist() == [0, 2]

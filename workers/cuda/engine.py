@@ -157,8 +157,7 @@ class CudaEngine:
         try:
             self._capture_next()
         except torch.OutOfMemoryError as error:
-            self.graphs.abandon()
-            _log.warning("no memory for more CUDA graphs", captured=len(self.graphs.keys), error=str(error)[:100])
+            self.graphs.abandon(error)
         return True
 
     def _capture_next(self) -> None:
@@ -188,13 +187,16 @@ class CudaEngine:
         step = Columns32(plan)
         places = step.places()
         key = None
-        if (self._sampling.prompt_logprobs[step.rows] >= 0).any():
+        wanted = self._sampling.of_prompt(step.rows, step.starts, self._rows.num_prompt[step.rows])
+        if len(wanted):
             self.graphs.miss("prompt_logprobs")
         else:
             key = self.graphs.find(step.t, step.n, uniform=step.uniform)
         self._send(step, key.requests if key else step.n, changes, segments, places)
         if not self._shard.is_first:
             self._comm.receive(self._stream[: step.t])
+        if key is not None:
+            self.graphs.prepare(key)  # before `begin`: the host's time for it says nothing about the step
         begin = event_now()
         of_prompt: list[Details] = []
         if key is not None:
@@ -202,7 +204,7 @@ class CudaEngine:
         else:
             hidden = self._eager(step)
             if self._shard.is_last:
-                of_prompt = self._prompt_logprobs(step, hidden)
+                of_prompt = self._prompt_logprobs(step, hidden, wanted)
         if not self._shard.is_last:
             self._comm.send(self._stream[: step.t])
         found = self._finish(step, places) if self._shard.is_last and len(places) else []
@@ -321,18 +323,16 @@ class CudaEngine:
         found = self.head.logprobs(rows, places, self._sampling)
         return [] if found is None else [found]
 
-    def _prompt_logprobs(self, step: Columns32, hidden: Tensor) -> list[Details]:
-        """For rows that want them: the prompt tokens that follow the positions of this step."""
+    def _prompt_logprobs(self, step: Columns32, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
+        """For the requests at these places: the prompt tokens that follow the positions of this step."""
         found = []
-        wanted = self._sampling.prompt_logprobs[step.rows]
-        for place in np.flatnonzero(wanted >= 0).tolist():
+        for place in wanted.tolist():
             row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])
             last = min(start + count, int(self._rows.num_prompt[row]) - 1)
-            if last <= start:
-                continue
             begin = int(step.counts[:place].sum())
             states = hidden[begin : begin + last - start]
-            found.append(self.head.prompt_logprobs(states, row, start, place, int(wanted[place])))
+            width = int(self._sampling.prompt_logprobs[row])
+            found.append(self.head.prompt_logprobs(states, row, start, place, width))
         return found
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 MAX_DECODES = 1024
@@ -24,6 +25,7 @@ FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger decode graph does instead
 WIDEST = 2  # times the requests of the graph that is missed
+_log = structlog.get_logger()
 
 
 class Key(NamedTuple):
@@ -126,12 +128,23 @@ class Dispatcher:
         """Count a step that is launched kernel by kernel."""
         self.misses[reason] += 1
 
+    def prepare(self, key: Key) -> None:
+        """Have the graph of a step whose inputs are in place, if there is memory for it."""
+        if key in self._graphs:
+            return
+        self.misses["captured_now"] += 1
+        try:
+            self._make(key)
+        except torch.OutOfMemoryError as error:
+            self.abandon(error)
+
     def replay(self, key: Key) -> None:
-        """Run the step; its inputs are in place."""
+        """Run the step, which is prepared."""
         graph = self._graphs.get(key)
         if graph is None:
-            self.misses["captured_now"] += 1
-            graph = self._make(key)
+            self.miss("no_memory")
+            self._capture(key)  # the same kernels, launched one by one
+            return
         self.replays["decode" if key.uniform else "mixed"] += 1
         graph.replay()
 
@@ -143,8 +156,9 @@ class Dispatcher:
                     self._make(key)
                     return
 
-    def abandon(self) -> None:
+    def abandon(self, error: torch.OutOfMemoryError) -> None:
         """Capture no more: steps of other sizes are launched kernel by kernel."""
+        _log.warning("no memory for more CUDA graphs", captured=len(self._graphs), error=str(error)[:100])
         self.keys = [key for key in self.keys if key in self._graphs]
         self._decodes = [key for key in self._decodes if key in self._graphs]
         self._mixed = [key for key in self._mixed if key in self._graphs]

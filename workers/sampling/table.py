@@ -63,6 +63,12 @@ class SamplingTable:
         else:
             self.special.pop(row, None)
 
+    def of_prompt(
+        self, rows: NDArray[np.int32], starts: NDArray[np.int32], prompt_lens: NDArray[np.int64]
+    ) -> NDArray[np.intp]:
+        """Which of these rows want log-probabilities of prompt tokens that follow positions from `starts` on."""
+        return np.flatnonzero((self.prompt_logprobs[rows] >= 0) & (starts < prompt_lens - 1))
+
     def need_torch(self, rows: NDArray[np.int32], output_index: NDArray[np.int64]) -> NDArray[np.intp]:
         """Which of these rows ask for more than kernels/penalties, truncate and sample do, for the token of this index."""
         return np.flatnonzero(self.by_torch_until[rows] > output_index)

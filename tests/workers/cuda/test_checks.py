@@ -113,8 +113,26 @@ def test_what_the_triton_backend_cannot(
 def test_graphs_that_find_no_memory_are_given_up() -> None:
     steps = Dispatcher(graph_keys("FULL", 64, 8192, (4, 16), 10**8), lambda key: None)
     steps._graphs[Key(16, 16)] = object()  # type: ignore[assignment]
-    steps.abandon()
+    steps.abandon(torch.OutOfMemoryError())
     assert steps.complete
     assert steps.find(3, 3, uniform=True) == Key(16, 16)
     assert steps.find(17, 17, uniform=True) is None
     assert steps.find(300, 3, uniform=False) is None
+
+
+def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Key] = []
+
+    def full(steps: Dispatcher, key: Key) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Dispatcher, "_captured", full)
+    steps = Dispatcher(graph_keys("FULL", 64, 8192, (4, 16), 10**8), ran.append)
+    steps._graphs[Key(16, 16)] = object()  # type: ignore[assignment]
+    steps.prepare(Key(4, 4))
+    assert not ran
+    steps.replay(Key(4, 4))
+    assert ran == [Key(4, 4)]
+    assert dict(steps.misses) == {"captured_now": 1, "no_memory": 1}
+    assert not steps.replays
+    assert steps.find(3, 3, uniform=True) == Key(16, 16), "it does not try again"
