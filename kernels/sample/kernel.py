@@ -72,6 +72,7 @@ def _pick(
         tops = tl.load(best + here, mask=c < CHUNKS, other=float("-inf"))
         ids = tl.load(best_at + here, mask=c < CHUNKS, other=2147483647)
         token = tl.min(tl.where(tops == tl.max(tops, axis=0), ids, 2147483647), axis=0)
+        token = tl.where(token < vocab, token, 0)  # nothing equals a NaN
     else:
         limits = tl.load(most + here, mask=c < CHUNKS, other=float("-inf"))
         limit = tl.max(limits, axis=0)

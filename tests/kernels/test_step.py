@@ -71,6 +71,22 @@ def test_sample(vocab: int, dtype: torch.dtype) -> None:
     assert out[:3].tolist() == [expected[5], expected[2], expected[23]]
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's numpy
+def test_not_a_number_gives_an_id_of_the_vocabulary() -> None:
+    """A model that overflows spoils its own text: an id that does not exist would be looked up, in logits and elsewhere."""
+    logits = torch.full((3, 5000), torch.nan, device=DEVICE)
+    logits[1] = torch.arange(5000.0)
+    nothing = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    heats = torch.tensor([0.0, 0.0, 1.0], device=DEVICE)
+    state = sampling.Rows(heats, nothing, nothing[:, 0].contiguous(), torch.zeros_like(nothing))
+    columns = (torch.arange(3), torch.zeros(3), torch.arange(1, 4))
+    on_device = tuple(column.int().to(DEVICE) for column in columns)
+    out = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    sampling.sample(logits, on_device, None, state, sampling.workspace(3, 5000, DEVICE), out)  # type: ignore[arg-type]
+    assert out.tolist() == [0, 4999, 0]
+    assert state.tokens[:, 1].tolist() == [0, 4999, 0]
+
+
 def test_draws_are_those_of_the_host() -> None:
     from meshlm.workers.sampling.draws import uniforms
 
