@@ -144,7 +144,7 @@ class LLM:
             handles=(),
             request_ids=tuple(RequestId(f"{name}-{index}") for index in range(params.n)),
             prompt=prompt,
-            sampling=params.wire(self._config.resolved.eos_token_ids),
+            sampling=params.wire(self._config.resolved.eos_token_ids, self.vocab_size),
             text=params.text(),
             max_tokens=params.max_tokens,
             want_prompt=True,

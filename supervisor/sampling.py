@@ -1,10 +1,13 @@
 """`SamplingParams` of the Python API: vLLM's names, checked and turned into what the mesh knows. Used by llm.py."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshlm.protocol.sampling import SamplingParams as WireParams
 from meshlm.protocol.text_edge import TextParams
+
+OF_THE_VOCABULARY = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs")
 
 
 @dataclass
@@ -32,9 +35,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
-    def wire(self, eos: tuple[int, ...]) -> WireParams:
+    def wire(self, eos: tuple[int, ...], vocab_size: int) -> WireParams:
         """As the mesh knows them. ValueError names a value that is not allowed."""
-        self._check()
+        self._check(vocab_size)
         return WireParams(
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -53,7 +56,10 @@ class SamplingParams:
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
         )
 
-    def _check(self) -> None:
+    def _check(self, vocab_size: int) -> None:
+        def known(ids: Iterable[int] | None) -> bool:
+            return all(0 <= token < vocab_size for token in ids or ())
+
         allowed = {
             "n": self.n >= 1,
             "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
@@ -65,10 +71,16 @@ class SamplingParams:
             "presence_penalty": -2 <= self.presence_penalty <= 2,
             "frequency_penalty": -2 <= self.frequency_penalty <= 2,
             "repetition_penalty": self.repetition_penalty > 0,
+            "stop_token_ids": known(self.stop_token_ids),
+            "logit_bias": known(self.logit_bias),
+            "allowed_token_ids": known(self.allowed_token_ids),
+            "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
+            "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
         }
         wrong = [name for name, fine in allowed.items() if not fine]
         if wrong:
-            raise ValueError(f"SamplingParams.{wrong[0]}: {getattr(self, wrong[0])} is not allowed")
+            hint = f"; this model's token ids are 0 to {vocab_size - 1}" if wrong[0] in OF_THE_VOCABULARY else ""
+            raise ValueError(f"SamplingParams.{wrong[0]}: {str(getattr(self, wrong[0]))[:80]} is not allowed{hint}")
 
     def text(self) -> TextParams:
         stop = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
