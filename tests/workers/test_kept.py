@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf_models import SPEC, write_gguf
@@ -12,8 +13,10 @@ from small_models import caches, load, resolved, run
 from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.library import library
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.encoded import Encoded
 from meshlm.workers.weights.load import load_model, weight_bytes
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
@@ -106,3 +109,25 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     wrong.write_bytes(content.replace(b"blk.2.ffn_down", b"blk.2.ffn_what"))
     with pytest.raises(ProcessFatal, match=r"weights are missing for layers\.2\.mlp\.down\.weight"):
         load(wrong)
+
+
+@pytest.mark.parametrize(
+    ("gone", "parameter"),
+    [("blk.1.attn_v", "layers.1.attention.qkv"), ("blk.0.ffn_up", "layers.0.mlp.gate_up")],
+)
+def test_a_part_that_the_file_has_not(gone: str, parameter: str, tmp_path: Path) -> None:
+    """The last part of a parameter: nothing stands behind it that would lie at the wrong row."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"": "Q4_1"})
+    content, name = path.read_bytes(), gone.encode()
+    assert content.count(name) == 1
+    path.write_bytes(content.replace(name, name[:-1] + b"?"))
+    with pytest.raises(ProcessFatal, match=rf"weights are missing for {parameter}\.weight"):
+        load(path)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 16), (32, 0), (32, 1 << 32, 1 << 32), (32, 1 << 63), (31, 1)])
+def test_shapes_that_cannot_lie_in_the_file(shape: tuple[int, ...], tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "m.gguf", np.uint8, mode="w+", shape=1 << 12)
+    with pytest.raises(ProcessFatal, match=r"m\.gguf: cannot be read"):
+        Encoded(tmp_path / "m.gguf", mapped, GGUFTensor(shape, 2, 0), 0)

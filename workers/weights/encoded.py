@@ -3,6 +3,7 @@
 Parts are cut out before anything is decoded where the quantisation's blocks allow it: rows always, columns at the borders of blocks.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +42,11 @@ class Encoded:
         self._path, self.ggml_type, self._head_dim = path, tensor.ggml_type, head_dim
         self.shape = tuple(reversed(tensor.shape))
         self._block, block_bytes = _block(path, tensor.ggml_type)
+        if not self.shape or not all(self.shape):
+            raise ProcessFatal(f"{path}: cannot be read (a tensor of shape {self.shape})")
         row_bytes = self.shape[-1] // self._block * block_bytes
         lines = self.shape[:-1]
-        end = tensor.offset + int(np.prod(lines, dtype=np.int64)) * row_bytes
+        end = tensor.offset + math.prod(lines) * row_bytes
         if self.shape[-1] % self._block or end > len(mapped):
             raise ProcessFatal(f"{path}: cannot be read, perhaps cut short (a tensor ends at byte {end})")
         self._data = torch.from_numpy(mapped[tensor.offset : end]).view(*lines, row_bytes)  # uint8

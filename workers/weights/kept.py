@@ -52,11 +52,12 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Kep
         if rows and found.begin < found.end:
             parts.setdefault(found.parameter, []).append((found.row, rows, _form(source, found)))
     kept = {}
+    begin, end, _ = model.shard.vocab(model.spec.vocab_size)
     for name, parameter in list(model.named_parameters()):
-        forms = _panels(sorted(parts.get(name, ())), parameter.shape[0])
+        covered = end - begin if name in ("embed.weight", "head.weight") else parameter.shape[0]
+        forms = _panels(sorted(parts.get(name, ())), covered, parameter.shape[0])
         if forms is None:
             continue
-        covered = sum(rows for _, rows, _ in parts[name])
         kept[name] = Kept(forms, parameter.shape[0], parameter.shape[1], covered)
         owner, _, attribute = name.rpartition(".")
         empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
@@ -70,8 +71,8 @@ def _form(source: Source, found: Place) -> int | None:
     return None
 
 
-def _panels(parts: list[tuple[int, int, int | None]], n: int) -> list[int] | None:
-    """The form of each panel of n rows; None if a part has none, one begins within a panel, or something is missing."""
+def _panels(parts: list[tuple[int, int, int | None]], covered: int, n: int) -> list[int] | None:
+    """The form of each panel of n rows; None if a part has none, one begins within a panel, or they are not `covered` rows in all."""
     forms: list[int] = []
     at = 0
     for first, rows, form in parts:
@@ -79,6 +80,6 @@ def _panels(parts: list[tuple[int, int, int | None]], n: int) -> list[int] | Non
             return None
         forms += [form] * -(-rows // packed.WIDTH)
         at += rows
-    if not forms:
+    if not forms or at != covered:
         return None
     return forms + forms[-1:] * (-(-n // packed.WIDTH) - len(forms))
