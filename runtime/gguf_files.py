@@ -16,6 +16,8 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32  # of tensor data, unless general.alignment says otherwise
+# What bytes that mean something else may raise: too few of them, an array in an array in an array, text or a list for a number.
+_UNREADABLE = (struct.error, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError)
 
 
 class GGUFError(ValueError):
@@ -93,9 +95,9 @@ def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
                 if wanted(name):
                     fields[name] = value
             return GGUFHeader(fields, _tensors(cursor, num_tensors, align))
-    except (OSError, ValueError, struct.error, ZeroDivisionError, MemoryError) as error:
-        if isinstance(error, GGUFError):
-            raise
+    except GGUFError:
+        raise
+    except (OSError, *_UNREADABLE) as error:
         raise GGUFError(f"{path}: not a readable GGUF file ({error})") from None
 
 
@@ -113,10 +115,19 @@ _VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores
 
 
 def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
-    """The model's shape, and the metadata outside the vocabulary (bos and eos ids, chat template, name)."""
+    """The model's shape, and the metadata outside the vocabulary (bos and eos ids, chat template, name). GGUFError."""
     fields, tensors = read_header(path, lambda name: name not in _VOCABULARY)
+    try:
+        return _spec(path, fields, tensors), fields
+    except GGUFError:
+        raise
+    except _UNREADABLE as error:
+        raise GGUFError(f"{path}: metadata of another kind than expected ({error})") from None
+
+
+def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) -> ModelSpec:
     kind = fields.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise GGUFError(f"{path}: architecture {kind!r} is not supported; supported: {supported}")
 
@@ -126,10 +137,12 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
             raise GGUFError(f"{path}: metadata {kind}.{key} is missing")
         return value
 
-    if "token_embd.weight" not in tensors:
-        raise GGUFError(f"{path}: tensor token_embd.weight is missing")
+    if len(tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()) != 2:
+        raise GGUFError(f"{path}: tensor token_embd.weight is missing, or no matrix")
+    if int(get("block_count")) > len(tensors):
+        raise GGUFError(f"{path}: metadata {kind}.block_count is {get('block_count')}, with {len(tensors)} tensors")
     heads, hidden, context = int(get("attention.head_count")), int(get("embedding_length")), int(get("context_length"))
-    spec = ModelSpec(
+    return ModelSpec(
         architecture=ARCHITECTURES[kind],
         vocab_size=tensors["token_embd.weight"].shape[1],
         hidden_size=hidden,
@@ -146,7 +159,6 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
         qk_norm=kind == "qwen3",
         dtype="float32",
     )
-    return spec, fields
 
 
 def _rope(get: Callable[..., Any], context: int) -> RopeSpec:

