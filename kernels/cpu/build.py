@@ -59,19 +59,24 @@ def _openmp() -> None:
     ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
+def compiler() -> str | None:
+    """The user's."""
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """The library, compiled if need be (about two seconds, once per machine)."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     content = b"".join(file.read_bytes() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     key = hashlib.sha256(content + "\0".join([*FLAGS, _processor()]).encode()).hexdigest()[:16]
     library = _cache_dir() / f"kernels-{key}.so"
     try:
         _openmp()
         if not library.exists():
-            if compiler is None:
+            with_this = compiler()
+            if with_this is None:
                 raise OSError("no C compiler (cc, gcc or clang)")
-            _compile(compiler, library)
+            _compile(with_this, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"") or b""

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX2__) && defined(__FMA__)
+#ifdef __AVX__ /* AVX2, FMA and F16C are used one by one: there are processors with any of them */
 #include <immintrin.h>
 #endif
 

@@ -1,6 +1,8 @@
 """Packed weights of the CPU kernels: the numbers that the gguf package decodes, and products that float32 weights would have given."""
 
 import ctypes
+import platform
+import subprocess
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from meshlm.kernels.cpu import kernel, packed
+from meshlm.kernels.cpu import build, kernel, packed
 from meshlm.kernels.cpu.library import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
@@ -135,3 +137,15 @@ def test_types_that_are_not_kept() -> None:
         assert packed.form_of(int(GGMLQuantizationType[kind])) is None
     assert packed.form_of(-1) is None
     assert packed.form_of(10_000) is None
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no such choice")
+@pytest.mark.parametrize(
+    "lacks", [[], ["-mno-fma"], ["-mno-f16c"], ["-mno-avx2"], ["-mno-avx2", "-mno-fma"], ["-mno-avx"]]
+)
+def test_processors_that_lack_something(lacks: list[str]) -> None:
+    """-mno-avx2 is an Ivy Bridge: it has AVX and F16C."""
+    flags = ["-march=haswell" if flag == "-march=native" else flag for flag in build.FLAGS if flag != "-O3"]
+    compiler = [build.compiler() or "cc", "-fsyntax-only", "-Werror=implicit-function-declaration"]
+    done = subprocess.run([*compiler, *flags, *lacks, str(build.SOURCE)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
