@@ -59,7 +59,9 @@ class Scheduler:
         output = Output(int(now * 1e9))
         effects: list[Send] = []
         timings: tuple[int, ...] = ()
-        if type(event) is not Tick and not (type(event) is Received and type(event.message) is StepResult):
+        if type(event) is not Tick and not (
+            type(event) is Received and type(event.message) in (StepResult, WorkerStats)
+        ):
             self.batching.settle()
         match event:
             case Received(message=StepResult() as result):

@@ -5,8 +5,8 @@ the caches any more: a loop over hundreds of requests waits for the memory of ea
 lines. numpy would be worse than either: each of its functions is code that has to be fetched too.
 
 While it stands, the requests' own counts lag behind, and `settle` brings them up to date: before anything else looks at them (any event
-but a result, or a Tick at which nothing ends). It never ends, preempts or starts a request: it declines, and the general way
-does it.
+but a result, a worker's counts, or a Tick at which nothing ends). It never ends, preempts or starts a request: it declines, and the
+general way does it.
 """
 
 from array import array

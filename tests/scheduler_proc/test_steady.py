@@ -6,9 +6,10 @@ import pytest
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, Work
 from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady
+from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.core import Scheduler
@@ -91,3 +92,16 @@ def test_columns_tell_what_the_loops_tell(num_blocks: int, monkeypatch: pytest.M
     assert story(columns) == expected
     assert columns.num_steady > 10
     assert columns.core.batching.pool._by_hash.keys() >= loops.core.batching.pool._by_hash.keys()
+
+
+def test_columns_go_on_through_ticks_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batching, "fewest_steady", 2)
+    rank = Rank()
+    while rank.core.batching.steady is None:
+        rank.turn()
+    steady = rank.core.batching.steady
+    rank.event(Tick(0.0))
+    rank.turn()
+    rank.says(WorkerStats(GraphCounts({"decode": 3})))
+    rank.turn()
+    assert rank.core.batching.steady is steady
