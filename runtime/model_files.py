@@ -58,7 +58,15 @@ def resolve_model(model: str, *, tokenizer: str = "", chat_template: str = "", l
     return ModelFiles(**{name: getattr(files, name) for name in files.__struct_fields__} | changes)
 
 
-_POSITIVE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim".split()
+_POSITIVE = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+]
 
 
 def _check(spec: ModelSpec, path: Path) -> None:
