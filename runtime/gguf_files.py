@@ -1,9 +1,10 @@
-"""What a .gguf file says of its model: metadata, where its tensors lie, the model's shape. Reads no tensor data.
+"""What a .gguf file says of its model: metadata, where its tensors lie, the model's shape. Reads no weights.
 
 A small reader of our own, because the `gguf` package's takes 190 MB and 2.5 s for a vocabulary of 49,152 tokens and every detokenizer
 would pay that; it also maps all tensors. Source of format and keys: the GGUF specification (ggml/docs/gguf.md).
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+MAX_ROPE_FACTORS = 1024
 _ALIGNMENT = 32  # of tensor data, unless general.alignment says otherwise
 # What bytes that mean something else may raise: too few of them, an array in an array in an array, text or a list for a number.
-_UNREADABLE = (struct.error, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError)
+_UNREADABLE = (struct.error, OSError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError)
 
 
 class GGUFError(ValueError):
@@ -97,7 +99,7 @@ def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
             return GGUFHeader(fields, _tensors(cursor, num_tensors, align))
     except GGUFError:
         raise
-    except (OSError, *_UNREADABLE) as error:
+    except _UNREADABLE as error:
         raise GGUFError(f"{path}: not a readable GGUF file ({error})") from None
 
 
@@ -153,7 +155,7 @@ def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) ->
         head_dim=int(get("attention.key_length", hidden // heads)),
         max_position_embeddings=context,
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        rope=_rope(get, context),
+        rope=_rope(path, get, context, _rope_factors(path, tensors)),
         tie_word_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
         qk_norm=kind == "qwen3",
@@ -161,9 +163,30 @@ def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) ->
     )
 
 
-def _rope(get: Callable[..., Any], context: int) -> RopeSpec:
+def _rope_factors(path: Path, tensors: dict[str, GGUFTensor]) -> tuple[float, ...]:
+    """By what each frequency is divided. Llama 3.1's files say their scaling so, and in no metadata."""
+    tensor = tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return ()
+    if tensor.ggml_type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ROPE_FACTORS:
+        raise GGUFError(f"{path}: tensor rope_freqs.weight has type {tensor.ggml_type} and shape {tensor.shape}")
+    with path.open("rb") as file:
+        file.seek(tensor.offset)
+        factors = struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))
+    if not all(0 < factor < math.inf for factor in factors):
+        raise GGUFError(f"{path}: tensor rope_freqs.weight holds what is no positive number")
+    return factors
+
+
+def _rope(path: Path, get: Callable[..., Any], context: int, factors: tuple[float, ...]) -> RopeSpec:
     kind = str(get("rope.scaling.type", "none"))
     theta = float(get("rope.freq_base", 10000.0))
+    if factors:
+        if kind not in ("none", ""):
+            raise GGUFError(f"{path}: rope_freqs.weight beside rope.scaling.type {kind} is not supported")
+        return RopeSpec(
+            rope_type="longrope", rope_theta=theta, short_factor=factors, long_factor=factors, attention_factor=1.0
+        )
     if kind in ("none", ""):
         return RopeSpec(rope_theta=theta)
     return RopeSpec(

@@ -78,6 +78,9 @@ def _check(spec: ModelSpec, path: Path) -> None:
     if heads % kv_heads:
         raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     rotary = int(dim * spec.rope.partial_rotary_factor)
+    for factors in (spec.rope.short_factor, spec.rope.long_factor):
+        if len(factors) not in (0, rotary // 2):
+            raise ModelFilesError(f"{path}: {len(factors)} factors of rotation; there are {rotary // 2} frequencies")
     if dim > MAX_HEAD_DIM or rotary % 2 or not 0 < rotary <= dim:
         raise ModelFilesError(
             f"{path}: head_dim {dim} of which {rotary} are rotated; an even number of at most head_dim can be, and that is "

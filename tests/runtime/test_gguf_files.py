@@ -5,11 +5,15 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.gguf_files import GGUFError, read_header, read_spec
 from meshlm.runtime.model_files import ModelFilesError, resolve_model
+from meshlm.workers.layers.rope import rope_table
 
 U32, F32, TEXT, ARRAY = 4, 6, 8, 9
 Value = tuple[int, bytes]
@@ -23,22 +27,36 @@ def number(value: int) -> Value:
     return U32, struct.pack("<I", value)
 
 
-def header(changes: dict[str, Value], shape: tuple[int, ...] = (32, 7)) -> bytes:
+def header(changes: dict[str, Value], shape: tuple[int, ...] = (32, 7), factors: tuple[float, ...] = ()) -> bytes:
     fields: dict[str, Value] = {"general.architecture": (TEXT, text("llama"))}
     sizes = {"embedding_length": 32, "context_length": 64, "feed_forward_length": 64, "block_count": 1}
     fields |= {f"llama.{name}": number(size) for name, size in sizes.items()}
     fields |= {"llama.attention.head_count": number(4), "llama.attention.head_count_kv": number(2)}
     fields |= {"llama.attention.layer_norm_rms_epsilon": (F32, struct.pack("<f", 1e-5))} | changes
-    found = b"GGUF" + struct.pack("<IQQ", 3, 1, len(fields))
+    found = b"GGUF" + struct.pack("<IQQ", 3, 1 + bool(factors), len(fields))
     found += b"".join(text(name) + struct.pack("<I", kind) + value for name, (kind, value) in fields.items())
     found += text("token_embd.weight") + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
-    return found + struct.pack("<IQ", 0, 0)
+    found += struct.pack("<IQ", 0, 0)
+    if factors:
+        found += text("rope_freqs.weight") + struct.pack("<IQIQ", 1, len(factors), 0, 0)
+        found += bytes(-len(found) % 32) + struct.pack(f"<{len(factors)}f", *factors)
+    return found
 
 
 def test_the_shape(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(header({}))
     spec, _ = read_spec(tmp_path / "m.gguf")
     assert (spec.vocab_size, spec.hidden_size, spec.head_dim, spec.num_key_value_heads) == (7, 32, 8, 2)
+
+
+def test_factors_of_rotation(tmp_path: Path) -> None:
+    """As Llama 3.1's files have them."""
+    (tmp_path / "m.gguf").write_bytes(header({}, factors=(1.0, 1.0, 2.5, 8.0)))
+    spec, _ = read_spec(tmp_path / "m.gguf")
+    table, plain = rope_table(spec, 64), rope_table(replace(spec, rope=RopeSpec()), 64)
+    assert torch.equal(table[:, [0, 1, 4, 5]], plain[:, [0, 1, 4, 5]])
+    assert torch.allclose(table[::8, 3], plain[:8, 3], atol=1e-6)
+    assert torch.allclose(table[::5, 6][:13], plain[::2, 6][:13], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +75,9 @@ def test_the_shape(tmp_path: Path) -> None:
         (header({"llama.attention.head_count_kv": number(0)}), "num_key_value_heads is 0; it must be positive"),
         (header({"llama.attention.head_count_kv": number(8)}), "4 is no multiple of num_key_value_heads 8"),
         (header({"llama.attention.key_length": number(2048)}), "head_dim 2048 .* 1024 at most"),
+        (header({}, factors=(1.0, 2.0)), "2 factors of rotation; there are 4 frequencies"),
+        (header({}, factors=(1.0, 0.0, 2.0, 3.0)), "rope_freqs.weight holds what is no positive number"),
+        (header({}, factors=(1.0, 1.0, 2.0, 3.0))[:-2], "metadata of another kind"),
         (header({"llama.attention.key_length": number(7)}), "head_dim 7 of which 7 are rotated; an even number"),
     ],
 )
