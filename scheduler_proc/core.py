@@ -8,10 +8,11 @@ from collections import deque
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, Started
 from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, StepId
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere
 from meshlm.scheduler_proc.batching import Batching, tokens_of
+from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.news import News
 from meshlm.scheduler_proc.output import Output
@@ -34,9 +35,7 @@ class Scheduler:
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
         self._next_step = 1
-        self._detokenizers: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
-        self._lives: dict[Identity, Incarnation] = {}  # of the detokenizers that can be reached
-        self._early: list[Assign] = []  # for detokenizers that cannot yet: their tokens would be lost
+        self._detokenizers = Detokenizers()
         self.news = News()
         self._last_done_ns = 0
 
@@ -86,7 +85,8 @@ class Scheduler:
             case AbortRequests() as abort:
                 for request_id in abort.request_ids:
                     self._drop(self.requests.get(request_id))
-                self._drop_early(abort)
+                early = self._detokenizers.take_early(abort.request_ids)  # counts in the coordinator's ledger too
+                self.news.ended += [one.work.request_id for one in early]
             case GiveBack() as ask:
                 self._give_back(ask)
             case WorkerReady() as ready:
@@ -112,20 +112,19 @@ class Scheduler:
 
     def _assign(self, assign: Assign, output: Output) -> None:
         work = assign.work
-        life = self._lives.get(assign.detokenizer, 0)
-        if life != assign.incarnation:
-            if life < assign.incarnation:
-                self._early.append(assign)
-            else:
-                self.news.ended.append(work.request_id)  # its detokenizer is gone, and admits it again
+        reach = self._detokenizers.meet(assign)
+        if reach is not Reach.HERE:
+            if reach is Reach.GONE:
+                self.news.ended.append(work.request_id)
             return
         known = self.requests.get(work.request_id)
         if known is not None:
             if known.work.attempt >= work.attempt and known.incarnation == assign.incarnation:
                 return  # a repetition
             self._drop(known)
-        detokenizer = self._detokenizers.setdefault(assign.detokenizer, assign.detokenizer)
-        request = Request(work, detokenizer, assign.incarnation, self.limits.max_model_len)
+        request = Request(
+            work, self._detokenizers.the(assign.detokenizer), assign.incarnation, self.limits.max_model_len
+        )
         request.arrived_ns = output.now_ns
         self.requests[work.request_id] = request
         self.batching.enqueue(request)
@@ -171,12 +170,6 @@ class Scheduler:
         del self.requests[request.work.request_id]
         self.news.live_tokens -= len(request.tokens) - request.num_given
 
-    def _drop_early(self, abort: AbortRequests) -> None:
-        """Those that wait for their detokenizer count in the coordinator's ledger too."""
-        gone = [assign for assign in self._early if assign.work.request_id in abort.request_ids]
-        self._early = [assign for assign in self._early if assign not in gone]
-        self.news.ended += [assign.work.request_id for assign in gone]
-
     def _give_back(self, ask: GiveBack) -> None:
         """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
         leaving = (RequestState.WAITING,) if self.serving else (RequestState.WAITING, RequestState.PREEMPTED)
@@ -186,11 +179,8 @@ class Scheduler:
                 num_crashes = request.num_crashes if request.crashed_at == len(request.tokens) else 0
                 self.news.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
                 self._remove(request)
-        early = [one for one in self._early if ask.everything or one.work.request_id in ask.request_ids]
-        if early:
-            self._early = [one for one in self._early if one not in early]
-            for one in early:
-                self.news.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
+        for one in self._detokenizers.take_early(None if ask.everything else ask.request_ids):
+            self.news.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
 
     def _still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
         """It admits again what is not here: given back, and the coordinator may not have lived to say so."""
@@ -220,9 +210,7 @@ class Scheduler:
         if event.identity == COORDINATOR:
             self.news.begin()
         elif event.identity.role is Role.DETOKENIZER:
-            self._lives[event.identity] = event.incarnation
-            early, self._early = self._early, []
-            for assign in early:
+            for assign in self._detokenizers.up(event.identity, event.incarnation):
                 self._assign(assign, output)
         return []
 
@@ -236,8 +224,7 @@ class Scheduler:
                     self._finish(request, output, FinishReason.ERROR, text)
             return self.workers.lost(event.identity, event.incarnation)
         elif event.identity.role is Role.DETOKENIZER:
-            if self._lives.get(event.identity) == event.incarnation:
-                del self._lives[event.identity]
+            self._detokenizers.lost(event.identity, event.incarnation)
             for request in list(self.requests.values()):
                 if request.detokenizer == event.identity and request.incarnation == event.incarnation:
                     self._drop(request)

@@ -1,0 +1,57 @@
+"""Which detokenizers can be reached, in which life, and the requests that wait until theirs can: its tokens would be lost before.
+
+Called by core.py. Pure. Knows nothing of requests that were taken in.
+"""
+
+from collections.abc import Collection
+from enum import Enum, auto
+
+from meshlm.protocol.admit_edge import Assign
+from meshlm.protocol.ids import Identity, Incarnation, RequestId
+
+
+class Reach(Enum):
+    """Of the detokenizer that a request is for."""
+
+    HERE = auto()
+    NOT_YET = auto()  # the request is kept
+    GONE = auto()  # that life is over, and the next one admits the request again
+
+
+class Detokenizers:
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        self._objects: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
+        self._lives: dict[Identity, Incarnation] = {}
+        self._early: list[Assign] = []
+
+    def the(self, identity: Identity) -> Identity:
+        """The one object of this identity."""
+        return self._objects.setdefault(identity, identity)
+
+    def meet(self, assign: Assign) -> Reach:
+        """Whether its detokenizer is here."""
+        life = self._lives.get(assign.detokenizer, 0)
+        if life == assign.incarnation:
+            return Reach.HERE
+        if life > assign.incarnation:
+            return Reach.GONE
+        self._early.append(assign)
+        return Reach.NOT_YET
+
+    def up(self, identity: Identity, incarnation: Incarnation) -> list[Assign]:
+        """It can be reached: what waited, for it or others, is to be met again."""
+        self._lives[identity] = incarnation
+        early, self._early = self._early, []
+        return early
+
+    def lost(self, identity: Identity, incarnation: Incarnation) -> None:
+        if self._lives.get(identity) == incarnation:
+            del self._lives[identity]
+
+    def take_early(self, request_ids: Collection[RequestId] | None = None) -> list[Assign]:
+        """What waits, of these requests or all, and waits no more."""
+        taken = [one for one in self._early if request_ids is None or one.work.request_id in request_ids]
+        self._early = [one for one in self._early if one not in taken]
+        return taken
