@@ -9,8 +9,6 @@ prints the best of each case.
 import argparse
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,30 +17,12 @@ from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, prefill_tiles
+from meshlm.kernels.measure import keep, microseconds
 
 PAGE = 16
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]
 PREFILLS = [(1, 1024), (8, 1024), (1, 8192), (4, 2048), (1, 32768)]
 HEADS = [(32, 8, 128), (16, 8, 128)]
-
-
-def microseconds(run: Callable[[], None], repeats: int = 20) -> float:
-    """Median over graph replays: no launch cost."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(5):
-            run()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 200)
-    return float(sorted(times)[len(times) // 2])
 
 
 def columns(n: int, start: int, count: int) -> tuple[Columns, int]:
@@ -148,8 +128,7 @@ def main() -> None:
         for n, tokens in PREFILLS:
             results.append(bench_prefill(n, tokens, shape, arguments.tune and tokens <= 8192))
             print(json.dumps(results[-1]), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    keep(results, arguments.json)
 
 
 if __name__ == "__main__":

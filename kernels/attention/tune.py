@@ -20,6 +20,7 @@ from meshlm.kernels.attention import bench
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import MAX_SPLITS, splits_of
+from meshlm.kernels.measure import microseconds
 
 SHORT_CONTEXT = 8192  # a lone request up to here is bound by latency
 PER_MULTIPROCESSOR = (2.0, 4.0, 8.0)
@@ -136,7 +137,7 @@ def time_prefill(n: int, tokens: int, shape: tuple[int, int, int]) -> dict[Any, 
 def timed(run: Callable[[], None], repeats: int) -> float:
     """Infinity where the GPU has no room for the tile."""
     try:
-        return bench.microseconds(run, repeats)
+        return microseconds(run, repeats)
     except Exception as error:
         print("left out:", str(error).splitlines()[0][:80])
         return float("inf")

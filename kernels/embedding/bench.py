@@ -7,14 +7,13 @@ Bytes counted: each row read once, written once, and its norm written once. Tabl
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from meshlm.kernels.attention.bench import microseconds
 from meshlm.kernels.embedding.kernel import embed
+from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.norm.kernel import rms_norm
 
 TABLES = [(151936, 1024), (128256, 4096)]
@@ -55,8 +54,7 @@ def main() -> None:
         for tokens in TOKENS:
             results.append(bench(rows, columns, tokens))
             print(json.dumps(results[-1]), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    keep(results, arguments.json)
 
 
 if __name__ == "__main__":

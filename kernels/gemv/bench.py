@@ -8,15 +8,14 @@ Many copies of each weight take turns, so that none is read from the cache.
 import argparse
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 
-from meshlm.kernels.attention.bench import microseconds
 from meshlm.kernels.gemv.kernel import Turn, gemv, shape_of
+from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.sum_norm.kernel import Room
 
 # outputs, inputs, gate, norm; Qwen3-0.6B, then Llama-3.1-8B
@@ -152,8 +151,7 @@ def main() -> None:
     for nth in [] if arguments.parts is None else arguments.parts or range(len(PARTS)):
         results.append(bench_part(PARTS[nth], arguments.tune))
         print(json.dumps(results[-1]), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    keep(results, arguments.json)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from meshlm.kernels import tables
-from meshlm.kernels.attention.bench import microseconds
 from meshlm.kernels.gemv.bench import PARTS, SHAPES, fitting, time_part
 from meshlm.kernels.gemv.kernel import gemv
+from meshlm.kernels.measure import microseconds
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.silu_mul.kernel import silu_mul
 

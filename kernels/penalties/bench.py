@@ -7,12 +7,11 @@ Logits are bfloat16. `of` rows of the batch have penalties, with so many tokens;
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshlm.kernels.attention.bench import microseconds
+from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.penalties.kernel import Edits, Penalties, penalise, workspace
 
 VOCAB = 151936
@@ -67,9 +66,7 @@ def main() -> None:
     for case in CASES:
         results.append(bench(*case))
         print(json.dumps(results[-1]), flush=True)
-    if arguments.json:
-        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        Path(arguments.json).write_text(json.dumps({**versions, "results": results}, indent=1))
+    keep(results, arguments.json)
 
 
 if __name__ == "__main__":

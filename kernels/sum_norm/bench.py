@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import socket
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from meshlm.kernels.measure import keep
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.sum_norm import kernel, reference
 
@@ -111,9 +111,8 @@ def measure(rank: int, size: int, port: int, arguments: argparse.Namespace) -> N
         results.append(result)
         if rank == 0:
             print(json.dumps(result), flush=True)
-    if rank == 0 and arguments.json:
-        found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "columns": arguments.columns}
-        Path(arguments.json).write_text(json.dumps({**found, "results": results}, indent=1) + "\n")
+    if rank == 0:
+        keep(results, arguments.json, columns=arguments.columns)
     dist.barrier()
     os._exit(0)  # communicators need not be taken down in order
 

@@ -10,13 +10,12 @@ logits; their copy is not counted.
 import argparse
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshlm.kernels.attention.bench import microseconds
+from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.truncate.kernel import Limits, truncate, workspace
 
 VOCAB = 151936
@@ -97,8 +96,7 @@ def main() -> None:
     for kind, lines, case in itertools.product(("zipf", "flat"), LINES, CASES):
         results.append(bench(kind, lines, case, arguments.tune and case in ("top_k", "top_p")))
         print(json.dumps(results[-1]), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    keep(results, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""How kernels are timed (bench.py and tune.py beside each), and how their figures are kept."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def microseconds(run: Callable[[], None], repeats: int = 20) -> float:
+    """Median over graph replays: no launch cost."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            run()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 200)
+    return float(sorted(times)[len(times) // 2])
+
+
+def keep(results: list[Any], path: str | None, **facts: Any) -> None:
+    """Write them, with the GPU they are of, if there is a path."""
+    if path:
+        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        Path(path).write_text(json.dumps({**versions, **facts, "results": results}, indent=1))
