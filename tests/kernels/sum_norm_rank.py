@@ -13,6 +13,19 @@ FIRST_TURN = 2**31 - 4  # they wrap on the way
 LATE_S = 0.03
 
 
+def memory_of(size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Of each rank: packets, inbox and flags."""
+    words = kernel.words(COLUMNS, dtype)
+    return [
+        [
+            torch.zeros(2, size, ROWS, words, dtype=torch.int64).share_memory_(),
+            torch.zeros(2, size, ROWS, COLUMNS, dtype=dtype).share_memory_(),
+            torch.full((size, ROWS), FIRST_TURN - 1, dtype=torch.int32).share_memory_(),
+        ]
+        for _ in range(size)
+    ]
+
+
 def of_rank(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
     rows = (1, ROWS, 2)[call % 3]
     return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)

@@ -1,12 +1,11 @@
 """Products that send their parts of a sum, and products that receive it, each rank a process of its own."""
 
-import multiprocessing
-
 import pytest
 import torch
 from device import ON_GPU, near
 from gemv_rank import run_rank, wanted
-from test_sum_norm import memory_of
+from ranks import answers_of
+from sum_norm_rank import memory_of
 
 from meshlm.kernels.gemv import kernel
 
@@ -16,17 +15,7 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank; make_
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_steps_of_sums_without_a_kernel_for_them() -> None:
     size = 4
-    context = multiprocessing.get_context("spawn")
-    memory, answers = memory_of(size, torch.bfloat16), context.Queue()
-    ranks = [context.Process(target=run_rank, args=(rank, memory, answers)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    try:
-        found = dict(answers.get(timeout=90) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    found = answers_of(size, run_rank, memory_of(size, torch.bfloat16))
     assert all(found[rank] == found[0] for rank in range(size)), "bit for bit"
     for got, expected in zip(found[0], wanted(size), strict=True):
         for one, other in zip(got, expected, strict=True):

@@ -1,0 +1,21 @@
+"""Ranks of a group as processes, where kernels run in the interpreter and peer memory is shared memory."""
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def answers_of(size: int, run_rank: Callable[..., None], *arguments: Any, limit_s: float = 90) -> dict[int, Any]:
+    """What each rank said: run_rank(rank, *arguments, answers) puts (rank, answer)."""
+    answers = CONTEXT.Queue()
+    ranks = [CONTEXT.Process(target=run_rank, args=(rank, *arguments, answers)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    try:
+        return dict(answers.get(timeout=limit_s) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
