@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # torch 2.13 has renamed it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+FUSED_ROWS = 64  # of sums that may be one kernel with their norm (sum_norm): each rank sends each row to all others
+
 
 class Communicator(Protocol):
     """The tensor-parallel ranks of one stage, and the stages before and after it."""

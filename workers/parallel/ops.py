@@ -9,9 +9,7 @@ from torch import Tensor
 
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
-from meshlm.workers.parallel.communicator import Communicator
-
-FEW = 64  # rows, of which the sum may be one kernel with the norm
+from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator
 
 
 class SummingOps:
@@ -40,7 +38,7 @@ class SummingOps:
         if self._one_row is not None and len(ids) == 1:
             return self._one_row.send_row(ids, table, rows[0]), None
         part, _ = self.base.embed_part(ids, table, rows, norm)
-        if len(ids) <= FEW:
+        if len(ids) <= FUSED_ROWS:
             stream = torch.zeros_like(part)
             normed = self._comm.sum_norm(part, stream, *norm)
             if normed is not None:

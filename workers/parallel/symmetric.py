@@ -15,13 +15,12 @@ from torch import Tensor
 
 from meshlm.kernels.packets import FOR_EVER
 from meshlm.kernels.sum_norm import kernel
-from meshlm.workers.parallel.communicator import Communicator, Distributed, side_by_side
+from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
 from meshlm.workers.parallel.one_row import OneRow
 from meshlm.workers.parallel.shard import Shard
 
 ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
 BUFFER_BYTES = 64 << 20  # larger tensors go by NCCL
-FUSED_ROWS = 64  # of sums that are one kernel with their norm: each rank sends each row to all others
 PACKET_ROWS = {2: 64, 4: 32, 8: 8}  # of those, by ranks: up to which rows go as packets (kernels/sum_norm/bench.py)
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
