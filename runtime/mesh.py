@@ -282,8 +282,9 @@ class Mesh:
             return
         if type(message) is control.Died:
             self._on_died(message)
-        if type(message) is not control.Died or self.identity.role is Role.SUPERVISOR:  # they tell each other
-            self._listener.on_message(sender, message)
+            if self.identity.role is not Role.SUPERVISOR:  # other nodes' supervisors tell each other
+                return
+        self._listener.on_message(sender, message)
 
     def _on_opened(self, sender: Identity, link: _Peer, opened: Opened) -> None:
         self._lanes = {peer.session.lane: peer for peer in self._peers.values() if peer.session.lane}
