@@ -213,7 +213,7 @@ def leftovers(process: Process) -> str:
             kept = {
                 "requests": rank.requests,
                 "inflight": rank.inflight,
-                "early": rank._early,
+                "early": rank._detokenizers._early,
                 "ended": rank.news.ended,
             }
             kept["blocks"] = pool.num_blocks - pool.num_free
