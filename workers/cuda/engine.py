@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.step_input.kernel import scatter, step_input
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -80,6 +81,7 @@ class CudaEngine:
         lines = LINES if self._shard.is_last else 0
         self.head = Head(self._model, self._rows, self._dtype, self._device, lines)
         self._caches: list[LayerCache] = []
+        self._compile_ahead(report)
         count = self._num_blocks(report)
         self._caches = self._make_caches(count)
         report("KV cache", count, count, "blocks")
@@ -112,10 +114,13 @@ class CudaEngine:
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self._caches = caches
-        self._dummy_step(memory.full_step(self._resolved.max_num_batched_tokens, self._resolved.max_model_len))
+        self._dummy_step(self._full_counts())
         if self._shard.is_last:
             self.head.warm_up()
         self._caches = []
+
+    def _full_counts(self) -> list[int]:
+        return memory.full_step(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
 
     def _dummy_step(self, counts: list[int]) -> None:
         """Prompts of the dummy row: reads block 0, writes nowhere that counts."""
@@ -126,6 +131,25 @@ class CudaEngine:
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
             self._eager(step)
+
+    def _compile_ahead(self, report: ProgressReport) -> None:
+        """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
+
+        Every rank of a group does so, whether its kernels are cached or not: there are collectives in these steps.
+        """
+        if self._model.parts is not None:  # torch's compiler launches its own kernels
+            return
+        caches = self._make_caches(1)
+        try:
+            with self._model.shortened() as layers, compiled_ahead(lambda done, of: report("kernels", done, of, "")):
+                self._caches = caches[:layers]
+                self._dummy_step(self._full_counts())
+                self._warm_up()
+        except torch.OutOfMemoryError:  # the memory profile says it better
+            if self._shard.size > 1:  # the others are in the middle of a step
+                raise
+        finally:
+            self._caches = []
 
     def _warm_up(self) -> None:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""

@@ -1,0 +1,101 @@
+"""Compiles the kernels that a piece of code launches, several at a time, without launching them.
+
+A start with an empty cache needs dozens of variants, and a launch waits for its own: they would be compiled one after the
+other. Inside `compiled_ahead` a launch only hands its variant to other threads, by Triton's AsyncCompileMode. About a seventh
+of their work, the front end, needs Python's lock. What is no launch of Triton's happens as ever, in buffers that no kernel has
+filled: nothing that only a kernel writes may be an index of torch's there.
+
+Used by workers/cuda/engine.py before its warm-up, in the one thread that launches.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from triton.runtime import jit
+
+THREADS = 8  # at most: then the front end of one or the other always has Python's lock
+Progress = Callable[[int, int], None]  # done, of how many
+_log = logging.getLogger("meshlm.kernels")
+
+
+def _mode() -> Any:
+    """Triton's class; None in a Triton that has none like it (it is not public before 3.9)."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+
+        known = list(signature(AsyncCompileMode.submit).parameters)[1:4] == ["key", "compile_fn", "finalize_fn"]
+    except (ImportError, AttributeError):
+        known = False
+    return AsyncCompileMode if known else None
+
+
+@contextmanager
+def compiled_ahead(progress: Progress = lambda done, total: None, threads: int | None = None) -> Iterator[None]:
+    """Inside nothing is launched; afterwards what would have been is compiled and loaded.
+
+    What cannot be compiled or loaded is said again by its launch. progress: while there is something to wait for. Where Triton has no
+    such mode, launches are launches.
+    """
+    mode_class = _mode()
+    if mode_class is None:
+        yield
+        return
+    function: Any = jit.JITFunction
+    launch = function.run
+
+    def only_compile(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *arguments, grid=grid, warmup=True, **options)
+
+    with _pool(threads or min(THREADS, len(os.sched_getaffinity(0)))) as pool, _ahead(mode_class, pool) as mode:
+        function.run = only_compile
+        try:
+            yield
+        finally:
+            function.run = launch
+        _wait(mode.raw_futures, progress)
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Its threads load kernels for the GPU of this one."""
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(threads, "kernels")
+    return ThreadPoolExecutor(threads, "kernels", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+
+def _ahead(mode_class: Any, pool: ThreadPoolExecutor) -> Any:
+    """Triton's mode, with what it leaves to the first launch done in the threads too."""
+    locks: dict[Any, threading.Lock] = {}
+
+    class Ahead(mode_class):  # type: ignore[misc]
+        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any, *more: Any) -> Any:
+            known = key in self.future_kernels
+            kernel = super().submit(key, lambda: _loaded(compile_fn(), locks), finalize_fn, *more)
+            if not known:  # as 3.9: the next launch of it finds this, and need not work out the key again
+                finalize_fn(kernel)
+            return kernel
+
+    return Ahead(pool, ignore_errors=True)
+
+
+def _loaded(kernel: Any, locks: dict[Any, threading.Lock]) -> Any:
+    """Its code on the GPU and its launcher built, which in 3.6 a C compiler does: once for all variants with the same arguments."""
+    with locks.setdefault(kernel.src.fn, threading.Lock()):
+        kernel.run  # noqa: B018 (a property that does all this)
+    return kernel
+
+
+def _wait(futures: list[Future[Any]], progress: Progress) -> None:
+    left = [future for future in futures if not future.done()]
+    for done, _ in enumerate(as_completed(left), len(futures) - len(left) + 1):
+        progress(done, len(futures))
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        first = f"{type(errors[0]).__name__}: {next(iter(str(errors[0]).splitlines()), '')}"
+        _log.warning("%d of %d kernels are not compiled ahead: %s", len(errors), len(futures), first)
