@@ -9,12 +9,14 @@ import pytest
 import torch
 from small_models import SMALL, caches, load, run
 
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import ModelFilesError, resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import CompiledParts, use_cache
 from meshlm.workers.models.cpu_layers import fuse
+from meshlm.workers.models.decoder import Decoder
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -153,3 +155,38 @@ def test_dummy_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     first, second = load(tmp_path, "dummy"), load(tmp_path, "dummy")
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("sliding", "count"), [((), 2), ((True,) * 4, 2), ((False, True, False, True), 2), ((True, True, True, False), 4)]
+)
+def test_a_shortened_model_has_every_kind_of_layer(sliding: tuple[bool, ...], count: int) -> None:
+    """And is whole again afterwards, whatever happens meanwhile."""
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    spec = ModelSpec(
+        architecture="m",
+        vocab_size=9,
+        num_hidden_layers=4,
+        max_position_embeddings=16,
+        sliding_window=7 if sliding else 0,
+        sliding_layers=sliding,
+        **sizes,
+    )
+    model = Decoder(spec, 16)
+    whole = list(model.layers)
+
+    def fail() -> None:
+        with model.shortened() as layers:
+            assert layers == count
+            assert list(model.layers) == whole[:count]
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert list(model.layers) == whole

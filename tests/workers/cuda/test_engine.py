@@ -1,6 +1,8 @@
 """The GPU engine: graphs, chunks, cache and fused kernels change nothing but rounding."""
 
 import json
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,10 @@ from meshlm.supervisor import flags, resolve
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+import triton
+from triton.runtime.jit import JITFunction
+
+from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
 from meshlm.workers.weights.load import load_model
 
@@ -40,7 +46,8 @@ MODEL = {
 }
 
 
-def engine(folder: Path, **settings: object) -> CudaEngine:
+def engine(folder: Path, news: list[str] | None = None, **settings: object) -> CudaEngine:
+    """news: gets the phases of the start."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     values: dict[str, object] = {
@@ -53,7 +60,8 @@ def engine(folder: Path, **settings: object) -> CudaEngine:
         "kv_cache_memory": 1 << 30,
         **settings,
     }
-    made = make_cuda_engine(resolve.resolve(flags.build(values, None)), lambda *progress: None)
+    phases: list[str] = [] if news is None else news
+    made = make_cuda_engine(resolve.resolve(flags.build(values, None)), lambda phase, *_: phases.append(phase))
     assert made is not None
     return made
 
@@ -343,3 +351,41 @@ def test_compiled_parts_agree_with_the_fused_kernels(tmp_path: Path, monkeypatch
         found.append(driver.step({0: 1, 1: 1}))
     torch.testing.assert_close(found[0], found[1], atol=0.06, rtol=0.06)
     assert any((tmp_path / "cache/meshlm/inductor").iterdir())
+
+
+KEPT: list[object] = []
+"""Kernels that graphs of other tests' engines launch: some Tritons unload one with its last reference."""
+
+
+def forget_kernels() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("meshlm.kernels."):
+            KEPT.extend(
+                list(value.device_caches.values()) for value in vars(module).values() if isinstance(value, JITFunction)
+            )
+    kernel_cache._forget_loaded()
+
+
+def test_a_start_without_a_kernel_cache_compiles_in_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launch of the warm-up or of a step has to compile or to look for its kernel; with the cache none is compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    found: list[tuple[bool, str]] = []
+
+    def listen(*, cache_hit: bool, **_: object) -> None:
+        found.append((cache_hit, threading.current_thread().name.split("_")[0]))
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    for cached in (False, True):
+        forget_kernels()
+        found.clear()
+        news: list[str] = []
+        made = engine(tmp_path, news=news)
+        driver = Driver(made, prompts_of([40, 130]), SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, seed=3))
+        driver.step({0: 40})
+        driver.step({0: 1, 1: 130})
+        driver.step({0: 1, 1: 1})
+        assert set(found) == {(cached, "kernels")}
+        assert len(found) > 15
+        assert cached or "kernels" in news
