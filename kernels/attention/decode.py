@@ -2,6 +2,9 @@
 
 The last program to arrive combines their parts. The grid does not depend on the lengths, as CUDA graphs need. The formula is
 kernel.py's.
+
+What was there before this step (columns, block tables, rotations, earlier keys and values) is read, or asked for, before the wait
+for the kernel before this one (kernels/pdl.py); what this step computes, behind it.
 """
 
 import triton
@@ -12,23 +15,37 @@ from meshlm.kernels import fp8, pdl
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
 from meshlm.kernels.fp8 import within
 
+AHEAD = 64  # tokens whose keys and values are asked for before the query is there
+
 
 @triton.jit
-def _rotated(line, weight, angles, at, partner, inside, turned, DIM, half, eps, NORM: tl.constexpr):
+def _rotated(line, weight, other_weight, cos, sin, at, partner, inside, turned, DIM, eps, NORM: tl.constexpr):
     """Heads [g, d]: `line` [g, 1] points at their first elements; normed (if asked) and rotated, in float32."""
     own = tl.load(line + at[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(line + partner[None, :], mask=inside & turned[None, :], other=0.0).to(tl.float32)
     if NORM:
-        dtype = weight.dtype.element_ty
+        dtype = line.dtype.element_ty
         inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
-        w = tl.load(weight + at, mask=at < DIM, other=0.0).to(tl.float32)
-        w_other = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32)
-        own = (own * inverse * w[None, :]).to(dtype).to(tl.float32)
-        other = (other * inverse * w_other[None, :]).to(dtype).to(tl.float32)
-    angle = tl.where(at < half, at, at - half)
-    cos = tl.load(angles + angle, mask=turned, other=1.0)
-    sin = tl.load(angles + half + angle, mask=turned, other=0.0) * tl.where(at < half, -1.0, 1.0)
+        own = (own * inverse * weight[None, :]).to(dtype).to(tl.float32)
+        other = (other * inverse * other_weight[None, :]).to(dtype).to(tl.float32)
     return own * cos[None, :] + tl.where(turned[None, :], other * sin[None, :], 0.0)
+
+
+@triton.jit
+def _ask_for(
+    keys, values, table, kv, first, last,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Have the keys and values of tokens first .. first + AHEAD - 1 (but none from `last` on) brought to the L2 cache."""
+    LINE: tl.constexpr = 128 // (keys.dtype.element_ty.primitive_bitwidth // 8)  # elements of what memory sends at once
+    LINES: tl.constexpr = (BLOCK_D + LINE - 1) // LINE
+    at = tl.minimum(first + tl.arange(0, AHEAD), last - 1)
+    page = tl.load(table + at // PAGE).to(tl.int64)
+    begin = ((page * PAGE + at % PAGE) * KV_HEADS + kv) * DIM
+    place = begin[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)[None, :]
+    ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(ask, "=r,l", [keys + place], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(ask, "=r,l", [values + place], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -36,20 +53,17 @@ def _decode(
     query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, scale, k_scale, v_scale,
     cap, window, rope, q_weight, k_weight, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    LINES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    kv, split = tl.program_id(0), tl.program_id(1)
-    request = tl.program_id(2)
+    kv, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     before = tl.load(ends + request - 1, mask=request > 0, other=0)
     count = tl.load(ends + request) - before
-    if count != 1:
-        return  # padding, or a prompt in a step of both
     start = tl.load(starts + request)
+    table = blocks + tl.load(rows + request).to(tl.int64) * blocks_stride
     length = start + 1
     begin = 0
     if WINDOW:
@@ -57,38 +71,55 @@ def _decode(
     tiles = tl.cdiv(length, BLOCK_N) - begin // BLOCK_N
     each = tl.cdiv(tiles, SPLITS)
     used = tl.cdiv(tiles, each)  # splits that have keys
-    if split >= used:
-        return
     first = (begin // BLOCK_N + split * each) * BLOCK_N
     last = tl.minimum(length, first + each * BLOCK_N)
-    table = blocks + tl.load(rows + request).to(tl.int64) * blocks_stride
-    real_group: tl.constexpr = HEADS // KV_HEADS
-    m_at = tl.arange(0, GROUP)
-    head = kv * real_group + m_at
-    real = m_at < real_group
     d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d < DIM)[None, :]
-    line = before.to(tl.int64) * HEADS + head  # of the token; it is token `before` of the step
-    if ROPE:  # `query` is the whole qkv row: rotate its heads, and let one split bring the new key and value
+    mine = (count == 1) & (split < used)  # not padding, nor a prompt in a step of both
+    if AHEAD:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
+        if mine:
+            _ask_for(keys, values, table, kv, first, last, PAGE, KV_HEADS, DIM, BLOCK_D, AHEAD)
+    if ROPE:
         half: tl.constexpr = ROTARY // 2
         partner = tl.where(d < half, d + half, d - half)
         turned = d < ROTARY
-        angles = rope + start.to(tl.int64) * ROTARY
+        angle = rope + start.to(tl.int64) * ROTARY + tl.where(d < half, d, d - half)
+        cos = tl.load(angle, mask=turned, other=1.0)
+        sin = tl.load(angle + half, mask=turned, other=0.0) * tl.where(d < half, -1.0, 1.0)
+        q_w, q_other, k_w, k_other = cos, cos, cos, cos
+        if NORM:
+            q_w = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+            q_other = tl.load(q_weight + partner, mask=turned, other=0.0).to(tl.float32)
+            k_w = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+            k_other = tl.load(k_weight + partner, mask=turned, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if not mine:
+        return
+    # The tile has more lines than there are query heads: each head has `EACH` equal ones, of which the first counts.
+    real_group: tl.constexpr = HEADS // KV_HEADS
+    EACH: tl.constexpr = GROUP // LINES
+    m_at = tl.arange(0, GROUP)
+    head = kv * real_group + m_at // EACH
+    real = (m_at // EACH < real_group) & (m_at % EACH == 0)
+    inside = real[:, None] & (d < DIM)[None, :]
+    line = before.to(tl.int64) * HEADS + head  # of the token; it is token `before` of the step
+    if ROPE:  # `query` is the whole qkv row: rotate its heads, and let one split bring the new key and value
         qkv = query + before.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
-        q = _rotated(
-            qkv + head[:, None] * DIM, q_weight, angles, d, partner, inside, turned, DIM, half, eps, NORM
-        ).to(query.dtype.element_ty)  # fmt: skip
+        group = tl.arange(0, LINES)
+        full = (group < real_group)[:, None] & (d < DIM)[None, :]
+        q_line = qkv + (kv * real_group + group)[:, None] * DIM
+        q = _rotated(q_line, q_w, q_other, cos, sin, d, partner, full, turned, DIM, eps, NORM)
+        q = tl.broadcast_to(q.to(query.dtype.element_ty)[:, None, :], (LINES, EACH, BLOCK_D)).reshape(GROUP, BLOCK_D)
         if split == used - 1:
             page = tl.load(table + start // PAGE).to(tl.int64)
             to = ((page * PAGE + start % PAGE) * KV_HEADS + kv) * DIM + d
-            only = (m_at == 0)[:, None] & (d < DIM)[None, :]
-            k_line = qkv + (HEADS + kv + m_at * 0)[:, None] * DIM
-            key = _rotated(k_line, k_weight, angles, d, partner, only, turned, DIM, half, eps, NORM)
+            k_line = qkv + (HEADS + kv + tl.arange(0, 1))[:, None] * DIM
+            key = _rotated(k_line, k_w, k_other, cos, sin, d, partner, (d < DIM)[None, :], turned, DIM, eps, NORM)
             value = tl.load(qkv + (HEADS + KV_HEADS + kv) * DIM + d, mask=d < DIM).to(tl.float32)
             if FP8:
                 key = within(key, k_scale)
                 value = within(value, v_scale)
-            tl.store(keys + to[None, :] + (m_at * 0)[:, None], key.to(keys.dtype.element_ty), mask=only)
+            tl.store(keys + to[None, :], key.to(keys.dtype.element_ty), mask=(d < DIM)[None, :])
             tl.store(values + to, value.to(values.dtype.element_ty), mask=d < DIM)
             tl.debug_barrier()
     else:
@@ -180,6 +211,7 @@ def decode(
     """
     _, page, kv_heads, dim = keys.shape
     heads = rope.num_heads if rope is not None else query.shape[1]
+    lines = triton.next_power_of_2(heads // kv_heads)
     parts, sums, counters = workspace
     table = rope.table if rope is not None else sums
     norms = rope.norms if rope is not None and rope.norms is not None else (query, query)
@@ -187,11 +219,12 @@ def decode(
         query, keys, values, out, parts, sums, counters, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         query if extras.sinks is None else extras.sinks, scale * extras.k_scale,
         extras.k_scale, extras.v_scale, extras.cap, extras.window, table, *norms, rope.eps if rope is not None else 0.0,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, lines), LINES=lines,
         BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(dim), SPLITS=splits, CAP=extras.cap > 0,
         SINKS=extras.sinks is not None, WINDOW=extras.window > 0, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
-        NORM=rope is not None and rope.norms is not None, FP8=keys.dtype == fp8.DTYPE, PDL=pdl.supported(),
+        NORM=rope is not None and rope.norms is not None, FP8=keys.dtype == fp8.DTYPE,
+        AHEAD=AHEAD if query.is_cuda else 0, PDL=pdl.supported(),
         num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
