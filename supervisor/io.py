@@ -6,6 +6,7 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 import asyncio
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -145,12 +146,14 @@ class Supervisor:
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
+        if peer.role is Role.SUPERVISOR:
+            if self._network is not None:
+                self._network.on_up(peer)
+            return
         for died in self._dead.values():
             self.send(peer, died)
         if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
-        if peer.role is Role.SUPERVISOR and self._network is not None:
-            self._network.on_up(peer)
         if peer.role is Role.COORDINATOR:
             self._tell_ranks()  # it may have read mesh.json before the last change
 
@@ -290,6 +293,9 @@ class Supervisor:
         """Tell all children of a death, here or on another node; those that come later, too."""
         self._dead[died.identity] = died
         self._tell_all(died)
+
+    def deaths(self) -> Iterable[edge.Died]:
+        return self._dead.values()
 
     def _elsewhere(self) -> dict[Identity, Identity]:
         return self._network.processes() if self._network is not None else {}

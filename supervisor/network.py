@@ -1,7 +1,7 @@
 """What a supervisor has to do with other nodes' supervisors: as the head, or as a node that joins one. Owned by io.py."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -34,6 +34,10 @@ class Own(Protocol):
 
     def tell_died(self, died: edge.Died) -> None:
         """Tell this node's processes of a death elsewhere."""
+        ...
+
+    def deaths(self) -> Iterable[edge.Died]:
+        """All that this node knows of, here and elsewhere: the last of each process."""
         ...
 
     def stop(self, drain_s: float | None = None) -> None: ...
@@ -76,6 +80,8 @@ class Head:
             self._own.line(f"{node.host} ({peer}) may not join: {answer.message}")
         else:
             self._own.line(f"{node.host} ({peer}) joined with {_ranks(node.ranks)}")
+            for died in self._own.deaths():  # it was not told while it was not here
+                self._own.send(peer, died)
 
     def on_down(self, peer: Identity, reason: str) -> None:
         node = self._nodes.lost(peer)
@@ -135,19 +141,18 @@ class Guest:
         self._own, self._node, self._clock = own, config.node, clock
         self._facts = agreement.facts(config)
         self._until = clock() + config.run.startup_timeout
-        self._in_session = self._welcome = self._was_welcome = self._ends = False
+        self._welcome = self._was_welcome = self._ends = False
         self._reported_at = 0.0
 
     def begin(self) -> None:
         """The head's welcome is waited for."""
 
     def on_up(self, peer: Identity) -> None:
-        self._in_session = True
         node = self._node
         self._own.send(HEAD, edge.NodeJoin(node.host, node.ranks, node.workers, self._facts))
 
     def on_down(self, peer: Identity, reason: str) -> None:
-        self._in_session = self._welcome = False
+        self._welcome = False
         if not self._ends:
             self._own.line(f"the head {self._node.head} is lost ({reason}); this node goes on and waits for it")
 
@@ -156,6 +161,8 @@ class Guest:
             case edge.NodeWelcome():
                 self._own.line(f"joined {self._node.head} with {_ranks(self._node.ranks)}")
                 self._welcome = self._was_welcome = True
+                for died in self._own.deaths():  # a head takes word of a node's processes once it has let the node in
+                    self._own.send(HEAD, died)
                 self._own.begin()
             case edge.NodeRefused():
                 self._own.fail(f"--join {self._node.head}: the head refuses this node: {message.message}")
@@ -177,7 +184,8 @@ class Guest:
         self._own.fail(f"--join {self._node.head}: the head refuses this node: {reason}")
 
     def died(self, died: edge.Died) -> None:
-        if self._in_session:
+        """Tell the head of a death here; before its welcome it would not listen."""
+        if self._welcome:
             self._own.send(HEAD, died)
 
     def tick(self) -> None:

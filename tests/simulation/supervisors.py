@@ -1,5 +1,6 @@
 """In the place of supervisor/io.py: what a node's supervisor tells of deaths and of ranks. Between nodes the real Head and Guest."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -52,6 +53,9 @@ class Supervisor:
             for peer in self._mesh.peers(role):
                 if peer.role is not Role.SUPERVISOR:
                     self._mesh.send(peer, died)
+
+    def deaths(self) -> Iterable[control.Died]:
+        return self._dead.values()
 
     def send(self, peer: Identity, message: Struct) -> bool:
         assert self._mesh is not None

@@ -1,0 +1,112 @@
+"""What the head and a node that joins it tell each other of deaths. Their supervisors are a list of what was said."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from meshlm.protocol.config import MeshConfig, Node
+from meshlm.protocol.control_edge import Died, NodeJoin, NodeWelcome
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.supervisor import agreement
+from meshlm.supervisor.network import HEAD, Guest, Head
+
+GUEST, THIRD = Identity(Role.SUPERVISOR, 2), Identity(Role.SUPERVISOR, 3)
+FACTS = {"the version": "1"}
+COORDINATOR_DIED = Died(Identity(Role.COORDINATOR, 0), Incarnation(5))
+WORKER_DIED = Died(Identity(Role.WORKER, 1), Incarnation(6))
+
+
+class Own:
+    """A supervisor that keeps what it is told to say."""
+
+    def __init__(self, network: "Callable[[MeshConfig, Any], Head | Guest]", head: str) -> None:
+        place = (1, 1) if head else (0, 1)
+        node = Node(index=place[0], id="x", address="127.0.0.1", head=head, host="host-b", ranks=place, workers=place)
+        config = msgspec.structs.replace(MeshConfig(), node=node)
+        self.sent: list[tuple[Identity, Struct]] = []
+        self.dead: dict[Identity, Died] = {}
+        self.network = network(config, self)
+
+    def died(self, died: Died) -> None:
+        """One of this node's own."""
+        self.tell_died(died)
+        self.network.died(died)
+
+    def deaths_sent_to(self, peer: Identity) -> list[Struct]:
+        return [message for to, message in self.sent if to == peer and isinstance(message, Died)]
+
+    # --- for Head and Guest ---
+
+    def tell_died(self, died: Died) -> None:
+        self.dead[died.identity] = died
+
+    def deaths(self) -> list[Died]:
+        return list(self.dead.values())
+
+    def send(self, peer: Identity, message: Struct) -> bool:
+        self.sent.append((peer, message))
+        return True
+
+    def line(self, text: str) -> None: ...
+    def begin(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nodes must have in common is test_nodes.py's."""
+    monkeypatch.setattr(agreement, "facts", lambda config: FACTS)
+
+
+@pytest.fixture
+def head() -> Own:
+    return Own(Head, "")
+
+
+@pytest.fixture
+def guest() -> Own:
+    return Own(Guest, "tcp://127.0.0.1:5600")
+
+
+def join(head: Own, peer: Identity, rank: int) -> None:
+    places = (rank, 1)
+    head.network.on_message(peer, NodeJoin("host-b", places, places, FACTS))
+
+
+def test_a_node_that_joins_is_told_of_deaths_from_before(head: Own) -> None:
+    """Also of one between the moment in which its link opened and the one in which the head let it in."""
+    head.network.on_up(GUEST)
+    head.died(COORDINATOR_DIED)
+    assert head.sent == [], "nobody is here yet"
+    join(head, GUEST, 1)
+    assert [message for _, message in head.sent] == [NodeWelcome(), COORDINATOR_DIED]
+
+
+def test_a_head_that_was_away_is_told_and_tells_the_others(head: Own, guest: Own) -> None:
+    guest.network.on_up(HEAD)
+    guest.network.on_message(HEAD, NodeWelcome())
+    guest.network.on_down(HEAD, "it ended")
+    guest.died(WORKER_DIED)
+    guest.network.on_up(HEAD)
+    assert guest.deaths_sent_to(HEAD) == [], "a new head does not know this node yet"
+    guest.network.on_message(HEAD, NodeWelcome())
+    assert guest.deaths_sent_to(HEAD) == [WORKER_DIED]
+
+    join(head, THIRD, 2)
+    join(head, GUEST, 1)
+    head.network.on_message(GUEST, WORKER_DIED)
+    assert head.dead == {WORKER_DIED.identity: WORKER_DIED}
+    assert head.deaths_sent_to(THIRD) == [WORKER_DIED]
+    assert head.deaths_sent_to(GUEST) == [], "it said so itself"
+
+
+def test_a_node_that_comes_back_is_told_what_it_missed(head: Own) -> None:
+    join(head, GUEST, 1)
+    head.network.on_down(GUEST, "silent")
+    head.died(COORDINATOR_DIED)
+    assert head.deaths_sent_to(GUEST) == []
+    head.network.on_up(GUEST)
+    join(head, GUEST, 1)
+    assert head.deaths_sent_to(GUEST) == [COORDINATOR_DIED]
