@@ -5,7 +5,7 @@ The supervisor knows processes (pids, restarts); the coordinator knows members (
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Epoch, Identity, Incarnation
+from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -129,10 +129,21 @@ class ProcessReport(Struct, frozen=True):
     rss_bytes: int = 0
 
 
+class StandbyReport(Struct, frozen=True):
+    """One process of a node that waits for a place."""
+
+    role: Role
+    pid: int
+    state: str
+    started_s: float  # wall clock
+    rss_bytes: int = 0
+
+
 class NodeReport(Struct, frozen=True, tag="node_report"):
     """Once a second."""
 
     processes: tuple[ProcessReport, ...]
+    standbys: tuple[StandbyReport, ...] = ()
 
 
 class RestartProcesses(Struct, frozen=True, tag="restart_processes"):

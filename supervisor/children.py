@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,8 @@ class Child:
     ) -> None:
         self.identity = identity
         self.incarnation = incarnation
+        self.loaded = False  # of a standby: it waits for its turn
+        self.started_s = time.time()
         self._turn: socket.socket | None = None
         theirs: socket.socket | None = None
         if standby:
@@ -90,6 +93,7 @@ class Child:
         def readable() -> None:
             loop.remove_reader(turn)
             if turn.recv(16):
+                self.loaded = True
                 on_loaded(self)
 
         loop.add_reader(turn, readable)

@@ -32,10 +32,22 @@ class ProcessStatus(Struct, frozen=True):
     host: str = ""  # in a mesh of several nodes
 
 
+class StandbyStatus(Struct, frozen=True):
+    """A process that has no place in the mesh yet."""
+
+    role: str
+    pid: int
+    state: str  # "loading", "standby", or "lost" with its node
+    uptime_s: float
+    rss_bytes: int = 0
+    host: str = ""
+
+
 class MeshStatus(Struct, frozen=True):
     """What `meshlm status --json` prints."""
 
     processes: list[ProcessStatus]
+    standbys: list[StandbyStatus] = []
     model: str = ""
     port: int = 0
     run_dir: str = ""

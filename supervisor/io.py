@@ -392,8 +392,8 @@ class Supervisor:
         return report.mesh_status(
             self.config,
             self._group.processes.values(),
-            self._lives.pids(),
-            self._network.rows() if self._network else [],
+            self._lives,
+            self._network,
             self._scaling,
             was_ready=self.ready.is_set(),
         )

@@ -55,10 +55,15 @@ class Lives:
             if role not in self._warm and now >= self._warm_at.setdefault(role, now + WARM_AFTER_S):
                 self._warm[role] = child = Child(Identity(role), Incarnation(0), self._config_file, standby=True)
                 child.watch(self._loop, self._exited)
+                child.when_loaded(self._loop, lambda _: None)
 
     def warm(self) -> dict[Role, int]:
         """Pids of those that wait."""
         return {role: child.pid for role, child in self._warm.items()}
+
+    def standbys(self) -> list[Child]:
+        """Both sorts, loaded or not yet."""
+        return [*self._standbys.values(), *self._warm.values()]
 
     def _take_warm(self, role: Role) -> Child | None:
         child = self._warm.pop(role, None)
@@ -105,7 +110,7 @@ class Lives:
             standby.kill()
 
     def kill_all(self) -> None:
-        for child in (*self._children.values(), *self._standbys.values(), *self._warm.values()):
+        for child in (*self._children.values(), *self.standbys()):
             child.kill()
 
     def _exited(self, child: Child, code: int) -> None:

@@ -12,7 +12,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.session import RIVAL
 from meshlm.supervisor import agreement
-from meshlm.supervisor.control import MeshStatus, ProcessStatus
+from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.nodes import Nodes
 from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.traces import Traces
@@ -132,6 +132,21 @@ class Head:
             for process in node.processes
         ]
 
+    def standbys(self) -> list[StandbyStatus]:
+        now = time.time()
+        return [
+            StandbyStatus(
+                role=standby.role.value,
+                pid=standby.pid,
+                state="lost" if node.lost else standby.state,
+                uptime_s=round(now - standby.started_s, 3),
+                rss_bytes=standby.rss_bytes,
+                host=node.host,
+            )
+            for node in self._nodes.joined.values()
+            for standby in node.standbys
+        ]
+
 
 class Guest:
     """A node that joins the head: asks in each new session, reports, and does what the head says."""
@@ -209,6 +224,9 @@ class Guest:
     def rows(self) -> list[ProcessStatus]:
         return []
 
+    def standbys(self) -> list[StandbyStatus]:
+        return []
+
 
 def _report(status: MeshStatus) -> edge.NodeReport:
     """This node's children, for the head."""
@@ -227,7 +245,11 @@ def _report(status: MeshStatus) -> edge.NodeReport:
             )
             for row in status.processes
             if row.role != Role.SUPERVISOR.value
-        )
+        ),
+        tuple(
+            edge.StandbyReport(Role(row.role), row.pid, row.state, now - row.uptime_s, row.rss_bytes)
+            for row in status.standbys
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport
+from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
 from meshlm.protocol.ids import Identity, Role
 from meshlm.supervisor import agreement
 
@@ -17,6 +17,7 @@ class Joined:
     ranks: Places
     workers: Places
     processes: tuple[ProcessReport, ...] = ()
+    standbys: tuple[StandbyReport, ...] = ()
     lost: bool = False
 
     def has(self, identity: Identity) -> bool:
@@ -40,14 +41,16 @@ class Nodes:
             if other != supervisor and not known.lost and (clash := _clash(known, node)):
                 return NodeRefused(f"{clash} runs on {known.host} already (--data-parallel-start-rank, --node-rank)")
         before = self.joined.get(supervisor)
-        processes = before.processes if before is not None else ()
-        self.joined[supervisor] = Joined(node.host, node.ranks, node.workers, processes)
+        self.joined[supervisor] = now = Joined(node.host, node.ranks, node.workers)
+        if before is not None:
+            now.processes, now.standbys = before.processes, before.standbys
         return NodeWelcome()
 
     def report(self, supervisor: Identity, report: NodeReport) -> None:
         node = self.joined.get(supervisor)
         if node is not None:
             node.processes = tuple(process for process in report.processes if node.has(process.identity))
+            node.standbys = report.standbys
 
     def lost(self, supervisor: Identity) -> Joined | None:
         """Its supervisor is silent. None when it had not joined."""

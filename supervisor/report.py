@@ -5,34 +5,40 @@ Looks at the processes; changes nothing.
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import psutil
 
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity
-from meshlm.supervisor.control import MeshStatus, ProcessStatus
+from meshlm.supervisor.children import Child
+from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group import Process
+from meshlm.supervisor.lives import Lives
+from meshlm.supervisor.network import Guest, Head
 from meshlm.supervisor.scaling import Scaling
 
 
 def mesh_status(
     config: MeshConfig,
     processes: Iterable[Process],
-    pids: Mapping[Identity, int],
-    elsewhere: Iterable[ProcessStatus],
+    lives: Lives,
+    network: Head | Guest | None,
     scaling: Scaling,
     *,
     was_ready: bool,
 ) -> MeshStatus:
-    """The supervisor first, then this host's, then other nodes'. `pids` has those that are alive."""
+    """The supervisor first, then this host's, then other nodes'."""
     host = config.node.host if config.node else ""
+    pids = lives.pids()  # of those that are alive
     rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host) for process in processes)]
-    rows += elsewhere
+    rows += network.rows() if network is not None else []
+    standbys = [_standby(child, host) for child in lives.standbys()]
+    standbys += network.standbys() if network is not None else []
     resolved = config.resolved
     return MeshStatus(
         processes=rows,
+        standbys=standbys,
         model=resolved.served_names[0] if resolved else "",
         port=0 if config.network.headless else config.server.port,
         run_dir=config.run.run_dir,
@@ -70,6 +76,17 @@ def _child(process: Process, pid: int, host: str) -> ProcessStatus:
         restarts=process.restarts,
         phase=process.phase,
         rss_bytes=_rss(pid) if pid else 0,
+        host=host,
+    )
+
+
+def _standby(child: Child, host: str) -> StandbyStatus:
+    return StandbyStatus(
+        role=child.identity.role.value,
+        pid=child.pid,
+        state="standby" if child.loaded else "loading",
+        uptime_s=round(time.time() - child.started_s, 3),
+        rss_bytes=_rss(child.pid),
         host=host,
     )
 

@@ -69,18 +69,34 @@ def show(status: control.MeshStatus) -> None:
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
     state = f" ({status.scaling})" if status.scaling else "" if status.ready else " (not ready)"
     table = Table(title=f"{status.model} on port {status.port}{ranks}{state}")
-    headings = ["process", "host"] if any(process.host for process in status.processes) else ["process"]
+    with_host = any(process.host for process in status.processes)
+    headings = ["process", "host"] if with_host else ["process"]
     for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
         table.add_column(heading, justify="right" if heading in ("pid", "uptime", "restarts", "memory") else "left")
     for process in status.processes:
         table.add_row(
             f"{process.role}/{process.index}",
-            *([process.host] if "host" in headings else []),
+            *([process.host] if with_host else []),
             process.state,
             str(process.pid or "-"),
             f"{process.uptime_s:.0f} s",
             str(process.restarts),
-            f"{process.rss_bytes / 1e6:.0f} MB" if process.rss_bytes else "-",
+            _memory(process.rss_bytes),
             process.phase,
         )
+    for standby in status.standbys:
+        table.add_row(
+            standby.role,
+            *([standby.host] if with_host else []),
+            standby.state,
+            str(standby.pid),
+            f"{standby.uptime_s:.0f} s",
+            "-",
+            _memory(standby.rss_bytes),
+            "waits for a place" if standby.state == "standby" else "",
+        )
     Console().print(table)
+
+
+def _memory(rss_bytes: int) -> str:
+    return f"{rss_bytes / 1e6:.0f} MB" if rss_bytes else "-"

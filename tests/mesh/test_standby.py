@@ -28,11 +28,17 @@ def standbys(server: Serving) -> dict[str, int]:
     return found
 
 
+def listed(server: Serving) -> list[tuple[str, str, int]]:
+    """Standbys in `meshlm status --json`."""
+    return sorted((row["role"], row["state"], row["pid"]) for row in server.status()["standbys"] if row["rss_bytes"])
+
+
 def test_a_standby_of_each_role_takes_its_place() -> None:
     flags = ("--device", "fake", "--fake-step-ms", "10", "--max-model-len", "8192", "--standby-roles", *ROLES)
     with serving(*flags) as server:
         until(lambda: len(standbys(server)) == len(ROLES), limit_s=60)
         waiting = standbys(server)
+        until(lambda: listed(server) == [(role, "standby", pid) for role, pid in sorted(waiting.items())], limit_s=30)
         body = {"prompt": [5, 6], "max_tokens": COUNT, "ignore_eos": True, "return_token_ids": True, "stream": True}
         ids: list[int] = []
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:

@@ -77,6 +77,7 @@ WORK = admit.Work(
     num_crashes=3,
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
+STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
 PROCESS = control.ProcessReport(SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27)
 STARTED = admit.Started(RequestId("b"), 48)
 RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
@@ -225,7 +226,8 @@ FULL: tuple[Struct, ...] = (
     control.NodeWelcome(),
     control.NodeRefused("it differs"),
     PROCESS,
-    control.NodeReport((PROCESS,)),
+    STANDBY,
+    control.NodeReport((PROCESS,), (STANDBY,)),
     control.RestartProcesses((SCHEDULER,)),
     control.RestartNews(("worker/1: replaced",), True, "no room"),
     MEMBER,

@@ -52,6 +52,15 @@ class Watched(children.Child):
         super().watch(loop, over)
         born.append(self)
 
+    def when_loaded(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[[children.Child], None]) -> None:
+        self.is_loaded = asyncio.Event()
+
+        def loaded(child: children.Child) -> None:
+            on_loaded(child)
+            self.is_loaded.set()
+
+        super().when_loaded(loop, loaded)
+
 
 born: list[Watched] = []
 
@@ -82,7 +91,9 @@ async def test_a_life_ends_once(seen: Seen) -> None:
 
 async def test_a_standby_takes_the_place(seen: Seen) -> None:
     seen.lives.prepare(WORKER)
+    assert [(child.identity, child.loaded) for child in seen.lives.standbys()] == [(WORKER, False)]
     assert await seen.next() == rolling.Prepared(WORKER)
+    assert [child.loaded for child in seen.lives.standbys()] == [True]
     assert seen.lives.of(WORKER) is None
     seen.lives.spawn(WORKER, Incarnation(6))
     assert await seen.next() == WORKER
@@ -118,9 +129,13 @@ async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_
     (pid,) = seen.lives.warm().values()
     seen.lives.keep_warm([Role.WORKER], 200.0)
     assert list(seen.lives.warm().values()) == [pid], "one is enough"
+    assert [child.loaded for child in seen.lives.standbys()] == [False]
+    await asyncio.wait_for(born[0].is_loaded.wait(), LIMIT_S)
+    assert [child.loaded for child in seen.lives.standbys()] == [True]
     other = Identity(Role.WORKER, 3)
     seen.lives.spawn(other, Incarnation(9))
     assert seen.lives.pids() == {other: pid}
+    assert seen.lives.standbys() == []
     assert await seen.next() == other
     assert await seen.next() == events.Exited(other, Incarnation(9), 7)
     now = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""What the head and a node that joins it tell each other of deaths. Their supervisors are a list of what was said."""
+"""What the head and a node that joins it tell each other of deaths and of standbys. Their supervisors are a list of what was said."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,10 @@ import pytest
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, Node
-from meshlm.protocol.control_edge import Died, NodeJoin, NodeWelcome
+from meshlm.protocol.control_edge import Died, NodeJoin, NodeReport, NodeWelcome
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor import agreement
+from meshlm.supervisor.control import MeshStatus, StandbyStatus
 from meshlm.supervisor.network import HEAD, Guest, Head
 
 GUEST, THIRD = Identity(Role.SUPERVISOR, 2), Identity(Role.SUPERVISOR, 3)
@@ -28,6 +29,7 @@ class Own:
         config = msgspec.structs.replace(MeshConfig(), node=node)
         self.sent: list[tuple[Identity, Struct]] = []
         self.dead: dict[Identity, Died] = {}
+        self.standbys: list[StandbyStatus] = []
         self.network = network(config, self)
 
     def died(self, died: Died) -> None:
@@ -49,6 +51,9 @@ class Own:
     def send(self, peer: Identity, message: Struct) -> bool:
         self.sent.append((peer, message))
         return True
+
+    def status(self) -> MeshStatus:
+        return MeshStatus([], self.standbys)
 
     def line(self, text: str) -> None: ...
     def begin(self) -> None: ...
@@ -100,6 +105,20 @@ def test_a_head_that_was_away_is_told_and_tells_the_others(head: Own, guest: Own
     assert head.dead == {WORKER_DIED.identity: WORKER_DIED}
     assert head.deaths_sent_to(THIRD) == [WORKER_DIED]
     assert head.deaths_sent_to(GUEST) == [], "it said so itself"
+
+
+def test_standbys_of_a_node_are_in_the_heads_status(head: Own, guest: Own) -> None:
+    guest.standbys = [StandbyStatus("worker", 7, "standby", 3.0, 1 << 26)]
+    guest.network.on_message(HEAD, NodeWelcome())
+    guest.network.tick()
+    ((_, report),) = [said for said in guest.sent if isinstance(said[1], NodeReport)]
+    join(head, GUEST, 1)
+    head.network.on_message(GUEST, report)
+    (row,) = head.network.standbys()
+    assert (row.role, row.pid, row.state, row.rss_bytes, row.host) == ("worker", 7, "standby", 1 << 26, "host-b")
+    assert 3.0 <= row.uptime_s < 60.0
+    head.network.on_down(GUEST, "silent")
+    assert [row.state for row in head.network.standbys()] == ["lost"]
 
 
 def test_a_node_that_comes_back_is_told_what_it_missed(head: Own) -> None:

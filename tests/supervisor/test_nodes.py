@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig
-from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport
+from meshlm.protocol.control_edge import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor import agreement, cli, layout
 from meshlm.supervisor.errors import UsageError
@@ -147,9 +147,11 @@ def test_a_node_speaks_of_its_own_processes_alone() -> None:
     rows = tuple(
         ProcessReport(name, Incarnation(1), 7, "ready", 0.0, 0) for name in (own, others, Identity(Role.FRONTEND))
     )
-    nodes.report(SECOND, NodeReport(rows))
+    standby = StandbyReport(Role.SCHEDULER, 8, "standby", 0.0)
+    nodes.report(SECOND, NodeReport(rows, (standby,)))
     nodes.report(THIRD, NodeReport(rows))
     assert [row.identity for row in nodes.joined[SECOND].processes] == [own]
+    assert nodes.joined[SECOND].standbys == (standby,)
     assert nodes.is_of(SECOND, own)
     assert not nodes.is_of(SECOND, others)
     assert not nodes.is_of(THIRD, own)
