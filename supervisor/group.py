@@ -4,7 +4,8 @@ Called by io.py with what it saw (pidfds, messages, timers); answers with what t
 
 A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Later a dead
 process is started again, at once where it had done its job for a while, else with exponential backoff, until `max_restarts`
-within `WINDOW_S` seconds are used up. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
+within `WINDOW_S` seconds are used up, or until as many lives in a row, however long each, ended in the same words before they were
+ready. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
 
 Processes may be added to a running mesh and taken out of it, one change at a time. New ones are on trial until all of them are
 ready: when one fails they are all taken away again, and nothing else is touched. Those that leave are not started again; they are
@@ -77,6 +78,7 @@ class Process:
     restart_at: float = 0.0
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
+    early_words: list[str] = field(default_factory=list)  # the same of each life since one was ready, or said otherwise
     on_trial: bool = False  # added, and not all that were added are ready yet
     leaves_at: float | None = None  # it leaves the mesh, at the latest then
 
@@ -128,7 +130,7 @@ class Group:
             return []  # of a life that is over
         match event:
             case Exited():
-                return self._exited(process, event.code, now)
+                return self._exited(process, event, now)
             case BecameReady():
                 return self._ready(process, now)
             case Beaten():
@@ -153,6 +155,7 @@ class Group:
             return []
         process.state = State.READY
         process.ready_at = process.beaten_at = process.moved_at = now
+        process.early_words.clear()
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
             self.was_ready = True
             return [AllReady()]
@@ -213,11 +216,12 @@ class Group:
 
     # --- deaths ---
 
-    def _exited(self, process: Process, code: int, now: float) -> list[Effect]:
+    def _exited(self, process: Process, event: Exited, now: float) -> list[Effect]:
         if self.stopping:
             process.state = State.STOPPED
             return [AllStopped()] if self._all_stopped() else self._ask_next()
-        words = process.last_words or f"{process.identity} ended without a word ({exit_text(code)})"
+        words = process.last_words or (event.loading if process.state is State.STARTING else "")
+        words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
         if not self.was_ready:
             return self._give_up(words)
         died = TellDied(process.identity, process.incarnation)
@@ -226,11 +230,8 @@ class Group:
             return [died, *self._withdraw(words, now), *self._gone(process)]
         if process.leaves_at is not None:
             return [died, *self._gone(process)]
-        process.deaths = [at for at in process.deaths if now - at < WINDOW_S] + [now]
-        if len(process.deaths) > self.max_restarts:
-            return self._give_up(
-                f"{process.identity} died {len(process.deaths)} times in {WINDOW_S:.0f} s; the last time: {words}"
-            )
+        if text := self._too_often(process, words, now):
+            return self._give_up(text)
         process.state = State.BACKOFF
         process.restarts += 1
         steady = process.ready_at and now - process.ready_at >= STEADY_S
@@ -238,6 +239,17 @@ class Group:
         nth = process.early_deaths
         process.restart_at = now + (min(FIRST_BACKOFF_S * 2.0 ** min(nth - 2, 10), MAX_BACKOFF_S) if nth > 1 else 0.0)
         return [died, *self._tick(now)]
+
+    def _too_often(self, process: Process, words: str, now: float) -> str:
+        """Why a process that died now is not started again; "" when it is."""
+        process.deaths = [at for at in process.deaths if now - at < WINDOW_S] + [now]
+        if len(process.deaths) > self.max_restarts:
+            return f"{process.identity} died {len(process.deaths)} times in {WINDOW_S:.0f} s; the last time: {words}"
+        if process.state is State.STARTING:
+            process.early_words = [*(said for said in process.early_words if said == words), words]
+        if (count := len(process.early_words)) > self.max_restarts:
+            return f"{process.identity} died {count} times in a row before it was ready, each time with: {words}"
+        return ""
 
     def _tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -315,7 +327,8 @@ class Group:
         lives = [p.incarnation for p in self.processes.values() if p.incarnation]
         assert len(set(lives)) == len(lives), "two processes share an incarnation"
         for process in self.processes.values():
-            assert len(process.deaths) <= self.max_restarts + 1, f"{process.identity} died too often to be alive"
+            often = max(len(process.deaths), len(process.early_words))
+            assert often <= self.max_restarts + 1, f"{process.identity} died too often to be alive"
             assert not (self.stopping and process.state is State.BACKOFF)
             assert not (process.on_trial and process.leaves_at is not None), "it comes and goes"
             assert not (process.leaves_at is not None and process.state is State.BACKOFF), (

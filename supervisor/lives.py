@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.supervisor import events, group, rolling
+from meshlm.supervisor import cut_files, events, group, rolling
 from meshlm.supervisor.children import Child
 
 STACKS_S = 0.2  # that a stuck process has for writing its stacks
@@ -128,4 +128,5 @@ class Lives:
             del self._children[child.identity]
             self._lost(child.identity)
         # Its last words may still be in the inbox: let the loop read them first.
-        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code))
+        loading = cut_files.told(self._config_file, child.identity, code)
+        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code, loading))

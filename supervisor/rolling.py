@@ -148,21 +148,21 @@ class Rolling(Group):
         self.processes[spare].state = State.STOPPING
         return [Say(f"{spare}: finishing its connections"), AskToLeave(spare)]
 
-    def _exited(self, process: Process, code: int, now: float) -> list[events.Effect]:
+    def _exited(self, process: Process, event: events.Exited, now: float) -> list[events.Effect]:
         """Those that were asked to leave did not die."""
         step = self._step
         if self.stopping or step is None or process.identity not in (*step.members, step.spare):
-            return super()._exited(process, code, now)
+            return super()._exited(process, event, now)
         if process.identity == step.spare:
             del self.processes[step.spare]
             step.spare = None
             if step.stage is Stage.PREPARING:
-                words = process.last_words or exit_text(code)
+                words = process.last_words or exit_text(event.code)
                 text = f"{step} was not replaced: the spare {process.identity} ended: {words}"
                 self._said += self._fail(text, now)
             return [events.TellDied(process.identity, process.incarnation)]
         if process.state is not State.STOPPING:
-            return super()._exited(process, code, now)
+            return super()._exited(process, event, now)
         process.restarts += 1
         return [events.TellDied(process.identity, process.incarnation), self._spawn(process, now)]
 

@@ -71,6 +71,50 @@ def test_restart_at_once_then_with_backoff_then_give_up() -> None:
     assert isinstance(die(group, WORKER, 1004.0)[0], GiveUp)
 
 
+def test_a_loop_of_slow_starts_that_fail_alike_ends_too() -> None:
+    """Each takes minutes, so that never many deaths are within one window."""
+    group = started(max_restarts=2)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    now = 1010.0
+    die(group, WORKER, now)  # it did its job
+
+    def fail(text: str) -> list[Effect]:
+        nonlocal now
+        now += 100.0
+        group.handle(SaidFailed(WORKER, group.processes[WORKER].incarnation, text), now)
+        effects = die(group, WORKER, now)
+        now += 100.0
+        return [*effects, *group.handle(Tick(), now)]
+
+    said = ("cut short", "cut short", "no memory", "no memory", "cut short", "cut short")
+    for text in said:
+        assert not any(isinstance(effect, GiveUp) for effect in fail(text)), text
+        group.check()
+    ready(group, WORKER, now)
+    die(group, WORKER, now + 5.0)
+    for _ in range(2):
+        assert not any(isinstance(effect, GiveUp) for effect in fail("cut short")), "it had done its job again"
+        group.check()
+    assert fail("cut short") == [
+        GiveUp("worker/0 died 3 times in a row before it was ready, each time with: cut short")
+    ]
+
+
+def test_what_is_known_of_a_silent_end_is_said_if_it_was_loading() -> None:
+    group = started()
+    ready(group, FRONTEND)
+    life = group.processes[WORKER].incarnation
+    assert group.handle(Exited(WORKER, life, -7, "the file ended early"), 1001.0) == [GiveUp("the file ended early")]
+    group = started(max_restarts=0)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    life = group.processes[WORKER].incarnation
+    (end,) = group.handle(Exited(WORKER, life, -7, "the file ended early"), 1002.0)
+    assert isinstance(end, GiveUp)
+    assert "ended without a word (signal 7)" in end.message, "its files are read no more"
+
+
 def test_no_backoff_for_a_process_that_had_done_its_job() -> None:
     group = started(max_restarts=20)
     ready(group, FRONTEND)

@@ -89,6 +89,16 @@ async def test_a_life_ends_once(seen: Seen) -> None:
     seen.lives.kill(WORKER)  # nobody is there
 
 
+async def test_what_is_known_of_a_silent_end_comes_with_it(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives.cut_files, "told", lambda config, identity, code: f"{identity} {code} {config.name}")
+    seen.lives.spawn(WORKER, Incarnation(5))
+    child = seen.lives.of(WORKER)
+    assert child is not None
+    child.send_signal(signal.SIGBUS)
+    assert await seen.next() == WORKER
+    assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGBUS, "worker/0 -7 mesh.json")
+
+
 async def test_a_standby_takes_the_place(seen: Seen) -> None:
     seen.lives.prepare(WORKER)
     assert [(child.identity, child.loaded) for child in seen.lives.standbys()] == [(WORKER, False)]

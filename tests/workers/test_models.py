@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from gguf_models import write_gguf
 from small_models import SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
@@ -17,6 +18,7 @@ from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import CompiledParts, use_cache
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.sources import sources
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -137,6 +139,26 @@ def test_truncated_safetensors_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ProcessFatal, match=r"model\.safetensors.*cut short"):
         load(tmp_path)
+
+
+def test_all_files_are_looked_at_before_the_first_is_read(tmp_path: Path) -> None:
+    """A large model's last file would else be reached after minutes, again in each life of the worker."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    last = max(tmp_path.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(ProcessFatal, match=f"{last.name}.*cut short"):
+        next(sources(tmp_path, "safetensors", resolve_model(str(tmp_path)).spec, torch.device("cpu"), 0))
+
+
+def test_all_tensors_of_a_gguf_file_are_held_against_its_size_before_the_first_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, {})
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(ProcessFatal, match=f"{file.name}.*cut short"):
+        next(sources(file, "gguf", resolve_model(str(file)).spec, torch.device("cpu"), 0))
 
 
 def test_folder_without_config(tmp_path: Path) -> None:

@@ -102,16 +102,21 @@ def _block(path: Path, ggml_type: int) -> tuple[int, int]:
 
 
 def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Encoded]]:
-    """Any quantisation that the gguf package decodes. All tensors can be read as long as one of them is kept. ProcessFatal."""
+    """Any quantisation that the gguf package decodes. All tensors can be read as long as one of them is kept. ProcessFatal.
+
+    All are held against the file's size before the first is read: reading past a mapped file's end is SIGBUS.
+    """
     try:
         tensors = read_header(path, lambda name: False).tensors
         mapped: np.memmap[Any, Any] = np.memmap(path, np.uint8, mode="c")  # torch wants to be allowed to write
     except (GGUFError, OSError, ValueError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
-    for their_name, tensor in tensors.items():
-        name = _gguf_name(their_name)
-        if name is not None:
-            yield name, Encoded(path, mapped, tensor, spec.head_dim if _permuted(name, spec) else 0)
+    named = ((_gguf_name(name), tensor) for name, tensor in tensors.items())
+    yield from [
+        (name, Encoded(path, mapped, tensor, spec.head_dim if _permuted(name, spec) else 0))
+        for name, tensor in named
+        if name is not None
+    ]
 
 
 def _gguf_name(name: str) -> str | None:

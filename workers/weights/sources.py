@@ -3,6 +3,7 @@
 Each is a Source: its shape is known, and a part of it is read only when asked for, so that a rank reads no more than it keeps.
 """
 
+import contextlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,15 +66,26 @@ class _Slice:
 
 
 def _safetensors(path: Path, device: torch.device) -> Iterator[tuple[str, Source]]:
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:  # minutes may pass before the last is reached, and reading past a mapped file's end is SIGBUS
+        with _opened(file, torch.device("cpu")):
+            pass
+    for file in files:
+        with _opened(file, device) as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                yield name, _Slice(opened, name)
+
+
+@contextlib.contextmanager
+def _opened(file: Path, device: torch.device) -> Iterator[Any]:
+    """A safetensors file that is as long as its header says. ProcessFatal."""
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    yield name, _Slice(opened, name)
-        except (SafetensorError, OSError) as error:
-            raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
 
 
 class Mapped:

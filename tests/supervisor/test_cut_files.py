@@ -1,0 +1,88 @@
+"""A process that reads a mapped file past its end is ended by SIGBUS: what the supervisor says of it."""
+
+import json
+import signal
+import struct
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.model import ModelSpec
+from meshlm.supervisor.cut_files import told
+
+WORKER, SIGBUS = Identity(Role.WORKER, 0), -signal.SIGBUS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of a kilobyte of weights each."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1024], "data_offsets": [0, 1024]}}).encode()
+    for number in (1, 2):
+        file = tmp_path / f"model-{number}.safetensors"
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(1024))
+    return tmp_path
+
+
+def mesh_json(folder: Path, path: Path, load_format: Literal["safetensors", "gguf"]) -> Path:
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=8,
+    )
+    resolved = Resolved(
+        spec=spec,
+        model_path=str(path),
+        tokenizer_path=str(path),
+        chat_template="",
+        served_names=("m",),
+        generation_defaults={},
+        load_format=load_format,
+        device="cpu",
+        dtype="float32",
+        max_model_len=8,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        eos_token_ids=(),
+        digest="",
+    )
+    file = folder / "mesh.json"
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(MeshConfig(), resolved=resolved)))
+    return file
+
+
+def test_the_file_that_is_too_short_is_named(folder: Path) -> None:
+    config = mesh_json(folder, folder, "safetensors")
+    file = folder / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert told(config, WORKER, SIGBUS) == (
+        f"worker/0: the weights file {file} ended early, or was changed while it was read (signal 7)"
+    )
+
+
+def test_one_that_is_whole_again_is_not(folder: Path) -> None:
+    """Somebody wrote it anew while it was read."""
+    said = told(mesh_json(folder, folder, "safetensors"), WORKER, SIGBUS)
+    assert said == f"worker/0: a weights file in {folder} ended early, or was changed while it was read (signal 7)"
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.DETOKENIZER])
+def test_a_gguf_file_is_the_only_one(tmp_path: Path, role: Role) -> None:
+    said = told(mesh_json(tmp_path, tmp_path / "m.gguf", "gguf"), Identity(role, 1), SIGBUS)
+    assert f"{role.value}/1: the weights file {tmp_path}/m.gguf ended early" in said
+
+
+def test_of_other_ends_and_of_those_who_read_no_weights_nothing_is_known(folder: Path) -> None:
+    config = mesh_json(folder, folder, "safetensors")
+    assert told(config, WORKER, -signal.SIGKILL) == told(config, WORKER, 1) == ""
+    assert told(config, Identity(Role.SCHEDULER, 0), SIGBUS) == ""
+    assert told(folder / "none.json", WORKER, SIGBUS) == "", "the run directory is gone"
