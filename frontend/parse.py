@@ -13,6 +13,7 @@ from meshlm.frontend.schema import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     NOT_SUPPORTED,
+    STRUCTURED,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -77,7 +78,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
     unknown = sorted(raw.keys() - set(kind.__struct_fields__))
     for name in unknown:
-        if raw[name] and name in NOT_SUPPORTED:
+        if name in NOT_SUPPORTED and (raw[name] or (name in STRUCTURED and raw[name] is not None)):
             raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
     return value, tuple(unknown)
 
@@ -128,9 +129,6 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, max
         raise HttpError(400, "messages: give at least one message", "messages")
     if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
     if request.tools:
         raise HttpError(400, "tools are not supported", "tools")
     if request.tool_choice not in (None, "none", "auto"):
@@ -179,6 +177,8 @@ def _ask(
     is_chat: bool,
 ) -> Ask:
     """The part that both endpoints share."""
+    if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
+        raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
     options = request.stream_options
     if options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")

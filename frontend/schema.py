@@ -13,12 +13,11 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_TOKENS = 1 << 30
 
+# An empty value asks for something too: the schema {} for any JSON, as in vLLM, which takes all but null as a constraint.
+STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 # vLLM's fields that decide what the answer is: to ignore them, as other unknown fields are, would be a wrong answer.
 NOT_SUPPORTED = {
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
-        "structured outputs are not supported",
-    ),
+    **dict.fromkeys(STRUCTURED, "structured outputs are not supported"),
     "use_beam_search": "beam search is not supported",
     "bad_words": "not supported; logit_bias with -100 bans token ids",
     "prompt_embeds": "not supported; a prompt is text or token ids",
@@ -62,6 +61,7 @@ class Common(Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -97,7 +97,6 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

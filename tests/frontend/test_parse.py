@@ -13,6 +13,7 @@ from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import (
     NOT_SUPPORTED,
+    STRUCTURED,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -113,7 +114,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("chat", {"logprobs": True}, "logprobs", 0),
     ("chat", {"logprobs": True, "top_logprobs": 20}, "sampling.logprobs", 20),
     ("chat", {"top_logprobs": 0}, "logprobs", -1),
-    ("chat", {"response_format": {"type": "text"}}, "is_chat", True),
+    ("both", {"response_format": {"type": "text"}}, "unknown_fields", ()),
     ("chat", {"tool_choice": "auto"}, "is_chat", True),
     ("chat", {"tool_choice": "none"}, "is_chat", True),
     ("chat", {"tool_choice": None, "tools": None}, "is_chat", True),
@@ -247,6 +248,15 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             ],
             "seed": [1 << 63, -(1 << 63) - 1, HUGE, 1.5, "1"],
             "stop": [3, {}, [3], [None], "", [""], ["a", ""], ["a"] * 65, ["a"] * 10_000, "x" * 4097, ["x" * 100_000]],
+            "response_format": [
+                "json",
+                [],
+                {},
+                {"type": "json_object"},
+                {"type": "json_schema"},
+                {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}},
+                {"type": None},
+            ],
             "stop_token_ids": [3, "3", ["a"], [-1], [1000], [HUGE], [1.5], [True], [None]],
             "include_stop_str_in_output": [None, 1, "yes"],
             "ignore_eos": [None, 1, "yes"],
@@ -328,7 +338,6 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "top_logprobs": [-1, 5, "1", True],  # 5: without logprobs
             "tools": [{}, "tool", ["tool"], [None], [{"type": "function"}]],
             "tool_choice": [3, "sometimes", {"type": "function"}, "required", True, []],
-            "response_format": ["json", [], {"type": "json_object"}, {"type": "json_schema"}, {"type": None}],
             "chat_template": [3, {}],
             "chat_template_kwargs": ["a", [], 3],
             "add_generation_prompt": [None, 1, "yes"],
@@ -412,6 +421,20 @@ def test_what_would_change_the_answer_is_not_ignored(endpoint: str, field: str) 
     raised, error = refused(endpoint, {field: {"type": "object"}})
     assert (raised.status, error["param"]) == (400, field)
     assert "supported" in str(error["message"])
+
+
+@pytest.mark.parametrize("endpoint", ["text", "chat"])
+@pytest.mark.parametrize("field", STRUCTURED)
+@pytest.mark.parametrize("value", [{}, "", [], False])
+def test_an_empty_schema_asks_for_json_and_is_not_ignored(endpoint: str, field: str, value: object) -> None:
+    raised, error = refused(endpoint, {field: value})
+    assert (raised.status, error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("value", [{}, "", [], False])
+def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None:
+    for field in NOT_SUPPORTED.keys() - set(STRUCTURED):
+        assert ask("chat", **{field: value}).unknown_fields == (field,)
 
 
 def tokenized(**fields: object) -> TextPrompt | TokenPrompt | ChatPrompt:
