@@ -1,6 +1,6 @@
 """The control plane alone: the whole mesh with the fake device, N streams, CPU µs per output token of each process.
 
-    python -P benchmarks/control_plane.py [--streams 256] [--step-ms 20] [--tokens 500] [--floor] [--rounds 1] [--json FILE]
+    python -P benchmarks/control_plane.py [--streams 256] [--n 1] [--step-ms 20] [--tokens 500] [--floor] [--rounds 1] [--json FILE]
 
 With --step-ms 20 every step's tokens leave as one chunk each; with 0 the mesh runs freely and chunks coalesce only under
 back-pressure. The client is one bare socket reader in this process; its CPU is not counted.
@@ -77,14 +77,16 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-async def load(port: int, streams: int, tokens: int, readers: list[Reader] | None = None) -> tuple[float, list[Reader]]:
-    """All streams at once; seconds from first to last byte. The readers appear in `readers` as they begin."""
+async def load(
+    port: int, streams: int, tokens: int, readers: list[Reader] | None = None, n: int = 1
+) -> tuple[float, list[Reader]]:
+    """All streams at once, n in each request; seconds from first to last byte. The readers appear in `readers` as they begin."""
     loop = asyncio.get_running_loop()
     readers = [] if readers is None else readers
     begun = time.perf_counter()
-    for number in range(streams):
+    for number in range(streams // n):
         body = json.dumps(
-            {"prompt": [300 + number] * 32, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+            {"prompt": [300 + number] * 32, "max_tokens": tokens, "ignore_eos": True, "stream": True, "n": n}
         ).encode()
         _, reader = await loop.create_connection(lambda body=body: Reader(body), "127.0.0.1", port)
         readers.append(reader)
@@ -93,15 +95,15 @@ async def load(port: int, streams: int, tokens: int, readers: list[Reader] | Non
 
 
 async def watched(
-    port: int, streams: int, tokens: int, pids: dict[str, int]
+    port: int, streams: int, tokens: int, n: int, pids: dict[str, int]
 ) -> tuple[float, list[Reader], dict[str, float]]:
     """`load`, and CPU µs per token of each process while all streams decode, for streams of one token a chunk."""
     readers: list[Reader] = []
-    loading = asyncio.ensure_future(load(port, streams, tokens, readers))
+    loading = asyncio.ensure_future(load(port, streams, tokens, readers, n))
 
     async def count_after(share: float) -> int:
         # The readers are the measured client, and tell nobody.
-        while len(readers) < streams or any(r.events < share * tokens for r in readers):  # noqa: ASYNC110
+        while len(readers) < streams // n or any(r.events < share * tokens * n for r in readers):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return sum(reader.events for reader in readers)
 
@@ -135,15 +137,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         ask = [MESHLM, "status", "--json", "--run-dir", run_dir]
         processes = json.loads(subprocess.run(ask, capture_output=True, text=True, check=True).stdout)["processes"]
         ttft = asyncio.run(first_tokens(port, 100)) if not arguments.step_ms else []
-        asyncio.run(load(port, arguments.streams, 20))
+        asyncio.run(load(port, arguments.streams, 20, n=arguments.n))
         before = {p["pid"]: cpu_seconds(p["pid"]) for p in processes}
         pids = {f"{p['role']}/{p['index']}": p["pid"] for p in processes}
         decoding: dict[str, float] = {}
         if arguments.step_ms:
-            run = watched(port, arguments.streams, arguments.tokens, pids)
+            run = watched(port, arguments.streams, arguments.tokens, arguments.n, pids)
             elapsed, readers, decoding = asyncio.run(run)
         else:
-            elapsed, readers = asyncio.run(load(port, arguments.streams, arguments.tokens))
+            elapsed, readers = asyncio.run(load(port, arguments.streams, arguments.tokens, n=arguments.n))
         total = arguments.streams * arguments.tokens
         events = sum(reader.events for reader in readers)
         used = {
@@ -157,6 +159,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     plane = plane_of(used)
     result: dict[str, object] = {
         "streams": arguments.streams,
+        "n": arguments.n,
         "step_ms": arguments.step_ms,
         "tokens": total,
         "pairs": arguments.pairs,
@@ -207,6 +210,7 @@ def machine() -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--n", type=int, default=1, help="streams of each request (choices); divides --streams")
     parser.add_argument("--step-ms", type=float, nargs="+", default=[20.0, 0.0])
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--pairs", type=int, default=1, help="frontends and detokenizers")

@@ -25,7 +25,10 @@ class Line(Protocol):
         ...
 
     def lend(self, slots: list[Direct | None], place: int) -> None:
-        """Put what sends to the socket in this place, if nothing stands before it; take it away before anything else is written."""
+        """Put what sends to the socket in this place, if nothing stands before it; take it away as soon as something does.
+
+        Only places of one burst at a time.
+        """
         ...
 
     def rest(self, data: bytes) -> None:
@@ -75,4 +78,5 @@ class Burst:
         """The way that is always right; the next time it may be the direct one."""
         line = self._forms[place].line
         line.write(event)
-        line.lend(self._direct, place)
+        if self._direct[place] is None:
+            line.lend(self._direct, place)

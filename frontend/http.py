@@ -114,8 +114,8 @@ class MeshProtocol(HttpToolsProtocol):
 class EventWriter:
     """Writes events of one response. `start` first; `write` never blocks; `finish` last. A burst.py `Line`.
 
-    A burst may send to the socket past the transport as long as the transport holds nothing back: every other way of writing, and the
-    end of the connection, take that away first.
+    A burst may send to the socket past the transport, for as many choices as the response has, as long as the transport holds nothing
+    back: what is written otherwise and not taken at once, and the end of the connection, take that away.
     """
 
     def __init__(self, scope: Scope, send: Any) -> None:
@@ -145,13 +145,14 @@ class EventWriter:
 
     def write(self, event: bytes) -> None:
         """One or more whole events. What cannot be sent now waits, and goes out in one piece later."""
-        if self._lent:
-            self._take_back()
         if self._is_free and not self._flow.write_paused:
             transport = self._transport
             if not transport.is_closing():  # type: ignore[union-attr]  # uvloop raises for a client that left
                 transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # type: ignore[union-attr]
+            if self._lent and (transport.is_closing() or transport.get_write_buffer_size()):  # type: ignore[union-attr]
+                self._take_back()
             return
+        self._take_back()
         self._is_free = False
         self._waiting.append(event)
         self._wake.set()
@@ -162,6 +163,8 @@ class EventWriter:
         if transport is None or self._direct is None or not self._is_free or self._flow.write_paused:
             return
         if not (transport.is_closing() or transport.get_write_buffer_size()):
+            if self._lent and self._lent[0][0] is not slots:
+                self._take_back()  # of another burst: that one may be over
             slots[place] = self._direct
             self._lent.append((slots, place))
 

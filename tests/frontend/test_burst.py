@@ -30,17 +30,27 @@ class Client:
         return min(room, len(data))
 
     def write(self, event: bytes) -> None:
-        self.rest(b"%x\r\n%b\r\n" % (len(event), event))
+        """The transport may take it all: then what is lent stays so."""
+        self._hold(b"%x\r\n%b\r\n" % (len(event), event))
+        if self.held:
+            self._take_back()
 
     def lend(self, slots: list[Direct | None], place: int) -> None:
+        assert (slots, place) not in self.lent
         if not self.held:
             slots[place] = self.direct
             self.lent.append((slots, place))
 
     def rest(self, data: bytes) -> None:
+        self._take_back()
+        self._hold(data)
+
+    def _take_back(self) -> None:
         for slots, place in self.lent:
             slots[place] = None
         self.lent.clear()
+
+    def _hold(self, data: bytes) -> None:
         self.held += data
         if not self.room or self.room.pop() % 2:
             self.flush()

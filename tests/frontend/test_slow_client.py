@@ -45,6 +45,7 @@ class Connection:
         self._ours.setblocking(False)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self._held = b""
+        self.num_writes = 0
         self.lost: list[Callable[[], None]] = []
         scope = {"extensions": {EXTENSION: {"transport": self, "flow": self.flow, "lost": self.lost}}}
         self.writer = EventWriter(scope, self._send)
@@ -75,6 +76,7 @@ class Connection:
 
     def write(self, data: bytes) -> None:
         """As uvloop's: what the socket does not take is held back."""
+        self.num_writes += 1
         taken = 0
         if not self._held:
             with contextlib.suppress(BlockingIOError):
@@ -158,8 +160,8 @@ async def test_the_end_of_the_answer_loses_nothing(connection: Connection) -> No
     assert connection.text() == b"ABC"
 
 
-def burst_of(connection: Connection) -> Burst:
-    return Burst([Form(b"<", b">", connection.writer)])
+def burst_of(connection: Connection, count: int = 1) -> Burst:
+    return Burst([Form(b"<", b">", connection.writer)] * count)
 
 
 async def test_texts_are_events_like_others(connection: Connection) -> None:
@@ -173,7 +175,7 @@ async def test_texts_are_events_like_others(connection: Connection) -> None:
     burst.send(["E"])
     assert connection.writer._lent
     connection.writer.write(b"F")
-    assert not connection.writer._lent
+    assert connection.writer._lent, "the socket took it"
     burst.send(["G"])
     await stop(pump)
     assert connection.text() == b'AB<"C"><"D"><"E">F<"G">'
@@ -222,3 +224,51 @@ async def test_a_finished_answer_leaves_nothing_behind(connection: Connection) -
     assert not connection.writer._lent
     connection.writer.lend([None], 0)
     assert not connection.writer._lent
+
+
+async def test_all_choices_of_a_request_go_past_the_transport(connection: Connection) -> None:
+    await connection.writer.start([])
+    burst = burst_of(connection, 3)
+    burst.send(["a", "b", "c"])
+    assert connection.num_writes == 3
+    burst.send(["d", "", "e"])
+    assert connection.text() == b'<"a"><"b"><"c"><"d"><"e">'
+    connection.writer.write(b"<end of one>")
+    burst.send(["f", "g", "h"])
+    assert connection.text() == b'<end of one><"f"><"g"><"h">'
+    assert connection.num_writes == 3 + 1, "the end's is the fourth"
+
+
+async def test_what_is_held_back_of_one_choice_stops_the_others(connection: Connection) -> None:
+    """At whichever of them the socket is full, and whoever wrote."""
+    await connection.writer.start([])
+    burst, long, sent = burst_of(connection, 3), "x" * 700, list[str]()
+    for direct in (True, False):
+        while not connection.get_write_buffer_size():
+            texts = [f"{len(sent) + nth}{long}" for nth in range(3)]
+            sent += texts
+            if direct:
+                burst.send(texts)
+            else:
+                for text in texts:
+                    connection.writer.write(f'<"{text}">'.encode())
+        assert not connection.writer._lent
+        sent += ["c", "d", "e"]
+        burst.send(["c", "d", "e"])
+        events = [f'<"{text}">'.encode() for text in sent]
+        assert connection.drain() == b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
+        sent.clear()
+
+
+async def test_choices_of_several_bursts_are_lent_to_one_at_a_time(connection: Connection) -> None:
+    """One may be over: nothing is kept for it."""
+    await connection.writer.start([])
+    found = b""
+    for number in range(5):
+        burst = burst_of(connection, 2)
+        for text in (f"{number}", "b" * 2100, "c" * 2100):  # long ones go through the transport, and are lent once
+            burst.send([text, "d"])
+            found += connection.drain()
+        assert len(connection.writer._lent) == 2
+        assert {id(slots) for slots, _ in connection.writer._lent} == {id(burst._direct)}
+    assert found.count(b"<") == 5 * 6
