@@ -52,7 +52,7 @@ _TO_BYTES = {**dict.fromkeys(range(256), 0x100), **{ord(char): byte for char, by
 
 
 class TokenTable:
-    """Bytes and, where they are whole characters, text of every token."""
+    """The text of every token that is whole characters, and of the others, a hundredth of them, the bytes."""
 
     def __init__(self, loaded: LoadedTokenizer) -> None:
         tokenizer = loaded.tokenizer
@@ -61,7 +61,7 @@ class TokenTable:
         self.special = loaded.special_ids
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
-        self.bytes: list[bytes] = [b""] * size
+        self.cut: dict[int, bytes] = {}
         self.text: list[str | None] = [""] * size
         for index in range(size):
             token = tokenizer.id_to_token(index)
@@ -71,16 +71,14 @@ class TokenTable:
                 data = _plain_bytes(token, index in added)
             else:
                 data = _alphabet_bytes(token)
-            self.bytes[index] = data
             try:
                 self.text[index] = data.decode()
             except UnicodeDecodeError:
-                self.text[index] = None
-
+                self.text[index], self.cut[index] = None, data
         self.shown = ["" if index in self.special else text for index, text in enumerate(self.text)]
 
     def __len__(self) -> int:
-        return len(self.bytes)
+        return len(self.text)
 
     def decoder(self, skip_special_tokens: bool) -> Decoder:
         """A new stream."""
@@ -88,10 +86,12 @@ class TokenTable:
 
     def show(self, token: int) -> tuple[str, bytes]:
         """A token by itself, for logprobs: text with U+FFFD for cut characters, and bytes."""
-        if not 0 <= token < len(self.bytes):
+        if not 0 <= token < len(self):
             return "", b""
-        data = self.bytes[token]
-        return data.decode("utf-8", "replace"), data
+        text = self.text[token]
+        if text is not None:
+            return text, text.encode()
+        return self.cut[token].decode("utf-8", "replace"), self.cut[token]
 
 
 def _alphabet_bytes(token: str) -> bytes:
@@ -110,16 +110,17 @@ def _plain_bytes(token: str, added: bool) -> bytes:
 
 
 class _ByteDecoder:
-    __slots__ = ("_bytes", "_pending", "_skip", "texts")
+    __slots__ = ("_cut", "_reader", "_skip", "partial", "texts")
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
         self.texts = table.shown if skip_special_tokens else table.text
-        self._bytes = table.bytes
+        self._cut = table.cut
         self._skip = table.special if skip_special_tokens else frozenset()
-        self._pending: codecs.IncrementalDecoder | None = None
+        self._reader: codecs.IncrementalDecoder | None = None  # most streams need none
+        self.partial = False
 
     def push(self, token: int) -> str:
-        if self._pending is None:
+        if not self.partial:
             try:
                 text = self.texts[token]
             except IndexError:
@@ -128,21 +129,20 @@ class _ByteDecoder:
                 return text
             if token in self._skip:
                 return ""
-            self._pending = _utf8("replace")
-        elif token in self._skip or token >= len(self._bytes):
+        elif token in self._skip or token >= len(self.texts):
             return ""
-        text = self._pending.decode(self._bytes[token])
-        if not self._pending.getstate()[0]:
-            self._pending = None
+        if self._reader is None:
+            self._reader = _utf8("replace")
+        whole = self.texts[token]
+        text = self._reader.decode(self._cut[token] if whole is None else whole.encode())
+        self.partial = bool(self._reader.getstate()[0])
         return text
 
-    @property
-    def partial(self) -> bool:
-        return self._pending is not None
-
     def finish(self) -> str:
-        pending, self._pending = self._pending, None
-        return pending.decode(b"", final=True) if pending is not None else ""
+        if not self.partial or self._reader is None:
+            return ""
+        self.partial = False
+        return self._reader.decode(b"", final=True)
 
 
 class _StreamDecoder:

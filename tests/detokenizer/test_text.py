@@ -55,6 +55,15 @@ def test_half_a_character_waits(table: TokenTable) -> None:
     assert [decoder.push(token) for token in ids] == [""] * (len(ids) - 1) + ["🦜"]
 
 
+def test_bytes_are_kept_of_cut_characters_alone(table: TokenTable) -> None:
+    """A large vocabulary's would take as much memory as its texts."""
+    assert set(table.cut) == {token for token, text in enumerate(table.text) if text is None}
+    assert 0 < len(table.cut) < len(table) // 50
+    for token in range(len(table)):
+        text, data = table.show(token)
+        assert data.decode("utf-8", "replace") == text
+
+
 @given(
     st.lists(st.text("abc", max_size=4), max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
