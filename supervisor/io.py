@@ -268,13 +268,6 @@ class Supervisor:
         else:
             child.send_signal(signal.SIGTERM)
 
-    def _tell_all(self, message: Struct) -> None:
-        assert self._mesh is not None
-        for role in Role:
-            for peer in self._mesh.peers(role):
-                if role is not Role.SUPERVISOR:
-                    self.send(peer, message)
-
     def send(self, peer: Identity, message: Struct) -> bool:
         """False when there is no link: it died too, and its next life is told."""
         assert self._mesh is not None
@@ -291,8 +284,14 @@ class Supervisor:
 
     def tell_died(self, died: edge.Died) -> None:
         """Tell all children of a death, here or on another node; those that come later, too."""
+        assert self._mesh is not None
+        if self._dead.setdefault(died.identity, died).incarnation > died.incarnation:
+            return  # another node has not heard of the later one yet
         self._dead[died.identity] = died
-        self._tell_all(died)
+        for role in Role:
+            for peer in self._mesh.peers(role):
+                if role is not Role.SUPERVISOR:
+                    self.send(peer, died)
 
     def deaths(self) -> Iterable[edge.Died]:
         return self._dead.values()

@@ -48,6 +48,8 @@ class Supervisor:
 
     def tell_died(self, died: control.Died) -> None:
         assert self._mesh is not None
+        if self._dead.setdefault(died.identity, died).incarnation > died.incarnation:
+            return
         self._dead[died.identity] = died
         for role in Role:
             for peer in self._mesh.peers(role):

@@ -1,6 +1,7 @@
 """What the head and a node that joins it tell each other of deaths and of standbys. Their supervisors are a list of what was said."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,8 +11,9 @@ from msgspec import Struct
 from meshlm.protocol.config import MeshConfig, Node
 from meshlm.protocol.control_edge import Died, NodeJoin, NodeReport, NodeWelcome
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.supervisor import agreement
+from meshlm.supervisor import agreement, io
 from meshlm.supervisor.control import MeshStatus, StandbyStatus
+from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.network import HEAD, Guest, Head
 
 GUEST, THIRD = Identity(Role.SUPERVISOR, 2), Identity(Role.SUPERVISOR, 3)
@@ -105,6 +107,21 @@ def test_a_head_that_was_away_is_told_and_tells_the_others(head: Own, guest: Own
     assert head.dead == {WORKER_DIED.identity: WORKER_DIED}
     assert head.deaths_sent_to(THIRD) == [WORKER_DIED]
     assert head.deaths_sent_to(GUEST) == [], "it said so itself"
+
+
+async def test_an_earlier_death_that_is_told_late_changes_nothing() -> None:
+    """A head that was away knows of one life, the node of the next."""
+    told: list[tuple[Identity, Struct]] = []
+    supervisor: Any = io.Supervisor(MeshConfig(), [], StartDisplay())
+    supervisor._mesh = SimpleNamespace(
+        peers=lambda role: [Identity(role)] if role is Role.SCHEDULER else [],
+        send=lambda peer, message: told.append((peer, message)),
+    )
+    later = Died(WORKER_DIED.identity, Incarnation(WORKER_DIED.incarnation + 1))
+    for died in (later, WORKER_DIED, later):
+        supervisor.tell_died(died)
+    assert list(supervisor.deaths()) == [later]
+    assert told == [(Identity(Role.SCHEDULER), later)] * 2
 
 
 def test_standbys_of_a_node_are_in_the_heads_status(head: Own, guest: Own) -> None:
