@@ -12,23 +12,28 @@ import msgspec
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
 
-READERS = (Role.WORKER, Role.DETOKENIZER)  # a .gguf file has the vocabulary too
-
 
 def told(config_file: Path, identity: Identity, code: int) -> str:
     """For people; "" when this was another end."""
-    if code != -signal.SIGBUS or identity.role not in READERS:
-        return ""
+    which = _read_by(identity.role, config_file) if code == -signal.SIGBUS else ""
+    return which and f"{identity}: {which} ended early, or was changed while it was read (signal {-code})"
+
+
+def _read_by(role: Role, config_file: Path) -> str:
+    """The file that processes of this role map; "" when they map none."""
     try:
         resolved = msgspec.json.decode(config_file.read_bytes(), type=MeshConfig).resolved
     except (OSError, msgspec.MsgspecError):
         return ""
     if resolved is None:
         return ""
+    if role is Role.DETOKENIZER and resolved.tokenizer_path.endswith(".gguf"):  # the vocabulary is in there too
+        return f"the file {resolved.tokenizer_path}"
+    if role is not Role.WORKER or resolved.load_format == "dummy":
+        return ""
     path = Path(resolved.model_path)
     file = path if resolved.load_format == "gguf" else _cut_short(path)
-    which = f"the weights file {file}" if file is not None else f"a weights file in {path}"
-    return f"{identity}: {which} ended early, or was changed while it was read (signal {-code})"
+    return f"the weights file {file}" if file is not None else f"a weights file in {path}"
 
 
 def _cut_short(folder: Path) -> Path | None:

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def mesh_json(folder: Path, path: Path, load_format: Literal["safetensors", "gguf"]) -> Path:
+def mesh_json(folder: Path, path: Path, load_format: Literal["safetensors", "gguf", "dummy"]) -> Path:
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=8,
@@ -75,14 +75,16 @@ def test_one_that_is_whole_again_is_not(folder: Path) -> None:
     assert said == f"worker/0: a weights file in {folder} ended early, or was changed while it was read (signal 7)"
 
 
-@pytest.mark.parametrize("role", [Role.WORKER, Role.DETOKENIZER])
-def test_a_gguf_file_is_the_only_one(tmp_path: Path, role: Role) -> None:
+@pytest.mark.parametrize(("role", "kind"), [(Role.WORKER, "weights file"), (Role.DETOKENIZER, "file")])
+def test_a_gguf_file_is_the_only_one(tmp_path: Path, role: Role, kind: str) -> None:
     said = told(mesh_json(tmp_path, tmp_path / "m.gguf", "gguf"), Identity(role, 1), SIGBUS)
-    assert f"{role.value}/1: the weights file {tmp_path}/m.gguf ended early" in said
+    assert f"{role.value}/1: the {kind} {tmp_path}/m.gguf ended early" in said
 
 
 def test_of_other_ends_and_of_those_who_read_no_weights_nothing_is_known(folder: Path) -> None:
     config = mesh_json(folder, folder, "safetensors")
     assert told(config, WORKER, -signal.SIGKILL) == told(config, WORKER, 1) == ""
     assert told(config, Identity(Role.SCHEDULER, 0), SIGBUS) == ""
+    assert told(config, Identity(Role.DETOKENIZER, 0), SIGBUS) == "", "its vocabulary is no safetensors file"
+    assert told(mesh_json(folder, folder, "dummy"), WORKER, SIGBUS) == ""
     assert told(folder / "none.json", WORKER, SIGBUS) == "", "the run directory is gone"
