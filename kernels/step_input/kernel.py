@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+STEPS, FEW = 11, 2047  # of the bisection: enough for so many requests; more of them are another variant
+MORE_STEPS, MOST = 14, 16383
+
 
 @triton.jit(do_not_specialize=["n", "total"])
 def _step_input(
@@ -53,10 +56,11 @@ def step_input(
 
     Padding requests of a graph have the row of a dummy and no tokens (their `ends` repeat).
     """
+    assert n <= MOST
     total = out[0].shape[0]
     _step_input[(triton.cdiv(total, 128),)](
         rows, starts, ends, tokens, tokens.stride(0), blocks, blocks.stride(0), n, total, *out,
-        SIZE=block_size, STEPS=11, BLOCK=128, num_warps=4,
+        SIZE=block_size, STEPS=STEPS if n <= FEW else MORE_STEPS, BLOCK=128, num_warps=4,
     )  # fmt: skip
 
 

@@ -27,6 +27,21 @@ def test_step_input() -> None:
         assert torch.equal(mine, expected)
 
 
+@pytest.mark.parametrize("n", [kernel.FEW, kernel.FEW + 1, 8193])
+def test_step_input_finds_each_of_many_requests(n: int) -> None:
+    """A token each, and two of the last."""
+    tokens = torch.arange(2 * n, dtype=torch.int32, device=DEVICE).view(n, 2)
+    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).view(n, 1)
+    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    ends = rows + 1
+    ends[-1] += 1
+    ids, positions, slots = (torch.empty(n + 1, dtype=torch.int64, device=DEVICE) for _ in range(3))
+    kernel.step_input(rows, torch.zeros_like(rows), ends, n, tokens, blocks, 2, (ids, positions, slots))
+    expected = [2 * request for request in range(n)] + [2 * n - 1]
+    assert ids.tolist() == slots.tolist() == expected
+    assert positions.tolist() == [0] * n + [1]
+
+
 def test_scatter() -> None:
     segments = [(5, 0, 3), (100, 3, 2000), (3000, 2003, 1)]
     data = torch.arange(2004, dtype=torch.int32) + 1

@@ -75,7 +75,7 @@ class CudaEngine:
         self._sampling = SamplingTable(rows)
         self._staging = Staging(INBOX_INTS, self._device)
         self._inbox = torch.zeros(INBOX_INTS, dtype=torch.int32, device=self._device)
-        self._changes_at = 4 * aligned(rows)
+        self._changes_at = 4 * aligned(rows + 1)  # a mixed graph has one request more
         self._answers = [torch.empty(rows, dtype=torch.int32, pin_memory=True) for _ in range(8)]
         self._num_steps = 0
         lines = LINES if self._shard.is_last else 0
@@ -185,7 +185,7 @@ class CudaEngine:
         return True
 
     def _capture_next(self) -> None:
-        padding = np.zeros(4 * aligned(self._rows.max_rows), np.int32)
+        padding = np.zeros(self._changes_at, np.int32)
         self._staging.send(padding, self._inbox)
         with torch.inference_mode():
             self.graphs.background()
@@ -312,9 +312,12 @@ class CudaEngine:
         if not self._shard.is_last:
             return
         rows, starts, ends, places = self._views(key.requests)
-        if not key.uniform:
-            hidden = hidden[(ends[places.long()].long() - 1).clamp_(min=0)]
-        self.head.choose(hidden, (rows, starts, ends), None if key.uniform else places)
+        if key.uniform:
+            self.head.choose(hidden, (rows, starts, ends), None)
+            return
+        places = places[: self._rows.max_rows]  # the request beyond is padding
+        last = (ends[places.long()].long() - 1).clamp_(min=0)
+        self.head.choose(hidden[last], (rows, starts, ends), places)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """This stage's part of the model; what it passes on is in `_stream` afterwards."""

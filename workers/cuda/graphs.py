@@ -19,7 +19,7 @@ MIXED_TOKENS = [
     *range(1280, 2049, 256),
     *range(2560, 4097, 512),
 ]  # as scheduler_proc/budget.py ends steps
-MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding
+MIXED_REQUESTS = [72, 288]  # for 64 and 256 streams, and the one that is padding; larger ones for --max-num-seqs and one
 LAUNCHES_S = 0.012  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
@@ -61,7 +61,8 @@ def graph_keys(
     decodes = [size for size in sizes if size <= max_num_seqs] or decode_sizes(max_num_seqs)
     keys = [Key(size, size) for size in decodes] if mode != "PIECEWISE" else []
     if mode != "FULL_DECODE_ONLY":
-        requests = [size for size in MIXED_REQUESTS if size < max_num_seqs] + [max_num_seqs]
+        most_requests = max_num_seqs + 1
+        requests = [size for size in MIXED_REQUESTS if size < most_requests] + [most_requests]
         keys += [
             Key(tokens, most)
             for tokens in MIXED_TOKENS
@@ -90,7 +91,7 @@ class Dispatcher:
     def find(self, num_tokens: int, num_requests: int, *, uniform: bool) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss) when there is none.
 
-        A mixed graph has at least one request more than the step: padding needs one without tokens.
+        A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it.
         """
         if uniform and (key := self._decode(num_requests)) is not None:
             return key

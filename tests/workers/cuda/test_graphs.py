@@ -53,6 +53,20 @@ def test_mixed_steps_fit_with_a_request_to_spare(num_tokens: int, num_requests: 
         assert key.requests > num_requests
 
 
+@given(st.integers(1, 2000), st.data())
+def test_a_mixed_step_of_all_running_requests_has_a_graph(max_num_seqs: int, data: st.DataObject) -> None:
+    """Wherever graphs of so many tokens exist: a prompt or chunk beside all others, one of them without a token to spare."""
+    keys = graph_keys("FULL", max_num_seqs, 8192, (), SMALL_MODEL)
+    assert max(key.requests for key in keys) <= max_num_seqs + 1
+    assert all(key.requests < key.tokens for key in keys if not key.uniform)
+    steps = Dispatcher(keys, lambda key: None)
+    tokens = data.draw(st.integers(max_num_seqs + 2, max(4096, max_num_seqs + 2)))
+    found = [steps.find(tokens, max_num_seqs, uniform=False) for _ in range(PATIENCE + 1)][-1]
+    assert found is not None
+    assert found.requests > max_num_seqs
+    assert found.tokens >= tokens
+
+
 def test_a_mixed_graph_must_be_asked_for_again_and_again() -> None:
     steps = dispatcher()
     found = [steps.find(300, 3, uniform=False) for _ in range(PATIENCE + 1)]
