@@ -41,6 +41,16 @@ def decode_tiles(programs: int, longest: int, device: torch.device) -> Tile:
     raise AssertionError("the last entry of a table fits all")
 
 
+def most_parts(device: torch.device) -> int:
+    """Programs x splits of any decode on this GPU whose contexts are split, whatever its requests."""
+    return most_parts_of(_table()[0], torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def most_parts_of(per_multiprocessor: float, multiprocessors: int) -> int:
+    """`splits_of` rounds what each program would get up to less than twice that."""
+    return int(2 * per_multiprocessor * multiprocessors)
+
+
 def splits_of(programs: int, per_multiprocessor: float, multiprocessors: int) -> int:
     """Parts of each context, a power of two."""
     wanted = per_multiprocessor * multiprocessors / programs

@@ -6,7 +6,7 @@ from torch import Tensor
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
-from meshlm.kernels.attention.tiles import decode_tiles
+from meshlm.kernels.attention.tiles import decode_tiles, most_parts
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
@@ -15,18 +15,27 @@ WORKSPACE_FLOATS = 1 << 22
 
 
 class Workspace:
-    """Room for the parts of split contexts, shared by all layers and steps (they run one after the other)."""
+    """Room for the parts of split contexts, shared by all layers and steps (they run one after the other).
 
-    def __init__(self, device: torch.device) -> None:
+    CUDA graphs keep its address, so it must not move once there are any. The number of parts depends on the GPU only, not on the
+    requests of a step: it has its final size after the first decode of each shape of heads, which is while kernels are warmed up.
+    """
+
+    def __init__(self, device: torch.device, most_parts: int) -> None:
+        """most_parts: programs x splits of any decode (kernels/attention/tiles.py)."""
+        self._most_parts = most_parts
         self._flat = torch.empty(WORKSPACE_FLOATS, device=device)
-        self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(most_parts, dtype=torch.int32, device=device)
 
-    def of(self, requests: int, heads: int, splits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        need = requests * heads * splits if splits > 1 else 0
-        if self._flat.numel() < need * (dim + 2):
-            # Only a new number of splits gets here, and those are all seen while kernels are warmed up, before any graph.
-            self._flat = torch.empty(need * (dim + 2), device=self._flat.device)
-        return self._flat[: need * dim], self._flat[need * dim :], self._counters
+    def of(self, requests: int, heads: tuple[int, int], splits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums [requests, heads, splits, dim], maxima and weights [.., 2], and counters, flat. heads: of queries, of keys."""
+        num_heads, num_kv_heads = heads
+        most = self._most_parts * (num_heads // num_kv_heads)
+        if self._flat.numel() < most * (dim + 2):
+            self._flat = torch.empty(most * (dim + 2), device=self._flat.device)
+        used = requests * num_heads * splits if splits > 1 else 0
+        assert used <= most
+        return self._flat[: used * dim], self._flat[used * dim :], self._counters
 
 
 class TritonAttention:
@@ -81,7 +90,7 @@ class TritonAttention:
     ) -> None:
         requests = self._num
         splits, block_n, warps, stages = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
-        room = self._workspace.of(requests, heads.num_heads, splits, heads.head_dim)
+        room = self._workspace.of(requests, (heads.num_heads, heads.num_kv_heads), splits, heads.head_dim)
         decode(
             query,
             cache.keys,
@@ -124,5 +133,5 @@ class TritonBackend:
     def step(self, batch: ForwardBatch, block_size: int) -> TritonAttention:
         workspace = self._workspaces.get(batch.device)
         if workspace is None:
-            workspace = self._workspaces[batch.device] = Workspace(batch.device)
+            workspace = self._workspaces[batch.device] = Workspace(batch.device, most_parts(batch.device))
         return TritonAttention(batch, block_size, workspace)
