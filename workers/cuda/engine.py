@@ -89,7 +89,7 @@ class CudaEngine:
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
         parameters = sum(p.numel() for p in self._model.layers.parameters())
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
-        self.graphs = Dispatcher(keys, self._capture)
+        self.graphs = Dispatcher(keys, self._capture, self._on_all_ranks if self._shard.tp_size > 1 else None)
         self._warm_up()
         if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self._capture_all(report)
@@ -196,6 +196,10 @@ class CudaEngine:
         for done in range(total):
             self._capture_next()
             report("CUDA graphs", done + 1, total, "")
+
+    def _on_all_ranks(self, worked: bool) -> bool:
+        votes = torch.full((8,), float(worked), dtype=self._dtype, device=self._device)
+        return int(self._comm.all_reduce(votes)[0].item()) == self._shard.tp_size
 
     def graph_counts(self) -> GraphCounts:
         return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses))

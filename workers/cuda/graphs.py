@@ -5,13 +5,14 @@ take any composition of prompts, chunks and decodes that fits. Graphs are captur
 when one is asked for again and again: capturing keeps the host for as long as launching the step, and the GPU not at all.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 import torch
+
+from meshlm.workers.cuda.recorder import Recorder
 
 MAX_DECODES = 1024
 MIXED_TOKENS = [
@@ -19,7 +20,10 @@ MIXED_TOKENS = [
     *range(1280, 2049, 256),
     *range(2560, 4097, 512),
 ]  # as scheduler_proc/budget.py ends steps
-MIXED_REQUESTS = [72, 288]  # for 64 and 256 streams, and the one that is padding; larger ones for --max-num-seqs and one
+MIXED_REQUESTS = [
+    72,
+    288,
+]  # for 64 and 256 streams, and the one that is padding; larger ones for --max-num-seqs and one
 LAUNCHES_S = 0.012  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
@@ -76,17 +80,18 @@ def graph_keys(
 class Dispatcher:
     """`capture(key)` runs one step of that shape; what it launches becomes the graph."""
 
-    def __init__(self, keys: list[Key], capture: Callable[[Key], None]) -> None:
-        self.keys = keys
+    def __init__(
+        self, keys: list[Key], capture: Callable[[Key], None], agree: Callable[[bool], bool] | None = None
+    ) -> None:
+        """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here."""
+        self._keep(keys)
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
-        self._decodes = [key for key in keys if key.uniform]
-        self._mixed = [key for key in keys if not key.uniform]
-        self._capture = capture
+        self._capture, self._agree = capture, agree
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._missed: Counter[Key] = Counter()
-        self._pool: Any = None
-        self._stream: Any = None
+        self._recorder = Recorder()
+        self._reason = ""  # of the last capture that failed
 
     def find(self, num_tokens: int, num_requests: int, *, uniform: bool) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss) when there is none.
@@ -130,20 +135,20 @@ class Dispatcher:
         self.misses[reason] += 1
 
     def prepare(self, key: Key) -> None:
-        """Have the graph of a step whose inputs are in place, if there is memory for it."""
+        """Have the graph of a step whose inputs are in place, if there is memory for it and it can be captured."""
         if key in self._graphs:
             return
         self.misses["captured_now"] += 1
         try:
             self._make(key)
         except torch.OutOfMemoryError as error:
+            self.miss("no_memory")
             self.abandon(error)
 
     def replay(self, key: Key) -> None:
         """Run the step, which is prepared."""
         graph = self._graphs.get(key)
         if graph is None:
-            self.miss("no_memory")
             self._capture(key)  # the same kernels, launched one by one
             return
         self.replays["decode" if key.uniform else "mixed"] += 1
@@ -160,44 +165,71 @@ class Dispatcher:
     def abandon(self, error: torch.OutOfMemoryError) -> None:
         """Capture no more: steps of other sizes are launched kernel by kernel."""
         _log.warning("no memory for more CUDA graphs", captured=len(self._graphs), error=str(error)[:100])
-        self.keys = [key for key in self.keys if key in self._graphs]
-        self._decodes = [key for key in self._decodes if key in self._graphs]
-        self._mixed = [key for key in self._mixed if key in self._graphs]
+        self._keep([key for key in self.keys if key in self._graphs])
+
+    def _keep(self, keys: list[Key]) -> None:
+        self.keys = keys
+        self._decodes = [key for key in keys if key.uniform]
+        self._mixed = [key for key in keys if not key.uniform]
 
     @property
     def complete(self) -> bool:
         return len(self._graphs) == len(self.keys)
 
-    def _make(self, key: Key) -> torch.cuda.CUDAGraph:
+    def _make(self, key: Key) -> None:
+        """Capture its graph; if that fails, its steps do without from now on.
+
+        Raises when there is no memory, and what a GPU says on which nothing works any more.
+        """
         if not any(made.uniform == key.uniform for made in self._graphs):
-            self._capture(key)  # the first of its kind: what is loaded or allocated for all
+            self._rehearse(key)  # the first of its kind: what is loaded or allocated for all
+        graph = self._attempt(key)
+        if graph is None and self._rehearse(key):  # more is to be loaded, and may not be while capturing
+            torch.cuda.synchronize()
+            graph = self._attempt(key)
+            if graph is not None:
+                self.misses["rehearsed"] += 1
+        if graph is None:
+            self._drop(key)
+        else:
+            self._graphs[key] = graph
+
+    def _rehearse(self, key: Key) -> bool:
+        """Launch the step kernel by kernel. Whether that worked; a group's ranks are in the midst of it together, and end."""
         try:
-            graph = self._captured(key)
+            self._capture(key)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # more is to be loaded, and may not be while capturing; ranks of a group all find that
-            self._capture(key)
-            torch.cuda.synchronize()
-            graph = self._captured(key)
-            self.misses["rehearsed"] += 1
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph
-        return graph
-
-    def _captured(self, key: Key) -> torch.cuda.CUDAGraph:
-        """Not by torch.cuda.graph: that waits for the device, collects garbage and empties the allocator's cache for every graph."""
-        if self._stream is None:
-            make: Any = torch.cuda.Stream  # typed in some versions of torch only
-            self._stream = make()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            options = {} if self._pool is None else {"pool": self._pool}
-            graph.capture_begin(capture_error_mode="thread_local", **options)
-            try:
-                self._capture(key)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the stream must not stay in capture
-                    graph.capture_end()
+        except Exception as error:
+            if self._agree is not None:
                 raise
-            graph.capture_end()
-        return graph
+            self._failed(error)
+            return False
+        return True
+
+    def _attempt(self, key: Key) -> torch.cuda.CUDAGraph | None:
+        """Its graph; None when it could not be captured, here or on another rank of the group."""
+        graph, self._reason = None, "it failed on another rank"
+        try:
+            graph = self._recorder.record(lambda: self._capture(key))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a driver, a library or a compiler; no graph is worth the process
+            self._failed(error)
+        worked = graph is not None
+        return graph if self._agree is None or self._agree(worked) else None
+
+    def _failed(self, error: Exception) -> None:
+        """Raises if the GPU itself has failed (an illegal access, say): every later call does then, and this process must end."""
+        torch.cuda.synchronize()
+        self._reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+    def _drop(self, key: Key) -> None:
+        _log.warning(
+            "a CUDA graph cannot be captured: its steps take a larger one, or are launched kernel by kernel",
+            tokens=key.tokens,
+            requests=key.requests,
+            reason=self._reason,
+        )
+        self.misses["capture_failed"] += 1
+        self._keep([kept for kept in self.keys if kept != key])

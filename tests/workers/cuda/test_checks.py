@@ -9,6 +9,7 @@ from meshlm.workers import memory
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.cuda.checks import check_gpu, runs_on
 from meshlm.workers.cuda.graphs import Dispatcher, Key, graph_keys
+from meshlm.workers.cuda.recorder import Recorder
 
 CUDA = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -123,10 +124,10 @@ def test_graphs_that_find_no_memory_are_given_up() -> None:
 def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Key] = []
 
-    def full(steps: Dispatcher, key: Key) -> None:
+    def full(recorder: Recorder, launch: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Dispatcher, "_captured", full)
+    monkeypatch.setattr(Recorder, "record", full)
     steps = Dispatcher(graph_keys("FULL", 64, 8192, (4, 16), 10**8), ran.append)
     steps._graphs[Key(16, 16)] = object()  # type: ignore[assignment]
     steps.prepare(Key(4, 4))
