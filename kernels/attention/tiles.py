@@ -1,5 +1,6 @@
 """Which tiles attention is computed in on this GPU: tables/<gpu>.json, written by tune.py."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -39,6 +40,22 @@ def decode_tiles(programs: int, longest: int, device: torch.device) -> Tile:
         if splits >= entry.get("splits_from", 1) and longest <= entry.get("longest_to", longest):
             return splits, entry["block_n"], entry["warps"], entry["stages"]
     raise AssertionError("the last entry of a table fits all")
+
+
+def warm_sizes(kv_heads: int, most: int, longest: int, device: torch.device) -> list[int]:
+    """Numbers of requests, 1 and `most` among them, whose decodes have all the tiles that any up to `most` has: each is compiled."""
+    return one_of_each(lambda requests: decode_tiles(requests * kv_heads, longest, device), most)
+
+
+def one_of_each(variant: Callable[[int], object], most: int) -> list[int]:
+    """Powers of two, `most`, and the first number with each variant that none of those has."""
+    sizes = [1 << power for power in range((most - 1).bit_length())] + [most]
+    seen = {variant(size) for size in sizes}
+    for size in range(1, most + 1):
+        if variant(size) not in seen:
+            seen.add(variant(size))
+            sizes.append(size)
+    return sorted(sizes)
 
 
 def most_parts(device: torch.device) -> int:

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 from meshlm.kernels.attention.tiles import most_parts_of, splits_of
@@ -11,12 +9,6 @@ from meshlm.workers.attention import triton_backend
 from meshlm.workers.attention.triton_backend import Workspace
 
 HOPPER = (4.0, 132)
-
-
-@given(st.integers(1, 10**5), st.floats(0.5, 16), st.integers(1, 400))
-def test_parts_are_bounded_by_the_gpu_alone(programs: int, per_multiprocessor: float, multiprocessors: int) -> None:
-    splits = splits_of(programs, per_multiprocessor, multiprocessors)
-    assert splits == 1 or programs * splits <= most_parts_of(per_multiprocessor, multiprocessors)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(8, 2, 128), (32, 1, 128), (96, 1, 256), (128, 4, 64)])

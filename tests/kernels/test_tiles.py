@@ -1,0 +1,31 @@
+"""Which tiles a decode may have: pure, no GPU."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshlm.kernels.attention.tiles import most_parts_of, one_of_each, splits_of
+
+GPUS = st.tuples(st.floats(0.5, 16), st.integers(1, 400))
+
+
+@given(st.integers(1, 10**5), GPUS)
+def test_parts_are_bounded_by_the_gpu_alone(programs: int, gpu: tuple[float, int]) -> None:
+    splits = splits_of(programs, *gpu)
+    assert splits == 1 or programs * splits <= most_parts_of(*gpu)
+
+
+@given(st.integers(1, 40), st.integers(1, 1100), GPUS)
+def test_what_is_warmed_up_has_all_numbers_of_splits(kv_heads: int, most: int, gpu: tuple[float, int]) -> None:
+    sizes = one_of_each(lambda requests: splits_of(requests * kv_heads, *gpu), most)
+    assert {splits_of(size * kv_heads, *gpu) for size in sizes} == {
+        splits_of(requests * kv_heads, *gpu) for requests in range(1, most + 1)
+    }
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_powers_of_two_and_what_they_skip() -> None:
+    """A B200 has 148 multiprocessors; with 8 kv heads, 8 parts are for 9 to 14 requests only."""
+    assert one_of_each(lambda requests: splits_of(8 * requests, 4.0, 148), 64) == [1, 2, 4, 8, 9, 16, 32, 64]
+    assert one_of_each(lambda requests: splits_of(8 * requests, 4.0, 132), 48) == [1, 2, 4, 8, 16, 32, 48]
