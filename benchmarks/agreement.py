@@ -131,7 +131,7 @@ def use_graphs(engine: CudaEngine, mode: str) -> None:
     resolved = engine._resolved
     parameters = sum(p.numel() for p in engine._model.layers.parameters())
     keys = graph_keys(mode, resolved.max_num_seqs, resolved.max_num_batched_tokens, (), parameters)
-    engine.graphs = Dispatcher(keys, engine._capture)
+    engine.graphs = Dispatcher(keys, engine._compute.padded)
     while engine.idle():
         pass
 

@@ -53,10 +53,10 @@ class Steady:
         self._num_forgotten = 0  # ... so many, which all requests have
         self.num_told = [0] * len(requests)  # of those, how many each request has already
         self._num_asked = 0  # results at the last `filled`
-        # Result, modulo block_size -> places whose token before it filled a block.
-        self._filling: dict[int, list[int]] = {}
+        # num_taken, modulo block_size -> the places whose newest token is then the first of a block.
+        self._begin_block: dict[int, list[int]] = {}
         for place, start in enumerate(starts):
-            self._filling.setdefault(-start % block_size, []).append(place)
+            self._begin_block.setdefault(-start % block_size, []).append(place)
         self._parts = _by_detokenizer(requests, starts)
 
     def plan(self, pool: BlockPool, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
@@ -115,12 +115,16 @@ class Steady:
 
     def filled(self) -> list[Request]:
         """The requests that got the first token behind a full block since this was asked last; they know their tokens now."""
-        since = range(self._num_asked, self.num_taken)[-self._block_size :]
-        places = [place for result in since for place in self._filling.get((result + 1) % self._block_size, ())]
+        since = max(
+            self._num_asked, self.num_taken - self._block_size
+        )  # in so many results each place has its turn once
         self._num_asked = self.num_taken
-        for place in places:
-            self._tell(place)
-        return [self.requests[place] for place in places]
+        found = []
+        for num_taken in range(since + 1, self.num_taken + 1):
+            for place in self._begin_block.get(num_taken % self._block_size, ()):
+                self._tell(place)
+                found.append(self.requests[place])
+        return found
 
     def _tell(self, place: int) -> None:
         request, told = self.requests[place], self.num_told[place]

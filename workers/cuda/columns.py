@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.workers.cuda.changes import I32
 from meshlm.workers.cuda.head import Details
-from meshlm.workers.cuda.state import I32
 
 
 class Columns32:

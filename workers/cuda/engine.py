@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.kernels.ahead import compiled_ahead
-from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.step_input.kernel import scatter, step_input
+from meshlm.kernels.attention.tiles import warm_sizes
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec
@@ -24,13 +23,15 @@ from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
-from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache
 from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.checks import check_gpu
 from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
-from meshlm.workers.cuda.graphs import MIXED_TOKENS, Dispatcher, Key, graph_keys
+from meshlm.workers.cuda.compute import Compute
+from meshlm.workers.cuda.graphs import MIXED_TOKENS, Dispatcher, graph_keys
 from meshlm.workers.cuda.head import LINES, Details, Head
-from meshlm.workers.cuda.state import I32, DeviceRows, Staging, aligned
+from meshlm.workers.cuda.inbox import Inbox, Staging
+from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.models.decoder import Parts
 from meshlm.workers.parallel.seat import Seat
@@ -39,7 +40,6 @@ from meshlm.workers.sampling.table import SamplingTable
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 
 MB = 1 << 20
-INBOX_INTS = 1 << 18
 _log = structlog.get_logger()
 
 
@@ -51,7 +51,7 @@ class CudaEngine:
         assert resolved is not None
         seat = seat or Seat()
         self._shard, self._spec = seat.shard, seat.shard.local(resolved.spec)
-        self._config, self._resolved, self._attention = config, resolved, backend
+        self._config, self._resolved = config, resolved
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._others = memory.taken_by_others()
         self._dtype = DTYPES[resolved.dtype]
@@ -73,23 +73,21 @@ class CudaEngine:
         rows = resolved.max_num_seqs
         self._rows = DeviceRows(rows, resolved.max_model_len, self._block_size, self._device)
         self._sampling = SamplingTable(rows)
-        self._staging = Staging(INBOX_INTS, self._device)
-        self._inbox = torch.zeros(INBOX_INTS, dtype=torch.int32, device=self._device)
-        self._changes_at = 4 * aligned(rows + 1)  # a mixed graph has one request more
+        self._inbox = Inbox(self._rows, Staging(), self._device)
         self._answers = [torch.empty(rows, dtype=torch.int32, pin_memory=True) for _ in range(8)]
         self._num_steps = 0
         lines = LINES if self._shard.is_last else 0
         self.head = Head(self._model, self._rows, self._dtype, self._device, lines)
-        self._caches: list[LayerCache] = []
+        self._compute = Compute(self._model, backend, self._shard, self._rows, self._inbox, self.head, self._stream)
         self._compile_ahead(report)
         count = self._num_blocks(report)
-        self._caches = self._make_caches(count)
+        self._compute.caches = self._make_caches(count)
         report("KV cache", count, count, "blocks")
         worker = config.worker
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
         parameters = sum(p.numel() for p in self._model.layers.parameters())
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
-        self.graphs = Dispatcher(keys, self._capture, self._on_all_ranks if self._shard.tp_size > 1 else None)
+        self.graphs = Dispatcher(keys, self._compute.padded, self._on_all_ranks if self._shard.tp_size > 1 else None)
         self._warm_up()
         if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self._capture_all(report)
@@ -113,11 +111,11 @@ class CudaEngine:
         return memory.make_caches(self._spec, count, self._block_size, self._cache_dtype, self._device, scales)
 
     def _full_step(self, caches: list[LayerCache]) -> None:
-        self._caches = caches
+        self._compute.caches = caches
         self._dummy_step(self._full_counts())
         if self._shard.is_last:
             self.head.warm_up()
-        self._caches = []
+        self._compute.caches = []
 
     def _full_counts(self) -> list[int]:
         return memory.full_step(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
@@ -129,8 +127,8 @@ class CudaEngine:
             np.full(n, self._rows.max_rows, np.int32), np.zeros(n, np.int32), np.array(counts[:n], np.int32)
         )
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
-            self._send(step, n, np.empty(0, np.int32), 0, np.arange(n))
-            self._eager(step)
+            self._inbox.send(step, n, np.empty(0, np.int32), 0, np.arange(n))
+            self._compute.by_hand(step)
 
     def _compile_ahead(self, report: ProgressReport) -> None:
         """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
@@ -142,28 +140,28 @@ class CudaEngine:
         caches = self._make_caches(1)
         try:
             with self._model.shortened() as layers, compiled_ahead(lambda done, of: report("kernels", done, of, "")):
-                self._caches = caches[:layers]
+                self._compute.caches = caches[:layers]
                 self._dummy_step(self._full_counts())
                 self._warm_up()
         except torch.OutOfMemoryError:  # the memory profile says it better
             if self._shard.size > 1:  # the others are in the middle of a step
                 raise
         finally:
-            self._caches = []
+            self._compute.caches = []
 
     def _warm_up(self) -> None:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
-        decodes = 1
-        while decodes < 2 * self._rows.max_rows:  # each number of splits is a variant, and each has one beside prompts
-            decodes = min(decodes, self._rows.max_rows)
+        longest = self._rows.blocks.shape[1] * self._block_size
+        most = self._rows.max_rows
+        # Each tile of attention is a variant, and each has one beside prompts.
+        for decodes in warm_sizes(self._spec.num_key_value_heads, most, longest, self._device):
             self._dummy_step([1] * decodes)
-            self._dummy_step([1] * min(decodes, self._rows.max_rows - 1) + [3])
-            decodes *= 2
+            self._dummy_step([1] * min(decodes, most - 1) + [3])
         tokens = self._resolved.max_num_batched_tokens
         for length in (3, min(tokens, self._resolved.max_model_len)):  # prompts of either shape of tile
             self._dummy_step([length])
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
-        self._send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
+        self._inbox.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()
 
     # --- steps ---
@@ -185,8 +183,7 @@ class CudaEngine:
         return True
 
     def _capture_next(self) -> None:
-        padding = np.zeros(self._changes_at, np.int32)
-        self._staging.send(padding, self._inbox)
+        self._inbox.clear()
         with torch.inference_mode():
             self.graphs.background()
 
@@ -220,7 +217,7 @@ class CudaEngine:
             self.graphs.miss("prompt_logprobs")
         else:
             key = self.graphs.find(step.t, step.n, uniform=step.uniform)
-        self._send(step, key.requests if key else step.n, changes, segments, places)
+        self._inbox.send(step, key.requests if key else step.n, changes, segments, places)
         if not self._shard.is_first:
             self._comm.receive(self._stream[: step.t])
         if key is not None:
@@ -230,7 +227,7 @@ class CudaEngine:
         if key is not None:
             self.graphs.replay(key)
         else:
-            hidden = self._eager(step)
+            hidden = self._compute.by_hand(step)
             if self._shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
         if not self._shard.is_last:
@@ -248,102 +245,6 @@ class CudaEngine:
             launched_ns=time.monotonic_ns(),
         )
         return Launched(result, answer.numpy(), (found, of_prompt), before, begin, self._last)
-
-    def _send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
-        """Columns padded to `size` requests, places that sample, and changes: one copy. Then apply the changes."""
-        stride, n = aligned(size), step.n
-        big = len(changes) > INBOX_INTS - self._changes_at
-        buffer = np.zeros(self._changes_at + (0 if big else len(changes)) if segments else 4 * stride, np.int32)
-        buffer[:n] = step.rows
-        buffer[n:size] = self._rows.max_rows
-        buffer[stride : stride + n] = step.starts
-        np.cumsum(step.counts, out=buffer[2 * stride : 2 * stride + n])
-        buffer[2 * stride + n : 3 * stride] = step.t
-        buffer[3 * stride : 4 * stride] = n  # a request without tokens, where there is padding
-        buffer[3 * stride : 3 * stride + len(places)] = places
-        if segments and not big:
-            buffer[self._changes_at :] = changes
-        self._staging.send(buffer, self._inbox)
-        if segments:
-            where = self._inbox[self._changes_at :]
-            if big:
-                where = torch.empty(len(changes), dtype=torch.int32, device=self._device)
-                self._staging.send(changes, where)
-            scatter(where, segments, self._rows.state)
-
-    def _views(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """rows, starts, ends, places of a batch padded to `size`."""
-        stride, inbox = aligned(size), self._inbox
-        return (
-            inbox[:size],
-            inbox[stride : stride + size],
-            inbox[2 * stride : 2 * stride + size],
-            inbox[3 * stride : 3 * stride + size],
-        )
-
-    def _batch(self, size: int, tokens: int, num_decodes: int) -> ForwardBatch:
-        rows, starts, ends, _ = self._views(size)
-        ids = torch.empty(3, aligned(tokens), dtype=torch.int64, device=self._device)
-        input_ids, positions, slots = (line[:tokens] for line in ids)
-        step_input(
-            rows,
-            starts,
-            ends,
-            size,
-            self._rows.tokens,
-            self._rows.blocks,
-            self._block_size,
-            (input_ids, positions, slots),
-        )
-        return ForwardBatch(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=slots,
-            block_tables=self._rows.blocks,
-            seq_lens=ends,
-            logits_indices=ends,
-            num_decodes=num_decodes,
-            query_lens=(),
-            context_lens=(),
-            max_decode_len=0,
-            columns=Columns(rows, starts, ends, size, self._rows.blocks),
-        )
-
-    def _capture(self, key: Key) -> None:
-        """A whole step, from the columns to the sampled tokens."""
-        batch = self._batch(key.requests, key.tokens, key.requests if key.uniform else UNKNOWN)
-        hidden = self._forward(batch)
-        if not self._shard.is_last:
-            return
-        rows, starts, ends, places = self._views(key.requests)
-        if key.uniform:
-            self.head.choose(hidden, (rows, starts, ends), None)
-            return
-        places = places[: self._rows.max_rows]  # the request beyond is padding
-        last = (ends[places.long()].long() - 1).clamp_(min=0)
-        self.head.choose(hidden[last], (rows, starts, ends), places)
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        """This stage's part of the model; what it passes on is in `_stream` afterwards."""
-        stream = self._stream[: len(batch.input_ids)]
-        attention = self._attention.step(batch, self._block_size)
-        hidden: Tensor = self._model(batch, self._caches, attention, None if self._shard.is_first else stream)
-        if not self._shard.is_last:
-            stream.copy_(hidden)
-        return hidden
-
-    def _eager(self, step: Columns32) -> Tensor:
-        """Launch a step kernel by kernel; hidden states of all tokens."""
-        rows, starts, ends, places = self._views(step.n)
-        num_decodes = int(np.argmin(step.counts == 1)) if (step.counts != 1).any() else step.n
-        batch = self._batch(step.n, step.t, num_decodes)
-        hidden = self._forward(batch)
-        count = step.n if step.samples is None else int(step.samples.sum())
-        if count and self._shard.is_last:
-            places = places[:count]
-            last = ends[places.long()].long() - 1
-            self.head.choose(hidden[last], (rows, starts, ends), places)
-        return hidden
 
     def _finish(self, step: Columns32, places: NDArray[np.int64]) -> list[Details]:
         """After the graph or its kernels: what they could not do, of the requests at these places."""

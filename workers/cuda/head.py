@@ -73,21 +73,26 @@ class Head:
 
         Line i belongs to the request places[i] of the columns, or i without places.
         """
-        rows, count = self._rows, len(hidden)
-        self.hidden[:count].copy_(
-            hidden
-        )  # for by_torch and log-probabilities: penalties and truncation spoil the logits
-        for begin in range(0, count, self._lines):
-            part = hidden[begin : begin + self._lines]
-            logits = self.logits[: len(part)]
-            self._model.logits(part, out=logits)
-            mine = places if places is not None or not begin else self._order
-            mine = mine[begin : begin + len(part)] if mine is not None else None
-            lens, tokens = rows.sampling.prompt_lens, rows.tokens
-            named = mine if mine is not None else self._order[: len(part)]  # one variant of that kernel will do
-            penalties.penalise(logits, columns, named, rows.penalties, rows.edits, lens, tokens, self._counts)
-            truncation.truncate(logits, columns[0], mine, rows.limits, self._truncate_room)
-            sampling.sample(logits, columns, mine, rows.sampling, self._room, self.sampled[begin:])
+        # For by_torch and log-probabilities: penalties and truncation spoil the logits.
+        self.hidden[: len(hidden)].copy_(hidden)
+        for begin in range(0, len(hidden), self._lines):
+            end = min(begin + self._lines, len(hidden))
+            named = self._order[begin:end] if places is None else places[begin:end]
+            in_order = places is None and not begin
+            self._choose_chunk(hidden[begin:end], columns, named, in_order, self.sampled[begin:])
+
+    def _choose_chunk(
+        self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor, in_order: bool, out: Tensor
+    ) -> None:
+        """in_order: line i is request i, which the kernels but the first have a variant for."""
+        rows = self._rows
+        logits = self.logits[: len(hidden)]
+        self._model.logits(hidden, out=logits)
+        some = None if in_order else places
+        lens, tokens = rows.sampling.prompt_lens, rows.tokens
+        penalties.penalise(logits, columns, places, rows.penalties, rows.edits, lens, tokens, self._counts)
+        truncation.truncate(logits, columns[0], some, rows.limits, self._truncate_room)
+        sampling.sample(logits, columns, some, rows.sampling, self._room, out)
 
     def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""

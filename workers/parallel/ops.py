@@ -68,13 +68,15 @@ class SummingOps:
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        """See `Ops.norm_linear`. Three ways to sum: in the product itself, in one kernel with the norm, before both."""
         base = self.base
         if self._one_row is not None and self._one_row.stands_for(x):
             found = self._one_row.norm_linear(x, residual, norm, packed, bias, gate=gate)
             if found is not None:
                 return found
-            residual = torch.zeros_like(x) if residual is None else residual
-        if residual is None:
+            if residual is None:  # the step's first layer: the sum alone is the stream
+                residual = torch.zeros_like(x)
+        elif residual is None:  # not a part of a sum
             return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
         normed = self._sum_norm(x, residual, *norm)
         if normed is None:

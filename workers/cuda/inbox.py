@@ -1,0 +1,103 @@
+"""A step's inputs on the GPU: its columns and what changes in the rows, in one buffer that the host fills with one copy.
+
+Ints of the buffer, for a step that is padded to `size` requests (stride: `size`, aligned):
+
+    0       stride   2 stride  3 stride   4 stride                changes_at
+    | rows  | starts | ends    | places   | (unused)              | segments and data for kernels/step_input's `scatter`
+
+rows, starts, ends: see kernels/step_input; padding requests have the dummy row and no tokens. places: of the requests that sample,
+then of one that is padding. CUDA graphs keep the addresses: the buffer never moves. Owned by the engine; used by the stepper thread.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.kernels.step_input.kernel import scatter
+from meshlm.workers.cuda.changes import I32
+from meshlm.workers.cuda.columns import Columns32
+from meshlm.workers.cuda.state import DeviceRows, aligned
+
+INTS = 1 << 18  # more changes than fit beside the largest columns get a buffer of their own
+
+
+class Staging:
+    """Host buffers on their way to the GPU: pinned, in a ring, none reused before its copy is done."""
+
+    def __init__(self, depth: int = 8) -> None:
+        self._slots = [torch.empty(INTS, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
+        self._events: list[torch.cuda.Event | None] = [None] * depth
+        self._next = 0
+
+    def send(self, values: I32, to: Tensor) -> None:
+        """Queue the copy of `values` into the beginning of `to`."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._slots)
+        event = self._events[slot]
+        if event is not None:
+            event.synchronize()  # long past, unless the host is a whole ring ahead
+        if len(values) > self._slots[slot].numel():
+            self._slots[slot] = torch.empty(2 * len(values), dtype=torch.int32, pin_memory=True)
+        pinned = self._slots[slot][: len(values)]
+        pinned.numpy()[:] = values
+        to[: len(values)].copy_(pinned, non_blocking=True)
+        make: Any = torch.cuda.Event  # typed in some versions of torch only
+        event = event or make()
+        assert event is not None
+        event.record()
+        self._events[slot] = event
+
+
+class Inbox:
+    """For steps of up to `max_rows` requests and one that is padding (workers/cuda/graphs.py)."""
+
+    def __init__(self, rows: DeviceRows, staging: Staging, device: torch.device) -> None:
+        self._rows, self._staging, self._device = rows, staging, device
+        self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
+        self._changes_at = 4 * aligned(rows.max_rows + 1)
+
+    def send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+        """Copy the step's columns, padded to `size` requests, and apply the changes: so many segments."""
+        if not segments:
+            host = np.zeros(4 * aligned(size), np.int32)
+            self._fill(host, step, size, places)
+            self._staging.send(host, self._buffer)
+            return
+        beside = len(changes) <= INTS - self._changes_at
+        host = np.zeros(self._changes_at + (len(changes) if beside else 0), np.int32)
+        self._fill(host, step, size, places)
+        if beside:
+            host[self._changes_at :] = changes
+        self._staging.send(host, self._buffer)
+        scatter(self._buffer[self._changes_at :] if beside else self._apart(changes), segments, self._rows.state)
+
+    def _fill(self, host: I32, step: Columns32, size: int, places: NDArray[np.int64]) -> None:
+        """The columns into `host`, which is all zeros."""
+        stride, n, sampling = aligned(size), step.n, len(places)
+        starts, ends, named = stride, 2 * stride, 3 * stride
+        host[:n] = step.rows
+        host[n:size] = self._rows.max_rows
+        host[starts : starts + n] = step.starts
+        np.add.accumulate(step.counts, out=host[ends : ends + n])
+        host[ends + n : named] = step.t
+        host[named : named + sampling] = places
+        host[named + sampling : named + size] = n
+
+    def _apart(self, changes: I32) -> Tensor:
+        """A copy on the GPU, of more than the buffer holds."""
+        where = torch.empty(len(changes), dtype=torch.int32, device=self._device)
+        self._staging.send(changes, where)
+        return where
+
+    def clear(self) -> None:
+        """Requests without tokens, whatever their number: what is captured then computes nothing that counts."""
+        self._staging.send(np.zeros(self._changes_at, np.int32), self._buffer)
+
+    def columns(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """rows, starts, ends, places int32 [size] of a step that is padded to `size` requests."""
+        stride = aligned(size)
+        rows, starts, ends, places = (self._buffer[at * stride : at * stride + size] for at in range(4))
+        return rows, starts, ends, places
