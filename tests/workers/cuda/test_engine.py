@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from meshlm.workers.cuda import kernel_cache
 from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
+from meshlm.workers.cuda.graphs import Key
 from meshlm.workers.weights.load import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -250,6 +251,7 @@ def test_no_step_waits_for_the_device(made: CudaEngine, kind: str) -> None:
     for _ in range(3):
         driver.step({0: 1, 1: 1})
     assert len(driver.tokens[0]) == 6
+    assert "capture_failed" not in made.graphs.misses
 
 
 def test_penalties_stay_in_the_graph(made: CudaEngine) -> None:
@@ -298,6 +300,63 @@ def test_more_decodes_than_one_chunk_of_logits(tmp_path: Path) -> None:
         del made, driver
     same = sum(a == b == c for a, b, c in zip(*found, strict=True))
     assert same >= 285, f"{same} of 300 agree; rounding differs between batch sizes"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 16])
+def test_a_mixed_step_of_all_running_requests_is_replayed(tmp_path: Path, max_num_seqs: int) -> None:
+    """Decodes beside a chunk that samples nothing, then beside its end: as without graphs, within bfloat16."""
+    last = max_num_seqs - 1
+    prompts = prompts_of([20] * last + [140])
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    found, replays = [], 0
+    for mode in ("FULL", "NONE"):
+        made = engine(tmp_path, cudagraph_mode=mode, max_num_seqs=max_num_seqs)
+        while made.idle():
+            pass
+        driver = Driver(made, prompts, params)
+        if last:
+            driver.step(dict.fromkeys(range(last), 20))
+        before = made.graphs.replays["mixed"]
+        decodes = dict.fromkeys(range(last), 1)
+        found.append((driver.step({**decodes, last: 100}), driver.step({**decodes, last: 40}), driver.tokens))
+        replays += made.graphs.replays["mixed"] - before
+        del made, driver
+    assert replays == 2
+    graph, by_hand = found
+    num_compared = 0
+    for row in range(max_num_seqs):
+        for nth in range(1 if row == last else 0, 2):
+            if row == last or graph[2][row][: nth + 1] == by_hand[2][row][: nth + 1]:  # the same history
+                torch.testing.assert_close(graph[nth][row], by_hand[nth][row], atol=0.06, rtol=0.06)
+                num_compared += 1
+    assert num_compared >= 2 * max_num_seqs - 5
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_graph_that_cannot_be_captured_is_done_without(tmp_path: Path, failures: int) -> None:
+    """CUDA refuses to wait for the device in the midst of a capture, and spoils it."""
+    made = engine(tmp_path)
+    padded, left = made.graphs._capture, failures
+
+    def spoiled(key: Key) -> None:
+        nonlocal left
+        padded(key)
+        if key == Key(4, 4) and left and torch.cuda.is_current_stream_capturing():
+            left -= 1
+            torch.cuda.synchronize()
+
+    made.graphs._capture = spoiled
+    while made.idle():
+        pass
+    assert (Key(4, 4) in made.graphs.keys) == (failures == 1)
+    assert made.graphs.misses["rehearsed" if failures == 1 else "capture_failed"] == 1
+    torch.cuda.empty_cache()  # refused while torch believes that a capture goes on
+    driver = Driver(made, prompts_of([20, 30, 40]), SamplingParams(max_tokens=8, temperature=0.0))
+    driver.step({0: 20, 1: 30, 2: 40})
+    before = made.graphs.replays["decode"]
+    for _ in range(4):
+        assert torch.isfinite(driver.step({0: 1, 1: 1, 2: 1})).all()
+    assert made.graphs.replays["decode"] == before + 4
 
 
 def test_logprobs_of_a_long_prompt(made: CudaEngine) -> None:
