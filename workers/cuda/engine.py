@@ -91,6 +91,8 @@ class CudaEngine:
         self._warm_up()
         if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self._capture_all(report)
+        else:
+            self._capture_first(report)
         self._last = event_now()
         gib = weight_bytes(self._model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
@@ -193,6 +195,18 @@ class CudaEngine:
         for done in range(total):
             self._capture_next()
             report("CUDA graphs", done + 1, total, "")
+
+    def _capture_first(self, report: ProgressReport) -> None:
+        """What no request should meet being captured."""
+        first = self.graphs.first()
+        self._inbox.clear()
+        try:
+            with torch.inference_mode():
+                for done, key in enumerate(first, 1):
+                    self.graphs.make(key)
+                    report("CUDA graphs", done, len(first), "")
+        except torch.OutOfMemoryError as error:
+            self.graphs.abandon(error)
 
     def _on_all_ranks(self, worked: bool) -> bool:
         votes = torch.full((8,), float(worked), dtype=self._dtype, device=self._device)

@@ -1,8 +1,9 @@
 """The CUDA-graph dispatcher: the only place that decides whether a step is replayed, from which graph, and if not, why.
 
 A graph is keyed by its padded numbers of tokens and requests. Uniform decodes have as many tokens as requests; graphs of mixed steps
-take any composition of prompts, chunks and decodes that fits. Graphs are captured in idle time after start, and in the middle of work
-when one is asked for again and again: capturing keeps the host for as long as launching the step, and the GPU not at all.
+take any composition of prompts, chunks and decodes that fits. A few are captured at the start, such that each step fits one; the others
+in idle time, and in the middle of work when one is asked for again and again: capturing keeps the host for as long as launching the
+step, and the GPU not at all.
 """
 
 from collections import Counter
@@ -27,8 +28,9 @@ MIXED_REQUESTS = [
 LAUNCHES_S = 0.012  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
-PATIENCE_DECODES = 16  # ... and that a larger decode graph does instead
-WIDEST = 2  # times the requests of the graph that is missed
+PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
+PATIENCE_MIXED = 4  # and a mixed one, whose padding costs more
+WIDEST = 2  # times the requests of the graph of decodes that is missed
 _log = structlog.get_logger()
 
 
@@ -98,37 +100,34 @@ class Dispatcher:
 
         A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it.
         """
-        if uniform and (key := self._decode(num_requests)) is not None:
+        if uniform:
+            fitting = [key for key in self._decodes if key.requests >= num_requests]
+            if fitting:
+                near = [key for key in fitting if key.requests <= WIDEST * fitting[0].requests]
+                return self._there(near, PATIENCE_DECODES) or fitting[0]
+        fitting = [key for key in self._mixed if key.tokens >= num_tokens and key.requests > num_requests]
+        if fitting:
+            key = self._there(fitting, PATIENCE_MIXED)
+            if key is None and self._missed[fitting[0]] > PATIENCE:
+                return fitting[0]
+            if key is None:  # it can as well be launched by hand
+                self.miss("not_captured")
             return key
-        for key in self._mixed:
-            if key.tokens >= num_tokens and key.requests > num_requests:
-                return key if self._worth_it(key) else None
         if not self.keys:
             self.miss("off")
         else:
             self.miss("too_many_decodes" if uniform else "too_many_tokens")
         return None
 
-    def _decode(self, num_requests: int) -> Key | None:
-        """The smallest graph; for the first few steps that want it a larger one that is there already."""
-        fitting = [key for key in self._decodes if key.requests >= num_requests]
-        if not fitting or fitting[0] in self._graphs:
-            return fitting[0] if fitting else None
+    def _there(self, fitting: list[Key], patience: int) -> Key | None:
+        """The first, if it is captured or its turn has come; until then a larger one that is captured, if there is any."""
         wanted = fitting[0]
+        if wanted in self._graphs:
+            return wanted
         self._missed[wanted] += 1
-        if self._missed[wanted] <= PATIENCE_DECODES:
-            for key in fitting:
-                if key in self._graphs and key.requests <= WIDEST * wanted.requests:
-                    return key
-        return wanted
-
-    def _worth_it(self, key: Key) -> bool:
-        """A mixed step can as well be launched by hand: capture only what is asked for more than once."""
-        if key in self._graphs or self._missed[key] >= PATIENCE:
-            return True
-        self._missed[key] += 1
-        self.miss("not_captured")
-        return False
+        if self._missed[wanted] > patience:
+            return wanted
+        return next((key for key in fitting if key in self._graphs), None)
 
     def miss(self, reason: str) -> None:
         """Count a step that is launched kernel by kernel."""
@@ -140,7 +139,7 @@ class Dispatcher:
             return
         self.misses["captured_now"] += 1
         try:
-            self._make(key)
+            self.make(key)
         except torch.OutOfMemoryError as error:
             self.miss("no_memory")
             self.abandon(error)
@@ -154,29 +153,13 @@ class Dispatcher:
         self.replays["decode" if key.uniform else "mixed"] += 1
         graph.replay()
 
-    def background(self) -> None:
-        """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
-        for keys in (self._decodes, self._mixed):
-            for key in reversed(keys):
-                if key not in self._graphs:
-                    self._make(key)
-                    return
+    def first(self) -> list[Key]:
+        """Those from which no step is far: decodes of powers of two, and the longest mixed ones. The largest first."""
+        longest = {key.requests: key.tokens for key in self._mixed}
+        some = [key for key in self._decodes if key.requests & (key.requests - 1) == 0 or key == self._decodes[-1]]
+        return some[::-1] + [key for key in self._mixed if key.tokens == longest[key.requests]]
 
-    def abandon(self, error: torch.OutOfMemoryError) -> None:
-        """Capture no more: steps of other sizes are launched kernel by kernel."""
-        _log.warning("no memory for more CUDA graphs", captured=len(self._graphs), error=str(error)[:100])
-        self._keep([key for key in self.keys if key in self._graphs])
-
-    def _keep(self, keys: list[Key]) -> None:
-        self.keys = keys
-        self._decodes = [key for key in keys if key.uniform]
-        self._mixed = [key for key in keys if not key.uniform]
-
-    @property
-    def complete(self) -> bool:
-        return len(self._graphs) == len(self.keys)
-
-    def _make(self, key: Key) -> None:
+    def make(self, key: Key) -> None:
         """Capture its graph; if that fails, its steps do without from now on.
 
         Raises when there is no memory, and what a GPU says on which nothing works any more.
@@ -193,6 +176,28 @@ class Dispatcher:
             self._drop(key)
         else:
             self._graphs[key] = graph
+
+    def background(self) -> None:
+        """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
+        for keys in (self._decodes, self._mixed):
+            for key in reversed(keys):
+                if key not in self._graphs:
+                    self.make(key)
+                    return
+
+    def abandon(self, error: torch.OutOfMemoryError) -> None:
+        """Capture no more: steps of other sizes are launched kernel by kernel."""
+        _log.warning("no memory for more CUDA graphs", captured=len(self._graphs), error=str(error)[:100])
+        self._keep([key for key in self.keys if key in self._graphs])
+
+    def _keep(self, keys: list[Key]) -> None:
+        self.keys = keys
+        self._decodes = [key for key in keys if key.uniform]
+        self._mixed = [key for key in keys if not key.uniform]
+
+    @property
+    def complete(self) -> bool:
+        return len(self._graphs) == len(self.keys)
 
     def _rehearse(self, key: Key) -> bool:
         """Launch the step kernel by kernel. Whether that worked; a group's ranks are in the midst of it together, and end."""

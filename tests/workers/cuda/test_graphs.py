@@ -10,6 +10,7 @@ from meshlm.workers.cuda.graphs import (
     MIXED_TOKENS,
     PATIENCE,
     PATIENCE_DECODES,
+    PATIENCE_MIXED,
     WIDEST,
     Dispatcher,
     Key,
@@ -115,6 +116,30 @@ def test_a_larger_decode_graph_does_for_the_first_few_steps() -> None:
     too_wide = 64 // WIDEST - 8
     assert steps.find(too_wide, too_wide, uniform=True) == Key(too_wide, too_wide)
     assert steps.find(64, 64, uniform=True) == Key(64, 64)
+
+
+def test_a_larger_mixed_graph_does_for_the_first_few_steps() -> None:
+    steps = dispatcher()
+    steps._graphs[Key(4096, 72)] = steps._graphs[Key(4096, 257)] = object()  # type: ignore[assignment]
+    found = [steps.find(300, 3, uniform=False) for _ in range(PATIENCE_MIXED + 1)]
+    assert found == [Key(4096, 72)] * PATIENCE_MIXED + [Key(384, 72)]
+    assert steps.find(3000, 100, uniform=False) == Key(4096, 257)
+    assert not steps.misses
+
+
+@given(st.integers(1, 1100), st.integers(1, 4096), st.data())
+def test_with_the_first_graphs_every_step_has_one(max_num_seqs: int, num_tokens: int, data: st.DataObject) -> None:
+    steps = Dispatcher(graph_keys("FULL", max_num_seqs, 8192, (), SMALL_MODEL), lambda key: None)
+    first = steps.first()
+    assert set(first) <= set(steps.keys)
+    assert len(first) <= 15
+    steps._graphs.update({key: object() for key in first})  # type: ignore[misc]
+    num_requests = data.draw(st.integers(1, min(max_num_seqs, num_tokens)))
+    for count, uniform in ((num_requests, True), (num_tokens, False)):
+        if num_requests > 1024 or (not uniform and num_requests + 1 >= 4096):
+            continue
+        found = steps.find(count, num_requests, uniform=uniform)
+        assert found in first, (count, num_requests, uniform)
 
 
 def test_mixed_graphs_end_where_the_scheduler_ends_steps() -> None:
