@@ -41,6 +41,12 @@ def read(op: str) -> Table:
     return found[chosen]
 
 
+def own(op: str) -> Table | None:
+    """The table of this very GPU, if there is one: for what means nothing on another."""
+    path = FOLDER / op / "tables" / f"{name_of(torch.cuda.get_device_name())}.json"
+    return _load(path) if path.exists() else None
+
+
 def nearest(known: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> str:
     """Of the same compute capability if there is one, then with the most similar number of multiprocessors."""
 

@@ -3,12 +3,12 @@
 A product of one row with a weight that is not too large: one Triton kernel does norm, product and gate.
 """
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.norm import kernel as norms
+from meshlm.kernels.product.kernel import product
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.workers.batch import ForwardBatch, LayerCache
@@ -34,7 +34,7 @@ class TritonOps(Composed):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
-        return F.linear(x, packed, bias)
+        return product(x, packed, bias)
 
     def norm_linear(
         self,

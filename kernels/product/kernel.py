@@ -1,0 +1,73 @@
+"""Products of many rows with a weight:  out = x w^T.
+
+By cuBLAS. Its heuristic's first choice is not always its fastest algorithm, by 1 to 20% (docs/performance.md): where tune.py has found
+another one for these sizes on this GPU, that one; else torch's own call.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.kernels import tables
+from meshlm.kernels.product.cublaslt import ALIGNED, TYPES, Algorithm, Products, library
+
+
+class Entry(NamedTuple):
+    """Rows above `over` up to `to`."""
+
+    over: int
+    to: int
+    config: tuple[int, ...]
+
+
+Table = dict[tuple[int, int], list[Entry]]  # by outputs and inputs
+
+
+@cache
+def _table() -> Table:
+    """Nothing without a table of this very GPU: another one's choices mean little."""
+    if not torch.cuda.is_available() or library() is None:
+        return {}
+    table = tables.own("product")
+    return entries(table) if table else {}
+
+
+def entries(table: tables.Table) -> Table:
+    """What a table's file says."""
+    return {
+        (each["outputs"], each["inputs"]): [Entry(over, to, tuple(config)) for over, to, config in each["rows"]]
+        for each in table["products"]
+    }
+
+
+def entry_for(known: list[Entry], rows: int) -> Entry | None:
+    return next((entry for entry in known if entry.over < rows <= entry.to), None)
+
+
+@cache
+def _products(device: torch.device, dtype: torch.dtype) -> Products:
+    return Products(device, dtype)
+
+
+@cache
+def _algorithm(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, entry: Entry) -> Algorithm | None:
+    """None in a version of the library that does not offer it."""
+    known = _products(device, dtype).algorithms(entry.to, outputs, inputs)
+    return next((algorithm for algorithm in known if algorithm.config == entry.config), None)
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [m, k], w [n, k] -> [m, n]."""
+    known = _table().get((w.shape[0], w.shape[1])) if bias is None and x.dtype in TYPES else None
+    entry = entry_for(known, x.shape[0]) if known else None
+    if entry is None or x.data_ptr() % ALIGNED or w.data_ptr() % ALIGNED or not x.is_contiguous():
+        return F.linear(x, w, bias)
+    algorithm = _algorithm(x.device, x.dtype, *w.shape, entry)
+    if algorithm is None:
+        return F.linear(x, w)
+    out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+    _products(x.device, x.dtype).run(x, w, out, algorithm)
+    return out

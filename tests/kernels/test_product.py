@@ -1,0 +1,108 @@
+"""Products by other algorithms than cuBLAS's first choice: which are taken, and that they compute the same."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshlm.kernels import tables
+from meshlm.kernels.product import kernel, tune
+from meshlm.kernels.product.cublaslt import TYPES, Products
+
+QWEN = {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+}
+A, B = (66, 20, 1), (66, 201, 1)
+
+
+def test_shapes_of_a_layer() -> None:
+    assert tune.shapes(QWEN, 1) == [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+    assert tune.shapes(QWEN, 2) == [(2048, 1024), (1024, 1024), (3072, 1024), (1024, 1536)]
+    without = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
+    assert tune.shapes(without, 1) == [(1536, 512), (512, 512), (2048, 512), (512, 1024)]
+
+
+def test_only_what_is_clearly_faster_is_entered() -> None:
+    times = {
+        64: {(): 10.0, A: 9.9, B: 10.2},
+        256: {(): 10.0, A: 9.0, B: 8.0},
+        1024: {(): 10.0, A: 9.0},
+        1100: {(): 10.0, B: 9.0},
+    }
+    assert tune.choose(times) == [[217, 256, list(B)], [870, 1024, list(A)], [1024, 1100, list(B)]]
+
+
+@given(st.lists(st.integers(1, 500), min_size=2, max_size=20, unique=True), st.integers(1, 600))
+def test_at_most_one_entry_is_for_so_many_rows(borders: list[int], rows: int) -> None:
+    times = {border: {(): 10.0, A: 5.0} for border in borders}
+    found = kernel.entries({"products": [{"outputs": 8, "inputs": 4, "rows": tune.choose(times)}]})[8, 4]
+    fitting = [entry for entry in found if entry.over < rows <= entry.to]
+    assert len(fitting) <= 1
+    assert kernel.entry_for(found, rows) == (fitting[0] if fitting else None)
+    assert all(kernel.entry_for(found, border) is not None for border in borders)
+
+
+def test_tables_in_the_tree_can_be_read() -> None:
+    for path in (tables.FOLDER / "product" / "tables").glob("*.json"):
+        for known in kernel.entries(json.loads(path.read_text())).values():
+            assert all(entry.over < entry.to for entry in known)
+            assert all(before.to <= after.over for before, after in pairwise(known))
+
+
+def test_without_a_gpu_it_is_torchs_product() -> None:
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    assert torch.equal(kernel.product(x, w), F.linear(x, w))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(16, 256, 128), (64, 6144, 1024), (1000, 1024, 3072)])
+def test_all_algorithms_compute_the_same(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    products = Products(torch.device("cuda", 0), dtype)
+    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+    w = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
+    expected = (x.float() @ w.float().t()).to(dtype)
+    found = products.algorithms(rows, outputs, inputs)
+    assert len(found) > 1
+    assert len({algorithm.config for algorithm in found}) > 1
+    for algorithm in found:
+        out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=dtype)
+        products.run(x, w, out, algorithm)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_the_table_is_followed_also_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Products(torch.device("cuda", 0), torch.bfloat16)
+    config = products.algorithms(64, 6144, 1024)[-1].config
+    gone = (1, 2, 3)
+    table = {(6144, 1024): [kernel.Entry(32, 64, config), kernel.Entry(64, 128, gone)]}
+    monkeypatch.setattr(kernel, "_table", lambda: table)
+    taken: list[tuple[int, ...]] = []
+    run = Products.run
+
+    def seen(self: Products, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, algorithm: object) -> None:
+        taken.append(algorithm.config)  # type: ignore[attr-defined]
+        run(self, x, w, out, algorithm)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Products, "run", seen)
+    w = torch.randn(6144, 1024, device="cuda", dtype=torch.bfloat16) / 32
+    for rows in (16, 33, 64, 65):
+        x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        torch.testing.assert_close(kernel.product(x, w), F.linear(x, w), atol=2e-2, rtol=2e-2)
+    assert taken == [config, config]
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.product(x, w)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(out, F.linear(x, w), atol=2e-2, rtol=2e-2)
