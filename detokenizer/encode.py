@@ -37,9 +37,7 @@ class Encoder:
         if template is None:
             text = "this model has no chat template; give one with chat_template or --chat-template"
             raise RequestError(ErrorKind.INVALID, text, "messages")
-        messages = [
-            _flatten(message) for message in msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])
-        ]
+        messages = [_plain(message) for message in msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])]
         tools = msgspec.json.decode(prompt.tools_json) if prompt.tools_json else None
         extra = msgspec.json.decode(prompt.template_kwargs_json) if prompt.template_kwargs_json else {}
         return template.render(
@@ -51,10 +49,29 @@ class Encoder:
         )
 
 
-def _flatten(message: dict[str, Any]) -> dict[str, Any]:
-    """Content given as text parts becomes one string."""
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """As templates expect it: the content one string, parts on lines of their own, "" where there is none; the arguments of tool
+    calls as objects, where OpenAI's clients send them as JSON text."""
     content = message.get("content")
-    if isinstance(content, list):
-        text = "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
-        return {**message, "content": text}
+    if not isinstance(content, str):
+        message = {**message, "content": "\n".join(_part(part) for part in content or ())}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_call(call) for call in calls]}
     return message
+
+
+def _part(part: Any) -> str:
+    return str(part.get("text", part.get("refusal", ""))) if isinstance(part, dict) else str(part)
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function.get("arguments") or "{}")
+    except msgspec.DecodeError as error:
+        text = f"tool_calls: the arguments of {function.get('name')!r} are not valid JSON: {error}"
+        raise RequestError(ErrorKind.INVALID, text, "messages") from None
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -12,10 +12,18 @@ import msgspec
 from meshlm.frontend.burst import Form, Line
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import STATUS, HttpError, error_object
+from meshlm.frontend.logprobs import (
+    Position,
+    by_id,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs_json,
+)
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import ErrorKind, FinishReason
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, TokenLogprob
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
 from meshlm.protocol.token_edge import First
 
 Json = dict[str, Any]
@@ -63,7 +71,7 @@ class Answer:
 
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()
-        output = sum(len(choice.token_ids) for choice in self.choices)
+        output = 0 if self.ask.prompt_only else sum(len(choice.token_ids) for choice in self.choices)
         cached = sum(self.num_cached.values())
         return {
             "prompt_tokens": prompt,
@@ -71,6 +79,10 @@ class Answer:
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def shown(self, positions: Sequence[Position]) -> Sequence[Position]:
+        """Logprobs with the names that the client wants for tokens."""
+        return by_id(positions) if self.ask.tokens_as_ids else positions
 
     def prompt_ids(self, choice: Choice) -> Json:
         if not self.ask.return_token_ids:
@@ -85,55 +97,6 @@ class Answer:
 def visible_reason(finished: Finished) -> str:
     """finish_reason as OpenAI's clients know it."""
     return finished.reason.value
-
-
-def _token_entry(token: TokenLogprob) -> Json:
-    return {"token": token.text, "logprob": max(token.logprob, -9999.0), "bytes": list(token.token_bytes)}
-
-
-def chat_logprobs(positions: list[PositionLogprobs]) -> Json:
-    """choices[].logprobs of a chat answer."""
-    return {
-        "content": [{**_token_entry(p.token), "top_logprobs": [_token_entry(top) for top in p.top]} for p in positions]
-    }
-
-
-def completion_logprobs(positions: Sequence[PositionLogprobs | None], offset: int, first: str = "") -> Json:
-    """choices[].logprobs of a completion; None stands for a prompt's first token, whose text is `first`."""
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for position in positions:
-        offsets.append(offset)
-        if position is None:
-            tokens.append(first)
-            values.append(None)
-            tops.append(None)
-            offset += len(first)
-            continue
-        tokens.append(position.token.text)
-        values.append(max(position.token.logprob, -9999.0))
-        chosen = {position.token.text: max(position.token.logprob, -9999.0)}
-        tops.append({**{top.text: max(top.logprob, -9999.0) for top in position.top}, **chosen})
-        offset += len(position.token.text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-def echoed_logprobs(positions: list[PositionLogprobs | None] | None, accepted: Accepted) -> Json:
-    """choices[].logprobs of an echoed prompt; one of a single token has no positions."""
-    return completion_logprobs(positions or [None], 0, "".join(accepted.prompt_token_strings[:1]))
-
-
-def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[Json | None]:
-    """vLLM's prompt_logprobs: per position, token id -> logprob, rank, text."""
-
-    def entry(token: TokenLogprob) -> Json:
-        return {"logprob": max(token.logprob, -9999.0), "rank": token.rank, "decoded_token": token.text}
-
-    return [
-        None if p is None else {str(token.token_id): entry(token) for token in (*p.top, p.token)} for p in positions
-    ]
 
 
 class WholeAnswer(Answer):
@@ -199,14 +162,14 @@ class WholeAnswer(Answer):
     def _entry(self, choice: Choice, index: int) -> Json:
         finished = choice.finished
         assert finished is not None
-        text = "".join(self._texts.get(choice.index, []))
+        text = "" if self.ask.prompt_only else "".join(self._texts.get(choice.index, []))
         entry: Json = {"index": index}
         accepted = self.prompt[choice.prompt_index]
         if self.ask.is_chat:
-            entry["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": None}
+            entry["message"] = {"role": "assistant", "content": self.ask.begins_with + text, "refusal": None}
             positions = self._logprobs.get(choice.index)
-            entry["logprobs"] = chat_logprobs(positions) if self.ask.logprobs >= 0 and positions is not None else None
-            del entry["message"]["tool_calls"]
+            wanted = self.ask.logprobs >= 0 and positions is not None
+            entry["logprobs"] = chat_logprobs(self.shown(positions or [])) if wanted else None
         else:
             entry["text"] = accepted.prompt_text + text if self.ask.echo else text
             entry["logprobs"] = self._completion_logprobs(choice, accepted)
@@ -214,7 +177,7 @@ class WholeAnswer(Answer):
         entry["finish_reason"] = visible_reason(finished)
         entry["stop_reason"] = finished.stop_reason
         if self.ask.return_token_ids:
-            entry["token_ids"] = choice.token_ids.tolist()
+            entry["token_ids"] = [] if self.ask.prompt_only else choice.token_ids.tolist()
         return entry
 
     def _of_prompt(self, choice: Choice) -> Json:
@@ -228,10 +191,10 @@ class WholeAnswer(Answer):
     def _completion_logprobs(self, choice: Choice, accepted: Accepted) -> Json | None:
         if self.ask.logprobs < 0:
             return None
-        positions = self._logprobs.get(choice.index, [])
+        positions = [] if self.ask.prompt_only else self.shown(self._logprobs.get(choice.index, []))
         if not self.ask.echo:
             return completion_logprobs(positions, 0)
-        of_prompt = echoed_logprobs(self._prompt_logprobs.get(choice.index), accepted)
+        of_prompt = echoed_logprobs(self.shown(self._prompt_logprobs.get(choice.index, [])), accepted)
         of_output = completion_logprobs(positions, len(accepted.prompt_text))
         return {key: of_prompt[key] + of_output[key] for key in of_prompt}
 
@@ -274,6 +237,8 @@ class StreamAnswer(Answer):
         failed = finished is not None and finished.reason is FinishReason.ERROR
         if index not in self._begun and not failed:  # a failure at once still has its HTTP status
             self._begin(choice, prompt_logprobs)
+        if self.ask.prompt_only:
+            token_ids, text, logprobs = token_ids[:0], "", None
         if finished is None and logprobs is None and self._plain:
             if first is not None:
                 self.note(choice, None, first)
@@ -330,7 +295,7 @@ class StreamAnswer(Answer):
         self._affixes[index] = (prefix, suffix)
         token_ids: Json = {"token_ids": []} if self.ask.return_token_ids else {}
         if self.ask.is_chat:
-            delta = {"delta": {"role": "assistant", "content": ""}}
+            delta = {"delta": {"role": "assistant", "content": self.ask.begins_with}}
             first = {"index": index, **delta, "logprobs": None, "finish_reason": None, **token_ids}
             self._emit(choice, self._event([first], self.prompt_ids(choice)), 0)
         elif self.ask.echo or self.ask.return_token_ids:
@@ -343,7 +308,8 @@ class StreamAnswer(Answer):
             return {"text": "", "logprobs": None}
         accepted = self.prompt[choice.prompt_index]
         self._offsets[choice.index] = len(accepted.prompt_text)
-        logprobs = echoed_logprobs(prompt_logprobs, accepted) if self.ask.logprobs >= 0 else None
+        wanted = self.ask.logprobs >= 0
+        logprobs = echoed_logprobs(self.shown(prompt_logprobs or []), accepted) if wanted else None
         return {"text": accepted.prompt_text, "logprobs": logprobs}
 
     def _general(
@@ -357,11 +323,11 @@ class StreamAnswer(Answer):
         entry: Json = {"index": choice.index}
         if self.ask.is_chat:
             entry["delta"] = {"content": text} if text or finished is None else {}
-            entry["logprobs"] = chat_logprobs(logprobs) if logprobs else None
+            entry["logprobs"] = chat_logprobs(self.shown(logprobs)) if logprobs else None
         else:
             entry["text"] = text
             offset = self._offsets.get(choice.index, 0)
-            entry["logprobs"] = completion_logprobs(logprobs, offset) if logprobs else None
+            entry["logprobs"] = completion_logprobs(self.shown(logprobs), offset) if logprobs else None
             self._offsets[choice.index] = offset + len(text)
         entry["finish_reason"] = visible_reason(finished) if finished is not None else None
         if finished is not None:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.prompts import of_chat, of_completion, token_ids
 from meshlm.frontend.schema import (
     MAX_SEQUENCES,
     MAX_STOP_LENGTH,
@@ -17,15 +18,12 @@ from meshlm.frontend.schema import (
     ChatRequest,
     Common,
     CompletionRequest,
-    TokenizeRequest,
 )
-from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.config import Resolved
+from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import Prompt, TextParams
 
 Body = TypeVar("Body", bound=Struct)
-MAX_PROMPTS = 2048
 MAX_ID_DIGITS = 10
 
 
@@ -42,7 +40,7 @@ class Ask(NamedTuple):
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    echo: bool
+    echo: bool  # a completion's prompt is part of its answer
     logprobs: int  # that the client reads; -1: none
     prompt_logprobs: int
     return_token_ids: bool
@@ -51,9 +49,11 @@ class Ask(NamedTuple):
     timeout_s: float
     is_chat: bool
     unknown_fields: tuple[str, ...]
-    client_names: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # the mesh's name of a field -> the client's, where they differ
+    client_names: Mapping[str, str] = MappingProxyType({})  # of a field: the mesh's -> the client's, where they differ
+    prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
+    begins_with: str = ""  # a chat's last message, of which the answer is the rest
+    tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
+    request_id: str = ""
 
 
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
@@ -91,7 +91,7 @@ def _bad_byte(body: bytes) -> int:
         return error.start
 
 
-def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, max_logprobs: int) -> Ask:
+def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> Ask:
     """POST /v1/completions."""
     if request.suffix:
         raise HttpError(400, "suffix is not supported", "suffix")
@@ -101,18 +101,21 @@ def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: R
         raise HttpError(400, f"best_of ({generated}) must be at least n ({returned})", "best_of")
     if generated > returned and request.stream:
         raise HttpError(400, "best_of > n cannot be streamed", "best_of")
-    logprobs = -1 if request.logprobs is None else _limited("logprobs", request.logprobs, max_logprobs)
+    logprobs = -1 if request.logprobs is None else _limited("logprobs", request.logprobs, server, resolved)
     add_special = request.add_special_tokens is not False
     prompt_logprobs = request.prompt_logprobs
     if request.echo and logprobs >= 0 and prompt_logprobs is None:
         prompt_logprobs = logprobs
-    default = request.max_tokens or int(resolved.generation_defaults.get("max_tokens", 16))
+    prompt_only = request.max_tokens == 0
+    if prompt_only and not request.echo:
+        raise HttpError(400, "max_tokens: must be at least 1; 0 needs echo: true", "max_tokens")
+    default = request.max_tokens or (1 if prompt_only else int(resolved.generation_defaults.get("max_tokens", 16)))
     return _ask(
         request,
         unknown,
         resolved,
-        max_logprobs,
-        prompts=_prompts(request.prompt, add_special, resolved),
+        server,
+        prompts=of_completion(request.prompt, add_special, resolved),
         max_tokens=default,
         num_choices=generated,
         num_returned=returned,
@@ -120,26 +123,30 @@ def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: R
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         is_chat=False,
-    )
+    )._replace(prompt_only=prompt_only)
 
 
-def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, max_logprobs: int) -> Ask:
+def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> Ask:
     """POST /v1/chat/completions."""
     if not request.messages:
         raise HttpError(400, "messages: give at least one message", "messages")
     if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    if request.tools:
-        raise HttpError(400, "tools are not supported", "tools")
+    if any(kind != "text" for kind in request.modalities or ()):
+        raise HttpError(400, "modalities: only text is supported", "modalities")
+    if request.tools and request.tool_choice != "none":
+        raise HttpError(400, "tools: calls are not supported yet; tool_choice 'none' shows them to the model", "tools")
     if request.tool_choice not in (None, "none", "auto"):
         raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported, as tools are not", "tool_choice")
-    logprobs = _limited("top_logprobs", request.top_logprobs or 0, max_logprobs) if request.logprobs else -1
+    logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
     default = resolved.generation_defaults.get("max_tokens")
-    prompt = chat_prompt(
+    given = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+    prompt = of_chat(
         request.messages,
-        None,
+        request.tools,
         request.chat_template,
-        request.chat_template_kwargs,
+        {name: value for name, value in given.items() if value is not None} | (request.chat_template_kwargs or {}),
+        server,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         add_special_tokens=bool(request.add_special_tokens),
@@ -149,7 +156,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, max
         request,
         unknown,
         resolved,
-        max_logprobs,
+        server,
         prompts=[prompt],
         max_tokens=request.max_completion_tokens or request.max_tokens or (int(default) if default else None),
         num_choices=num_choices,
@@ -158,14 +165,20 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, max
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
-    )
+    )._replace(begins_with=_continued(request.messages[-1]) if request.echo else "")
+
+
+def _continued(message: dict[str, Any]) -> str:
+    """The text of an assistant's message, for an answer that shows it with what follows."""
+    content = message.get("content")
+    return content if message["role"] == "assistant" and isinstance(content, str) else ""
 
 
 def _ask(
     request: Common,
     unknown: tuple[str, ...],
     resolved: Resolved,
-    max_logprobs: int,
+    server: ServerConfig,
     *,
     prompts: list[Prompt],
     max_tokens: int | None,
@@ -187,7 +200,8 @@ def _ask(
     if len(prompts) * num_choices > MAX_SEQUENCES:
         text = f"n: {len(prompts)} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
         raise HttpError(400, text, "n")
-    wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, max_logprobs)
+    wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, server, resolved)
+    as_ids = request.return_tokens_as_token_ids
     return Ask(
         prompts=prompts,
         # The best of several are chosen by their logprobs.
@@ -198,13 +212,13 @@ def _ask(
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
             spaces_between_special_tokens=request.spaces_between_special_tokens,
-            truncate_prompt_tokens=request.truncate_prompt_tokens or 0,
+            truncate_prompt_tokens=_truncation(request, resolved, max_tokens),
         ),
         max_tokens=max_tokens,
         num_choices=num_choices,
         num_returned=num_returned,
         stream=bool(request.stream),
-        include_usage=options is not None and options.include_usage,
+        include_usage=server.enable_force_include_usage or (options is not None and options.include_usage),
         continuous_usage=options is not None and options.continuous_usage_stats,
         echo=echo,
         logprobs=logprobs,
@@ -216,7 +230,18 @@ def _ask(
         is_chat=is_chat,
         unknown_fields=unknown,
         client_names=_client_names(request) if is_chat else MappingProxyType({}),
+        tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
+        request_id=request.request_id or "",
     )
+
+
+def _truncation(request: Common, resolved: Resolved, max_tokens: int | None) -> int:
+    """How many of the prompt's last tokens stay; 0: all."""
+    wanted = request.truncate_prompt_tokens
+    if wanted == 0:
+        raise HttpError(400, "truncate_prompt_tokens: 0 leaves no prompt", "truncate_prompt_tokens")
+    wanted = wanted or 0
+    return wanted if wanted >= 0 else max(1, resolved.max_model_len - (max_tokens or 1))
 
 
 def _client_names(request: Common) -> dict[str, str]:
@@ -225,10 +250,13 @@ def _client_names(request: Common) -> dict[str, str]:
     return {"prompt": "messages", **({"max_tokens": "max_completion_tokens"} if newer else {})}
 
 
-def _limited(name: str, value: int, limit: int) -> int:
-    if value > limit:
+def _limited(name: str, value: int, server: ServerConfig, resolved: Resolved) -> int:
+    vocab_size = resolved.spec.vocab_size
+    limit = vocab_size if server.max_logprobs == -1 else server.max_logprobs
+    wanted = vocab_size if value == -1 else value
+    if wanted > limit:
         raise HttpError(400, f"{name} {value} exceeds the server's limit of {limit} (--max-logprobs)", name)
-    return value
+    return wanted
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -255,20 +283,13 @@ def _sampling(request: Common, resolved: Resolved, logprobs: int, prompt_logprob
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=choose("repetition_penalty", 1.0),
-        stop_token_ids=_ids("stop_token_ids", request.stop_token_ids or [], vocab_size),
+        stop_token_ids=token_ids("stop_token_ids", request.stop_token_ids or [], vocab_size),
         eos_token_ids=() if request.ignore_eos else resolved.eos_token_ids,
         logit_bias=_bias(request.logit_bias or {}, vocab_size),
-        allowed_token_ids=_ids("allowed_token_ids", request.allowed_token_ids or [], vocab_size),
+        allowed_token_ids=token_ids("allowed_token_ids", request.allowed_token_ids or [], vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
-    return tuple(ids)
 
 
 def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -276,90 +297,6 @@ def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
             raise HttpError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
-        _ids("logit_bias", [int(key)], vocab_size)
-        found[int(key)] = value
+        token_ids("logit_bias", [int(key)], vocab_size)
+        found[int(key)] = min(100.0, max(-100.0, value))  # OpenAI's range
     return found
-
-
-def _prompts(prompt: Any, add_special: bool, resolved: Resolved) -> list[Prompt]:
-    """Text, token ids, or a list of either."""
-    if prompt is None:
-        raise HttpError(400, "prompt: this field is required", "prompt")
-    many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
-    items = prompt if many else [prompt]
-    if not 1 <= len(items) <= MAX_PROMPTS:
-        raise HttpError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts, got {len(items)}", "prompt")
-    return [_prompt(item, add_special, resolved.spec.vocab_size) for item in items]
-
-
-def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:
-    if isinstance(item, str):
-        if not item:
-            raise HttpError(400, "prompt: must not be empty", "prompt")
-        return TextPrompt(item, add_special)
-    if isinstance(item, list) and item and all(type(token) is int for token in item):
-        _ids("prompt", item, vocab_size)
-        return TokenPrompt(pack_i32(item))
-    raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
-
-
-def chat_prompt(
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    chat_template: str | None,
-    template_kwargs: dict[str, Any] | None,
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    add_special_tokens: bool = False,
-) -> ChatPrompt:
-    """Messages checked in outline: what the template makes of them is the detokenizer's to see."""
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
-        role = message.get("role")
-        if not (isinstance(role, str) and role):
-            raise HttpError(400, f"{where}.role: must be a string such as 'user'", "messages")
-        _check_content(message.get("content"), where)
-    return ChatPrompt(
-        messages_json=_json("messages", messages),
-        tools_json=_json("tools", tools) if tools else b"",
-        chat_template=chat_template or "",
-        template_kwargs_json=_json("chat_template_kwargs", template_kwargs) if template_kwargs else b"",
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        add_special_tokens=add_special_tokens,
-    )
-
-
-def _json(field: str, value: Any) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except RecursionError:
-        raise HttpError(400, f"{field}: nested too deeply", field) from None
-
-
-def _check_content(content: Any, where: str) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise HttpError(400, f"{where}.content: must be text or a list of parts", "messages")
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise HttpError(400, f"{where}.content: only parts of type 'text' are supported", "messages")
-
-
-def tokenize(request: TokenizeRequest) -> Prompt:
-    """POST /tokenize."""
-    if (request.prompt is None) == (request.messages is None):
-        raise HttpError(400, "give either prompt or messages", "prompt")
-    if request.prompt is not None:
-        return TextPrompt(request.prompt, request.add_special_tokens)
-    assert request.messages is not None
-    return chat_prompt(
-        request.messages,
-        request.tools,
-        request.chat_template,
-        request.chat_template_kwargs,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-    )

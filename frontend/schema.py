@@ -20,10 +20,9 @@ NOT_SUPPORTED = {
     **dict.fromkeys(STRUCTURED, "structured outputs are not supported"),
     "use_beam_search": "beam search is not supported",
     "bad_words": "not supported; logit_bias with -100 bans token ids",
+    "repetition_detection": "not supported; stop, max_tokens and the penalties end or avoid repetition",
     "prompt_embeds": "not supported; a prompt is text or token ids",
     "mm_processor_kwargs": "images and sound are not supported",
-    "documents": "not supported; put documents into the messages, or use chat_template_kwargs",
-    "modalities": "only text is supported",
     "audio": "only text is supported",
     "logits_processors": "not supported",
     "kv_transfer_params": "KV transfer is not supported",
@@ -33,6 +32,7 @@ Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -58,7 +58,7 @@ class Common(Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: dict[str, float] | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
@@ -68,11 +68,13 @@ class Common(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     allowed_token_ids: list[TokenId] | None = None
-    truncate_prompt_tokens: Count | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: as many as the context holds
+    prompt_logprobs: Logprobs | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: str | None = None
+    request_id: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
@@ -81,6 +83,7 @@ class Common(Struct, frozen=True, kw_only=True):
 class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0: with echo, the prompt alone
     prompt: Any = None  # text, token ids, or a list of either: msgspec has no such union; checked in parse.py
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
@@ -94,9 +97,13 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Logprobs | None = None
+    echo: bool = False
+    modalities: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import parse, retry, submits
+from meshlm.frontend import parse, prompts, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
@@ -84,7 +84,11 @@ class Routes:
         ]
         server = self._backend.config.server
         cors = Middleware(
-            CORSMiddleware, allow_origins=server.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=server.allowed_origins,
+            allow_methods=server.allowed_methods,
+            allow_headers=server.allowed_headers,
+            allow_credentials=server.allow_credentials,
         )
         keys = tuple(key.encode() for key in server.api_key)
         return Starlette(
@@ -145,7 +149,11 @@ class Routes:
         body, _ = parse.decode(await self._body(request), TokenizeRequest)
         self._check_model(body.model)
         reply = await self._backend.ask(
-            Tokenize(self._backend.new_handle(), parse.tokenize(body), bool(body.return_token_strs))
+            Tokenize(
+                self._backend.new_handle(),
+                prompts.of_tokenize(body, self._backend.config.server),
+                bool(body.return_token_strs),
+            )
         )
         assert isinstance(reply, TokenizeReply)
         if reply.error:
@@ -169,14 +177,14 @@ class Routes:
         raw = await self._body(request)
         body, unknown = parse.decode(raw, CompletionRequest)
         model = self._check_model(body.model)
-        ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
+        ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server)
         return await self._generate(request, ask, model, "cmpl-", self._again(request, raw))
 
     async def chat(self, request: Request) -> Response | None:
         raw = await self._body(request)
         body, unknown = parse.decode(raw, ChatRequest)
         model = self._check_model(body.model)
-        ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server.max_logprobs)
+        ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server)
         return await self._generate(request, ask, model, "chatcmpl-", self._again(request, raw))
 
     def _again(self, request: Request, body: bytes) -> retry.Again | None:
@@ -214,7 +222,7 @@ class Routes:
         attaches = again is not None
         if reason := backend.refusal(attaches=attaches) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        name = again.key if again else request.headers.get("x-request-id") or uuid.uuid4().hex
+        name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()

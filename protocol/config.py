@@ -185,8 +185,23 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     max_concurrent_requests: Annotated[
         int, Meta(ge=1, description="open requests per frontend beyond which it answers 503")
     ] = 8192
-    max_logprobs: Annotated[int, Meta(ge=0, description="largest logprobs / top_logprobs")] = 20
-    allowed_origins: Annotated[tuple[str, ...], Meta(description="CORS origins")] = ("*",)
+    max_logprobs: Annotated[int, Meta(ge=-1, description="largest logprobs / top_logprobs; -1: the vocabulary")] = 20
+    return_tokens_as_token_ids: Annotated[
+        bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")
+    ] = False
+    enable_force_include_usage: Annotated[bool, Meta(description="streams end with their usage, asked for or not")] = (
+        False
+    )
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="requests may bring a chat_template, which can keep a detokenizer busy for ever")
+    ] = False
+    default_chat_template_kwargs: Annotated[
+        str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")
+    ] = ""
+    allowed_origins: Annotated[tuple[str, ...], Meta(description="CORS origins", extra={"json": True})] = ("*",)
+    allowed_methods: Annotated[tuple[str, ...], Meta(description="CORS methods", extra={"json": True})] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Meta(description="CORS headers", extra={"json": True})] = ("*",)
+    allow_credentials: Annotated[bool, Meta(description="CORS: cookies and the like")] = False
     retry_window: Annotated[
         float,
         Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),

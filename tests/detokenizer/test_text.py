@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.detokenizer.templates import ChatTemplate
+from meshlm.protocol.text_edge import ChatPrompt
 from meshlm.runtime.errors import RequestError
 
 TEXTS = [
@@ -111,3 +114,33 @@ def test_sandbox_holds() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
     with pytest.raises(RequestError):
         template.render([], None, {}, add_generation_prompt=True, continue_final_message=False)
+
+
+SHOW = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls or () %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"content": "a"}, "[a]"),
+        ({"content": [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]}, "[a\nb\nc]"),
+        ({"content": None}, "[]"),
+        ({}, "[]"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": '{"city":"Bern"}'}}]}, "[]Bern"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"city": "Bern"}}}]}, "[]Bern"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}, "[]"),
+    ],
+)
+def test_messages_as_templates_expect_them(
+    loaded: tokenizer_files.LoadedTokenizer, message: dict[str, object], shown: str
+) -> None:
+    prompt = ChatPrompt(msgspec.json.encode([{"role": "assistant", **message}]))
+    assert Encoder(loaded, SHOW).render(prompt) == shown
+
+
+def test_arguments_that_are_no_json_are_refused(loaded: tokenizer_files.LoadedTokenizer) -> None:
+    calls = [{"function": {"name": "weather", "arguments": "{"}}]
+    prompt = ChatPrompt(msgspec.json.encode([{"role": "assistant", "tool_calls": calls}]))
+    with pytest.raises(RequestError, match="arguments of 'weather'") as error:
+        Encoder(loaded, SHOW).render(prompt)
+    assert error.value.param == "messages"

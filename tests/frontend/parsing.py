@@ -8,7 +8,7 @@ from meshlm.frontend import parse
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
-from meshlm.protocol.config import Resolved
+from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.model import ModelSpec
 
 VOCAB, MAX_LOGPROBS, EOS = 1000, 20, (2,)
@@ -39,18 +39,19 @@ RESOLVED = Resolved(
     eos_token_ids=EOS,
     digest="0",
 )
+SERVER = ServerConfig(max_logprobs=MAX_LOGPROBS, trust_request_chat_template=True)
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, dict[str, object]] = {"text": {"prompt": "hi"}, "chat": {"messages": [USER]}}
 ENDPOINTS = ("text", "chat")
 
 
-def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED) -> Ask:
+def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED, server: ServerConfig = SERVER) -> Ask:
     """What the endpoint's route does with a body."""
     if endpoint == "text":
         completion, unknown = parse.decode(body, CompletionRequest)
-        return parse.completion(completion, unknown, resolved, MAX_LOGPROBS)
+        return parse.completion(completion, unknown, resolved, server)
     chat, unknown = parse.decode(body, ChatRequest)
-    return parse.chat(chat, unknown, resolved, MAX_LOGPROBS)
+    return parse.chat(chat, unknown, resolved, server)
 
 
 def body_of(endpoint: str, fields: dict[str, object]) -> bytes:

@@ -6,9 +6,9 @@ from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
-from parsing import ENDPOINTS, EOS, RESOLVED, USER, ask, asked, body_of, refused
+from parsing import ENDPOINTS, EOS, RESOLVED, SERVER, USER, ask, asked, body_of, refused
 
-from meshlm.frontend import parse
+from meshlm.frontend import parse, prompts
 from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import (
@@ -22,6 +22,7 @@ from meshlm.frontend.schema import (
 )
 from meshlm.frontend.submits import build as build_submits
 from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import Handle
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import ChatPrompt, TextPrompt, TokenPrompt
@@ -57,6 +58,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"repetition_penalty": 1.1}, "sampling.repetition_penalty", 1.1),
     ("both", {"logit_bias": {}}, "sampling.logit_bias", {}),
     ("both", {"logit_bias": {"0": -100, "999": 1.5}}, "sampling.logit_bias", {0: -100.0, 999: 1.5}),
+    ("both", {"logit_bias": {"5": 101, "6": -1e9}}, "sampling.logit_bias", {5: 100.0, 6: -100.0}),
     ("both", {}, "seed", None),
     ("both", {"seed": 0}, "seed", 0),
     ("both", {"seed": 7}, "seed", 7),
@@ -82,6 +84,10 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"return_token_ids": True}, "return_token_ids", True),
     ("both", {"timeout": 0.5}, "timeout_s", 0.5),
     ("both", {"zeta": 1, "alpha": None}, "unknown_fields", ("alpha", "zeta")),
+    ("both", {"truncate_prompt_tokens": -1, "max_tokens": 4}, "text.truncate_prompt_tokens", 60),
+    ("both", {"request_id": "mine"}, "request_id", "mine"),
+    ("both", {"return_tokens_as_token_ids": True}, "tokens_as_ids", True),
+    ("both", {"response_format": {"type": "text"}}, "unknown_fields", ()),
     ("text", {}, "is_chat", False),
     ("text", {}, "max_tokens", 16),
     ("text", {"prompt": "Grüße\u0000"}, "prompts", [TextPrompt("Grüße\u0000", True)]),
@@ -107,6 +113,12 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("text", {"logprobs": 0}, "logprobs", 0),
     ("text", {"logprobs": 20}, "sampling.logprobs", 20),
     ("text", {"suffix": ""}, "prompts", [TextPrompt("hi")]),
+    ("text", {"max_tokens": 0, "echo": True}, "max_tokens", 1),
+    ("text", {"max_tokens": 0, "echo": True}, "prompt_only", True),
+    ("chat", {"tools": [{"type": "function"}], "tool_choice": "none"}, "is_chat", True),
+    ("chat", {"modalities": ["text"]}, "unknown_fields", ()),
+    ("chat", {"echo": True}, "begins_with", ""),
+    ("chat", {"echo": True, "messages": [USER, {"role": "assistant", "content": "So"}]}, "begins_with", "So"),
     ("chat", {}, "is_chat", True),
     ("chat", {}, "max_tokens", None),  # whatever the context leaves
     ("chat", {"max_completion_tokens": 3, "max_tokens": 9}, "max_tokens", 3),
@@ -114,7 +126,6 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("chat", {"logprobs": True}, "logprobs", 0),
     ("chat", {"logprobs": True, "top_logprobs": 20}, "sampling.logprobs", 20),
     ("chat", {"top_logprobs": 0}, "logprobs", -1),
-    ("both", {"response_format": {"type": "text"}}, "unknown_fields", ()),
     ("chat", {"tool_choice": "auto"}, "is_chat", True),
     ("chat", {"tool_choice": "none"}, "is_chat", True),
     ("chat", {"tool_choice": None, "tools": None}, "is_chat", True),
@@ -144,6 +155,14 @@ CHATS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"tools": []}, {"tools_json": b""}),
     ({"chat_template": "{{ x }}"}, {"chat_template": "{{ x }}"}),
     ({"chat_template_kwargs": {"x": 1}}, {"template_kwargs_json": b'{"x":1}'}),
+    ({"reasoning_effort": "low"}, {"template_kwargs_json": b'{"reasoning_effort":"low"}'}),
+    ({"documents": [{"a": "b"}]}, {"template_kwargs_json": b'{"documents":[{"a":"b"}]}'}),
+    (
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        {"template_kwargs_json": b'{"reasoning_effort":"high"}'},
+    ),
+    ({"tools": [{"a": 1}], "tool_choice": "none"}, {"tools_json": b'[{"a":1}]'}),
+    ({"messages": [{"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]}]}, {}),
     ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
     ({"continue_final_message": True}, {"add_generation_prompt": False, "continue_final_message": True}),
     ({"add_special_tokens": True}, {"add_special_tokens": True}),
@@ -210,6 +229,45 @@ def seeds(endpoint: str, **fields: object) -> list[int]:
     return [choice.submit.sampling.seed for choice in answer.choices]
 
 
+def server_with(**settings: object) -> ServerConfig:
+    return msgspec.convert(settings, ServerConfig)
+
+
+def test_what_the_server_says_of_every_request() -> None:
+    body = body_of("chat", {"stream": True})
+    server = server_with(return_tokens_as_token_ids=True, enable_force_include_usage=True)
+    assert asked("chat", body, server=server).tokens_as_ids
+    assert asked("chat", body, server=server).include_usage
+    assert not asked("chat", body_of("chat", {"return_tokens_as_token_ids": False}), server=server).tokens_as_ids
+    assert not ask("chat", stream=True).include_usage
+
+
+def test_the_servers_template_arguments_give_way_to_the_requests() -> None:
+    server = server_with(default_chat_template_kwargs='{"enable_thinking": false, "x": 1}')
+    (prompt,) = asked("chat", body_of("chat", {"chat_template_kwargs": {"x": 2}}), server=server).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert msgspec.json.decode(prompt.template_kwargs_json) == {"enable_thinking": False, "x": 2}
+
+
+def test_a_template_of_the_request_needs_the_servers_trust() -> None:
+    with pytest.raises(HttpError, match="--trust-request-chat-template") as caught:
+        asked("chat", body_of("chat", {"chat_template": "x"}), server=ServerConfig())
+    assert (caught.value.status, caught.value.param) == (400, "chat_template")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "path"),
+    [
+        ("text", {"logprobs": 1000}, "sampling.logprobs"),
+        ("both", {"prompt_logprobs": -1}, "sampling.prompt_logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": -1}, "sampling.logprobs"),
+    ],
+)
+def test_logprobs_of_the_whole_vocabulary(endpoint: str, fields: dict[str, object], path: str) -> None:
+    for one in ENDPOINTS if endpoint == "both" else (endpoint,):
+        assert attrgetter(path)(asked(one, body_of(one, fields), server=server_with(max_logprobs=-1))) == 1000
+
+
 # --- what is refused ---
 
 HUGE = 1 << 70
@@ -234,8 +292,6 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
                 "5",
                 {"5": "x"},
                 {"5": None},
-                {"5": 101},
-                {"5": -100.5},
                 {"token": 1},
                 {"-1": 1},
                 {"1.0": 1},
@@ -263,11 +319,13 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "skip_special_tokens": [None, 0, "no"],
             "spaces_between_special_tokens": [None, 0, "no"],
             "allowed_token_ids": [3, ["a"], [-1], [1000], [HUGE]],
-            "truncate_prompt_tokens": [0, -1, HUGE, "5"],
-            "prompt_logprobs": [-1, 21, HUGE, "1", True],
+            "truncate_prompt_tokens": [0, -2, HUGE, "5"],
+            "prompt_logprobs": [-1, -2, 21, HUGE, "1", True],
             "priority": [None, 1 << 31, -(1 << 31) - 1, HUGE, 0.5, "high"],
             "cache_salt": [1, ["a"]],
+            "request_id": [1, {}],
             "return_token_ids": [1, "yes"],
+            "return_tokens_as_token_ids": [1, "yes"],
             "timeout": [0, -1, "5", True],
             "user": [1, {}],
             "add_special_tokens": [1, "yes"],
@@ -327,7 +385,8 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
                 [{"role": "", "content": "a"}],
                 [{"role": "user", "content": 3}],
                 [{"role": "user", "content": {"text": "a"}}],
-                [{"role": "user", "content": ["a"]}],
+                [{"role": "user", "content": [3]}],
+                [{"role": "user", "content": [{"type": "refusal", "text": "a"}]}],
                 [{"role": "user", "content": [{"type": "text"}]}],
                 [{"role": "user", "content": [{"type": "text", "text": 3}]}],
                 [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}],
@@ -335,10 +394,14 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             ],
             "max_completion_tokens": [0, -1, HUGE, "16"],
             "logprobs": [1, 0, "true"],
-            "top_logprobs": [-1, 5, "1", True],  # 5: without logprobs
+            "top_logprobs": [-1, -2, 5, "1", True],  # 5: without logprobs
             "tools": [{}, "tool", ["tool"], [None], [{"type": "function"}]],
             "tool_choice": [3, "sometimes", {"type": "function"}, "required", True, []],
             "chat_template": [3, {}],
+            "documents": ["a", ["a"], {}],
+            "echo": [None, 1, "yes"],
+            "modalities": ["text", ["audio"], ["text", "audio"], [3]],
+            "reasoning_effort": [3, {}],
             "chat_template_kwargs": ["a", [], 3],
             "add_generation_prompt": [None, 1, "yes"],
             "continue_final_message": [None, 1, "yes"],
@@ -440,7 +503,7 @@ def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None
 def tokenized(**fields: object) -> TextPrompt | TokenPrompt | ChatPrompt:
     request, unknown = parse.decode(json.dumps(fields).encode(), TokenizeRequest)
     assert unknown == ()
-    return parse.tokenize(request)
+    return prompts.of_tokenize(request, SERVER)
 
 
 def test_tokenize() -> None:

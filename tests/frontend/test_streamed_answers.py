@@ -239,3 +239,23 @@ def test_any_text_arrives_as_it_was(is_chat: bool, more: Json, parts: list[tuple
     assert got == "".join(text for text, _ in parts)
     (choice,) = body(all_at_once)["choices"]
     assert (choice["message"]["content"] if is_chat else choice["text"]) == got
+
+
+def test_streamed_max_tokens_of_zero_shows_the_prompt_alone() -> None:
+    answer, events, _ = streamed(asking(False, echo=True, prompt_only=True, include_usage=True))
+    give(answer, 0, [7], "Hé", LENGTH)
+    echo, last = [chunk["choices"][0] for chunk in chunks(events, False)]
+    assert (echo["text"], last["text"], last["finish_reason"]) == ("Hi you", "", "length")
+    assert json.loads(answer.last_events().split(b"\n\n")[0].removeprefix(b"data: "))["usage"] == usage(2, 0)
+
+
+def test_streamed_tokens_are_named_by_id_where_asked_for() -> None:
+    answer, events, _ = streamed(asking(True, logprobs=1, tokens_as_ids=True))
+    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO])
+    assert chunks(events, True)[-1]["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:7"
+
+
+def test_streamed_chat_with_echo_begins_with_the_message_that_it_continues() -> None:
+    answer, events, _ = streamed(asking(True, begins_with="So"))
+    give(answer, 0, [7], " be it", STOP)
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks(events, True)] == ["So", " be it"]

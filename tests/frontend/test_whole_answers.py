@@ -219,3 +219,32 @@ def test_an_end_by_error_is_the_answers_error() -> None:
     assert ends.count == 1
     assert answer.error is not None
     assert (answer.error.status, answer.error.message) == (500, "its scheduler died 5 times")
+
+
+def test_max_tokens_of_zero_shows_the_prompt_alone() -> None:
+    answer, _ = whole(asking(False, echo=True, prompt_only=True, logprobs=1, prompt_logprobs=1, return_token_ids=True))
+    give(answer, 0, [7], "Hé", LENGTH, logprobs=[HELLO], prompt_logprobs=OF_PROMPT)
+    found = body(answer)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("Hi you", [], "length")
+    assert choice["logprobs"]["tokens"] == ["Hi", " you"]
+    assert found["usage"] == usage(2, 0)
+
+
+def test_tokens_are_named_by_id_where_asked_for() -> None:
+    answer, _ = whole(asking(True, logprobs=1, tokens_as_ids=True))
+    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO])
+    (token,) = body(answer)["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in (token, *token["top_logprobs"])] == ["token_id:7", "token_id:7", "token_id:8"]
+    assert token["bytes"] == HELLO_CHAT["bytes"]
+    answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=1, tokens_as_ids=True))
+    give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO], prompt_logprobs=OF_PROMPT)
+    (choice,) = body(answer)["choices"]
+    assert choice["logprobs"]["tokens"][1:] == ["token_id:6", "token_id:7"]
+    assert choice["text"] == "Hi youHé"
+
+
+def test_a_chat_with_echo_begins_with_the_message_that_it_continues() -> None:
+    answer, _ = whole(asking(True, begins_with="So"))
+    give(answer, 0, [7], " be it", STOP)
+    assert body(answer)["choices"][0]["message"]["content"] == "So be it"

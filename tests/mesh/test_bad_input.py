@@ -44,7 +44,7 @@ USER = {"role": "user", "content": "hi"}
 
 FLAGS = (
     *("--device", "fake", "--max-model-len", str(CONTEXT), "--fake-step-ms", str(STEP_MS)),
-    *("--api-key", KEY, "--drain-timeout", "0.5"),
+    *("--api-key", KEY, "--drain-timeout", "0.5", "--trust-request-chat-template"),
 )
 
 
