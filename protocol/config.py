@@ -33,10 +33,16 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     generation_config: Annotated[
         str,
         Meta(
-            description="'auto': defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none",
+            description="'auto': sampling defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none; "
+            "or a folder with that file",
             extra=PER_NODE,
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        str, Meta(description='JSON object over those defaults: {"temperature": 0.5}', extra=PER_NODE)
+    ] = ""
+    revision: Annotated[str, Meta(description="of a hub name: branch, tag or commit", extra=PER_NODE)] = ""
+    download_dir: Annotated[str, Meta(description="where hub names are downloaded to", extra=PER_NODE)] = ""
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "half", "float"],
         Meta(description="of weights and activations; auto: the model's on a GPU, float32 on the CPU"),

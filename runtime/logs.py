@@ -1,14 +1,40 @@
 """Logging of a process: structlog to stderr. Configured once, from main, nowhere else."""
 
+import contextlib
 import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
 from meshlm.protocol.config import RunConfig
+
+
+class _Forgiving:
+    """Text for a reader that may have left (`meshlm serve 2>&1 | head`): what nobody reads is dropped, and no signal, request or
+    restart fails on it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed here
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._out.flush()
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
+
+
+def forgiving(out: TextIO) -> TextIO:
+    """`out`, but writing to it never fails."""
+    return cast(TextIO, _Forgiving(out))
 
 
 def configure(config: RunConfig) -> None:
@@ -26,7 +52,7 @@ def configure(config: RunConfig) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(forgiving(sys.stderr)),
         cache_logger_on_first_use=True,
     )
 

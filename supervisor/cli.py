@@ -10,9 +10,10 @@ import sys
 from typing import NoReturn
 
 from meshlm import __version__
+from meshlm.supervisor.config_file import expand
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.flags import settings
-from meshlm.supervisor.vllm_flags import did_you_mean
+from meshlm.supervisor.vllm_flags import did_you_mean, with_dashes
 
 COMMANDS = ("serve", "launch", "scale", "status", "restart", "drain", "bench", "chat", "keys", "collect_env")
 
@@ -32,11 +33,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
-    parser = _parser(argv)
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(did_you_mean(unknown, (setting.flag for setting in settings())))
     try:
+        argv = expand(with_dashes(argv))
+        parser = _parser(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parser.error(did_you_mean(unknown, (setting.flag for setting in settings())))
         return int(arguments.run(arguments))
     except UsageError as error:
         print(f"meshlm: error: {error}", file=sys.stderr)

@@ -6,13 +6,14 @@ from typing import TextIO
 
 from meshlm.protocol.control_edge import Progress
 from meshlm.protocol.ids import Identity
+from meshlm.runtime.logs import forgiving
 
 
 class StartDisplay:
     """Prints progress to `out` (stderr): in place on a terminal, a line per tenth of the way elsewhere."""
 
     def __init__(self, out: TextIO = sys.stderr) -> None:
-        self._out = out
+        self._out = forgiving(out)
         self._live = out.isatty()
         self._shown: dict[tuple[Identity, str], int] = {}
         self._open_line = False

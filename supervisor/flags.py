@@ -5,10 +5,7 @@ what a setting means.
 """
 
 import argparse
-import difflib
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -16,10 +13,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.supervisor import vllm_flags
+from meshlm.supervisor import config_file, vllm_flags
 from meshlm.supervisor.errors import UsageError
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+from meshlm.supervisor.sizes import parse_bytes, parse_count
+from meshlm.supervisor.vllm_table import VALUES
 
 
 class Setting(NamedTuple):
@@ -50,27 +47,6 @@ def settings() -> Iterator[Setting]:
             if get_origin(kind) is Annotated:
                 kind, meta = get_args(kind)[:2]
             yield Setting(section, field.name, kind, meta, field.default)
-
-
-def parse_bytes(text: str) -> int:
-    """'4G' -> 4294967296; 1024-based, optional B or iB. ArgumentTypeError otherwise."""
-    number = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:].isalpha() else ""
-    try:
-        value = int(float(number.removesuffix(unit)) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: a number with K, M, G or T, like 4G") from None
-    return value
-
-
-def parse_count(text: str) -> int:
-    """'32k' -> 32000, '32K' -> 32768, as in vLLM; k, m and g are decimal, K, M and G binary. ArgumentTypeError otherwise."""
-    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
-    factor = _UNITS.get(unit) if unit == unit.upper() else {"k": 10**3, "m": 10**6, "g": 10**9}.get(unit)
-    try:
-        return int(number) if factor == 1 else int(float(number) * factor)  # type: ignore[operator]
-    except (ValueError, TypeError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k") from None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +91,7 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
-        choices, synonyms = get_args(kind), vllm_flags.VALUES.get(setting.name)
+        choices, synonyms = get_args(kind), VALUES.get(setting.name)
         if synonyms:
             return {"choices": choices, "type": lambda text: synonyms.get(text, text)}
         return {"choices": choices, "type": type(choices[0])}
@@ -131,14 +107,27 @@ def build(values: dict[str, object], toml_file: str | None) -> MeshConfig:
     """The tree from flags (they win) over the TOML file over the defaults. UsageError names the flag or key."""
     sections: dict[str, dict[str, object]] = {}
     known = {setting.name: setting for setting in settings()}
-    for name, value in {**_read_toml(toml_file, known), **values}.items():
+    for name, value in {**config_file.read_toml(toml_file, known), **values}.items():
         if name in known:
-            value = tuple(value) if isinstance(value, list) else value
+            value = tuple(_listed(known[name], value)) if isinstance(value, list) else value
             sections.setdefault(known[name].section, {})[name] = value
     try:
         return msgspec.convert(sections, MeshConfig)
     except msgspec.ValidationError as error:
         raise UsageError(_name_flag(str(error))) from None
+
+
+def _listed(setting: Setting, values: list[Any]) -> list[Any]:
+    """vLLM takes some lists as one word of JSON: '["a", "b"]'."""
+    if not ((setting.meta and setting.meta.extra) or {}).get("json") or len(values) != 1:
+        return values
+    word = values[0]
+    if not (isinstance(word, str) and word.startswith("[")):
+        return values
+    try:
+        return msgspec.json.decode(word, type=list[str])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{setting.flag} {word}: {error}; give the words, or a JSON list of them") from None
 
 
 def _name_flag(message: str) -> str:
@@ -148,36 +137,3 @@ def _name_flag(message: str) -> str:
         return message
     name = path.rstrip("`").split("[")[0].split(".")[-1]
     return f"--{name.replace('_', '-')}: {what[:1].lower()}{what[1:]}"
-
-
-def _read_toml(file: str | None, known: dict[str, Setting]) -> dict[str, object]:
-    """Settings of a TOML file, given flat or under their section, dashes or underscores."""
-    if file is None:
-        return {}
-    try:
-        tree = tomllib.loads(Path(file).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--config {file}: {error}") from None
-    sections = {setting.section for setting in known.values()}
-    found: dict[str, object] = {}
-    for key, value in tree.items():
-        inner = value.items() if key in sections and isinstance(value, dict) else [(key, value)]
-        for name, setting_value in inner:
-            found[_known(name, known, file)] = setting_value
-    for name, value in found.items():
-        extra = known[name].meta
-        if isinstance(value, str) and extra is not None and (extra.extra or {}).get("bytes"):
-            try:
-                found[name] = parse_bytes(value)
-            except argparse.ArgumentTypeError as error:
-                raise UsageError(f"--config {file}: {name}: {error}") from None
-    return found
-
-
-def _known(name: str, known: dict[str, Setting], file: str) -> str:
-    plain = name.replace("-", "_")
-    if plain in known:
-        return plain
-    close = difflib.get_close_matches(plain, known, n=1)
-    hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
-    raise UsageError(f"--config {file}: unknown key {name!r}{hint}")

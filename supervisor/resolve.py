@@ -32,9 +32,15 @@ def resolve(config: MeshConfig) -> MeshConfig:
             tokenizer=config.model.tokenizer,
             chat_template=config.model.chat_template,
             load_format=config.model.load_format,
+            revision=config.model.revision,
+            download_dir=config.model.download_dir,
+        )
+        generation_defaults = model_files.generation_defaults(
+            files.generation_defaults, config.model.generation_config, config.model.override_generation_config
         )
     except model_files.ModelFilesError as error:
         raise UsageError(str(error)) from None
+    _check_template_kwargs(config.server.default_chat_template_kwargs)
     device = _device(config)
     if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
         raise UsageError(
@@ -59,7 +65,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         tokenizer_path=str(files.tokenizer_path),
         chat_template=files.chat_template,
         served_names=config.model.served_model_name or (files.name,),
-        generation_defaults=files.generation_defaults if config.model.generation_config == "auto" else {},
+        generation_defaults=generation_defaults,
         load_format=files.load_format,
         device=device,
         dtype=_dtype(config, device, files.spec.dtype),
@@ -72,6 +78,13 @@ def resolve(config: MeshConfig) -> MeshConfig:
     config = msgspec.structs.replace(config, resolved=resolved)
     digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _check_template_kwargs(text: str) -> None:
+    try:
+        msgspec.json.decode(text or "{}", type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"--default-chat-template-kwargs: {error}; a JSON object is expected") from None
 
 
 def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int) -> int:

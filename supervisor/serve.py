@@ -22,7 +22,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "serve", help="serve a model over HTTP", description="Serve a model to OpenAI-style HTTP clients."
     )
     flags.add_flags(parser)
-    parser.add_argument("--config", help="TOML file with any of these settings; flags win")
+    parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
     parser.set_defaults(run=run)
 
 

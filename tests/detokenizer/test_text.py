@@ -116,7 +116,10 @@ def test_sandbox_holds() -> None:
         template.render([], None, {}, add_generation_prompt=True, continue_final_message=False)
 
 
-SHOW = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls or () %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+SHOW = (
+    "{% for m in messages %}[{{ m.content }}]"
+    "{% for c in m.tool_calls or () %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.supervisor import cli, flags, vllm_flags
+from meshlm.supervisor import cli, flags, sizes, vllm_flags
+from meshlm.supervisor import vllm_table as table
+from meshlm.supervisor.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 
@@ -26,7 +28,7 @@ def test_the_command_that_the_targets_were_measured_with() -> None:
     assert config.worker.attention_backend == "auto"
 
 
-@pytest.mark.parametrize(("flag", "count"), [(flag, count) for flag, (count, _) in vllm_flags.NEEDLESS.items()])
+@pytest.mark.parametrize(("flag", "count"), [(flag, count) for flag, (count, _) in table.NEEDLESS.items()])
 def test_what_is_not_needed_is_said_and_changes_nothing(
     flag: str, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,13 +36,40 @@ def test_what_is_not_needed_is_said_and_changes_nothing(
     assert f"{flag} is not needed: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", vllm_flags.ABSENT)
+@pytest.mark.parametrize("flag", table.ABSENT)
 def test_what_is_absent_is_refused_in_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.run(["serve", flag, "x"])
     said = capsys.readouterr().err
-    assert said.startswith(f"meshlm serve: error: {flag}: {vllm_flags.ABSENT[flag]}")
+    assert said.startswith(f"meshlm serve: error: {flag}: {table.ABSENT[flag]}")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", table.ONLY)
+def test_what_has_one_meaning_is_taken_with_it_alone(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    allowed, why = table.ONLY[flag]
+    for value in allowed:
+        assert config_of("m", flag, value) == config_of("m")
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["serve", flag, "other"])
+    assert capsys.readouterr().err.startswith(f"meshlm serve: error: {flag} other: {why}")
+
+
+def test_to_ask_for_the_absence_of_what_is_absent_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_of("m", "--no-enable-lora", "--no-trust-remote-code") == config_of("m")
+    assert capsys.readouterr().err == ""
+
+
+def test_underscores_are_dashes() -> None:
+    words = ["serve", "--max_model_len=a_b", "a_b", "--", "--c_d"]
+    assert vllm_flags.with_dashes(words) == ["serve", "--max-model-len=a_b", "a_b", "--", "--c_d"]
+
+
+def test_lists_may_be_json() -> None:
+    assert config_of("--allowed-origins", '["a", "b"]').server.allowed_origins == ("a", "b")
+    assert config_of("--allowed-origins", "a", "b").server.allowed_origins == ("a", "b")
+    with pytest.raises(UsageError, match="--allowed-methods"):
+        config_of("--allowed-methods", '["GET"')
 
 
 def test_other_names() -> None:
@@ -58,7 +87,7 @@ def test_numbers_of_tokens() -> None:
 @pytest.mark.parametrize("text", ["3x", "k", "", "1e", "4.5"])
 def test_no_number_of_tokens(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="no number of tokens"):
-        flags.parse_count(text)
+        sizes.parse_count(text)
 
 
 def test_an_unknown_flag_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,13 +98,17 @@ def test_an_unknown_flag_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_flag_of_ours_is_in_the_table() -> None:
     ours = {setting.flag for setting in flags.settings()}
-    renamed = {name for names in vllm_flags.RENAMED for name in names}
-    assert not ours & (renamed | set(vllm_flags.NEEDLESS) | set(vllm_flags.ABSENT))
+    renamed = {name for names in table.RENAMED for name in names}
+    assert not ours & (renamed | set(table.NEEDLESS) | set(table.ABSENT) | set(table.ONLY))
+    assert not set(table.NEEDLESS) & set(table.ABSENT)
 
 
 def test_the_document_has_the_table() -> None:
     text = DOCS.read_text("utf-8")
-    rows = [f"| `{names[0]}` | `--{ours.replace('_', '-')}` |" for names, ours in vllm_flags.RENAMED.items()]
-    rows += [f"| `{flag}` | {why} |" for flag, (_, why) in vllm_flags.NEEDLESS.items()]
-    rows += [f"| `{flag}` | {why} |" for flag, why in vllm_flags.ABSENT.items()]
+    rows = [f"| `{names[0]}` | `--{ours.replace('_', '-')}` |" for names, ours in table.RENAMED.items()]
+    rows += [f"| `{flag}` | {why} |" for flag, (_, why) in table.NEEDLESS.items()]
+    rows += [
+        f"| `{flag}` | {', '.join(f'`{v}`' for v in values)} | {why} |" for flag, (values, why) in table.ONLY.items()
+    ]
+    rows += [f"| `{flag}` | {why} |" for flag, why in table.ABSENT.items()]
     assert [row for row in rows if row not in text] == []
