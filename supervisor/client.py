@@ -4,59 +4,29 @@ Owned by llm.py, in whose background loop it lives. It starts and ends no proces
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
+    Detokenize,
+    DetokenizeReply,
     Finished,
-    PositionLogprobs,
+    Prompt,
     Rejected,
     Submit,
     TextDeltas,
-    TextPrompt,
     Tokenize,
     TokenizeReply,
 )
 from meshlm.runtime.mesh import Mesh
-
-
-@dataclass
-class CompletionOutput:
-    """One generated sequence."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class RequestOutput:
-    """One prompt's sequences."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    num_cached_tokens: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finished() for output in self.outputs)
+from meshlm.supervisor.outputs import CompletionOutput, RequestOutput, logprobs_of
 
 
 class Client:
@@ -68,7 +38,7 @@ class Client:
         self._mesh_serves = False
         self._rows: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self._errors: list[str] = []
-        self._asked: dict[int, asyncio.Future[TokenizeReply]] = {}
+        self._asked: dict[int, asyncio.Future[TokenizeReply | DetokenizeReply]] = {}
         self._next = 0
         self._bar: Any = None
         self._all_done: asyncio.Event = asyncio.Event()
@@ -87,7 +57,7 @@ class Client:
                 for handle in message.handles:
                     self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
                     self._end(handle)
-            case TokenizeReply():
+            case TokenizeReply() | DetokenizeReply():
                 self._asked.pop(message.handle).set_result(message)
             case MeshStats():
                 self._mesh_serves = message.serving
@@ -119,32 +89,44 @@ class Client:
         for number, (submit, request) in enumerate(submits):
             handles = []
             for output in request.outputs:
-                self._next = self._next % 0x7FFF_FFFF + 1
-                handles.append(Handle(self._next))
-                self._rows[self._next] = (request, output)
+                handles.append(self._new_handle())
+                self._rows[handles[-1]] = (request, output)
             self.mesh.send(peers[number % len(peers)], msgspec.structs.replace(submit, handles=tuple(handles)))
         if self._rows:
             await self._all_done.wait()
         if self._errors:
             raise ValueError(self._errors[0])
 
-    async def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Ask a detokenizer for the ids of each text. ValueError when it refuses one."""
-        assert self.mesh is not None
-        (peer, *_) = self.mesh.peers(Role.DETOKENIZER)
-        replies: list[asyncio.Future[TokenizeReply]] = []
-        for text in texts:
-            self._next = self._next % 0x7FFF_FFFF + 1
-            self._asked[self._next] = future = asyncio.get_running_loop().create_future()
-            replies.append(future)
-            self.mesh.send(peer, Tokenize(Handle(self._next), TextPrompt(text)))
+    async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
+        replies = [self._ask(Tokenize(self._new_handle(), prompt)) for prompt in prompts]
         found = []
         for reply in replies:
             answer = await reply
+            assert isinstance(answer, TokenizeReply)
             if answer.error:
                 raise ValueError(answer.error)
             found.append(unpack_i32(answer.token_ids).tolist())
         return found
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included. ValueError for one that the vocabulary does not have."""
+        answer = await self._ask(Detokenize(self._new_handle(), pack_i32(token_ids)))
+        assert isinstance(answer, DetokenizeReply)
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer.text
+
+    def _ask(self, message: Tokenize | Detokenize) -> "asyncio.Future[TokenizeReply | DetokenizeReply]":
+        assert self.mesh is not None
+        (peer, *_) = self.mesh.peers(Role.DETOKENIZER)
+        self._asked[message.handle] = future = asyncio.get_running_loop().create_future()
+        self.mesh.send(peer, message)
+        return future
+
+    def _new_handle(self) -> Handle:
+        self._next = self._next % 0x7FFF_FFFF + 1
+        return Handle(self._next)
 
     def _deltas(self, message: TextDeltas) -> None:
         handles, tokens = unpack_i32(message.handles).tolist(), unpack_i32(message.token_ids)
@@ -164,10 +146,11 @@ class Client:
 
     def _details(self, message: TextDeltas, row: int, request: RequestOutput, output: CompletionOutput) -> None:
         if row in message.logprobs:
-            output.logprobs = (output.logprobs or []) + message.logprobs[row]
-            output.cumulative_logprob = sum(position.token.logprob for position in output.logprobs)
+            news = message.logprobs[row]
+            output.logprobs = (output.logprobs or []) + [logprobs_of(position) for position in news]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(p.token.logprob for p in news)
         if row in message.prompt_logprobs:
-            request.prompt_logprobs = message.prompt_logprobs[row]
+            request.prompt_logprobs = [None if p is None else logprobs_of(p) for p in message.prompt_logprobs[row]]
         if row in message.first:
             request.num_cached_tokens = message.first[row].num_cached_tokens
 

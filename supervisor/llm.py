@@ -21,26 +21,27 @@ from tqdm import tqdm
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, RequestId, Role
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import flags, io, layout, resolve, rundir
-from meshlm.supervisor.client import Client, CompletionOutput, RequestOutput
+from meshlm.supervisor.arguments import settings_of
+from meshlm.supervisor.client import Client
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.sampling import SamplingParams
+from meshlm.supervisor.tokenizer import Tokenizer, chat_prompt
 
 T = TypeVar("T")
+OnePrompt = str | Sequence[int] | dict[str, Any]
 
 
 class LLM:
     """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores."""
 
     def __init__(self, model: str = "", **settings: Any) -> None:
-        names = {setting.name for setting in flags.settings()}
-        unknown = sorted(settings.keys() - names)
-        if unknown:
-            raise TypeError(f"LLM: unknown argument {unknown[0]!r}")
-        config = flags.build({"standby_roles": ("none",), **settings, "model": model}, None)
+        given = {"standby_roles": ["none"], **settings_of(settings), "model": model}
+        config = flags.build(given, None)
         self._folder = tempfile.TemporaryDirectory(prefix="mlm")
         run_dir = Path(self._folder.name) / "run"
         rundir.create(run_dir)
@@ -59,17 +60,16 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: OnePrompt | Sequence[OnePrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text or token ids). Results in the order of the prompts. ValueError for bad input."""
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}. Results in the order of the
+        prompts. Without sampling_params the model's own are taken. ValueError for bad input."""
+        single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
         items: list[Any] = [prompts] if single else list(prompts)
-        made: list[Prompt] = [
-            TextPrompt(item) if isinstance(item, str) else TokenPrompt(pack_i32(item)) for item in items
-        ]
-        return self._run(made, sampling_params, use_tqdm)
+        return self._run([_prompt(item) for item in items], sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -79,16 +79,15 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's chat template."""
         many = bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = list(messages) if many else [messages]
         made: list[Prompt] = [
-            ChatPrompt(
-                messages_json=msgspec.json.encode(conversation),
-                chat_template=chat_template or "",
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
+            chat_prompt(
+                conversation, tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message
             )
             for conversation in conversations
         ]
@@ -102,7 +101,21 @@ class LLM:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, by the mesh's own tokenizer."""
-        return self._call(self._client.tokenize(list(texts)))
+        return self._call(self._client.tokenize([TextPrompt(text) for text in texts]))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The mesh's tokenizer, with its chat template."""
+
+        def ids(prompt: Prompt) -> list[int]:
+            (found,) = self._call(self._client.tokenize([prompt]))
+            return found
+
+        return Tokenizer(ids, lambda token_ids: self._call(self._client.detokenize(token_ids)), self.vocab_size)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """With the defaults of the model's generation_config.json."""
+        assert self._config.resolved is not None
+        return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
 
     def start_profile(self) -> None:
         """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
@@ -126,18 +139,26 @@ class LLM:
             self._folder.cleanup()
 
     def _run(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        params = params or self.get_default_sampling_params()
+        each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling_params")
-        submits = [self._submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        ranks = [0] * len(prompts) if priority is None else list(priority)
+        if len(ranks) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(ranks)} of priority")
+        submits = [self._submit(*one) for one in zip(prompts, each, ranks, strict=True)]
         total = sum(len(request.outputs) for _, request in submits)
         with tqdm(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
             self._call(self._client.run(submits, bar))
         return [request for _, request in submits]
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, RequestOutput]:
+    def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> tuple[Submit, RequestOutput]:
         assert self._config.resolved is not None
         name = uuid.uuid4().hex
         submit = Submit(
@@ -148,6 +169,7 @@ class LLM:
             text=params.text(),
             max_tokens=params.max_tokens,
             want_prompt=True,
+            priority=priority,
             arrival_s=time.time(),
         )
         return submit, RequestOutput(name, None, [], [CompletionOutput(index) for index in range(params.n)])
@@ -188,4 +210,19 @@ class LLM:
         atexit.unregister(self.shutdown)
 
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+def _prompt(item: Any) -> Prompt:
+    """One prompt of `generate`. ValueError for what is none."""
+    if isinstance(item, dict):
+        keys = [key for key in ("prompt_token_ids", "prompt") if item.get(key) is not None]
+        if not keys:
+            raise ValueError("a prompt that is a dict needs 'prompt' or 'prompt_token_ids'")
+        item = item[keys[0]]
+    if isinstance(item, str):
+        return TextPrompt(item)
+    try:
+        return TokenPrompt(pack_i32(item))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"a prompt is text, token ids, or a dict of either: {error}") from None
+
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -34,6 +34,8 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def wire(self, eos: tuple[int, ...], vocab_size: int) -> WireParams:
         """As the mesh knows them. ValueError names a value that is not allowed."""
@@ -52,8 +54,8 @@ class SamplingParams:
             eos_token_ids=() if self.ignore_eos else eos,
             logit_bias=self.logit_bias or {},
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            logprobs=-1 if self.logprobs is None else self.logprobs,
-            prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
+            logprobs=_wanted(self.logprobs, vocab_size),
+            prompt_logprobs=_wanted(self.prompt_logprobs, vocab_size),
         )
 
     def _check(self, vocab_size: int) -> None:
@@ -76,6 +78,7 @@ class SamplingParams:
             "allowed_token_ids": known(self.allowed_token_ids),
             "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
             "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
         }
         wrong = [name for name, fine in allowed.items() if not fine]
         if wrong:
@@ -88,4 +91,11 @@ class SamplingParams:
             stop=tuple(stop),
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens or 0,
         )
+
+
+def _wanted(logprobs: int | None, vocab_size: int) -> int:
+    """-1 is the whole vocabulary here, and none in the mesh."""
+    return -1 if logprobs is None else (vocab_size if logprobs == -1 else logprobs)

@@ -68,4 +68,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _generate(llm: LLM, samples: list[Sample], n: int) -> list[RequestOutput]:
     params = [SamplingParams(n=n, temperature=1.0, max_tokens=s.output_len, ignore_eos=True) for s in samples]
-    return llm.generate([s.prompt for s in samples], params)  # type: ignore[arg-type]
+    return llm.generate([s.prompt for s in samples], params)

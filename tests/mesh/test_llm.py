@@ -10,7 +10,7 @@ pytestmark = pytest.mark.mesh
 
 SCRIPT = """
 from meshlm import LLM, SamplingParams
-llm = LLM(device="fake", max_model_len=512)
+llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantization=None, served_model_name="mine")
 prompts = [[300, 301, 302], [400, 401]]
 one, two = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, n=2))
 from meshlm.workers.fake import expected_token
@@ -23,6 +23,20 @@ assert one.finished and one.outputs[0].finish_reason == "length"
 assert two.prompt_token_ids == [400, 401]
 (chat,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3))
 assert len(chat.outputs[0].token_ids) == 3 and chat.prompt.endswith("assistant\\n")
+(one,) = llm.generate({"prompt_token_ids": [300, 301, 302]}, SamplingParams(max_tokens=2, ignore_eos=True))
+assert one.outputs[0].token_ids == tokens[3:5]
+one, two = llm.generate([{"prompt": "hi"}, "hi"], priority=[1, 0], use_tqdm=False)
+assert one.prompt_token_ids == two.prompt_token_ids == llm.encode(["hi"])[0]
+tokenizer = llm.get_tokenizer()
+assert tokenizer.decode(tokenizer.encode("hi there")) == "hi there"
+assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True) == chat.prompt
+for wrong in ({"text": "hi"}, ["a", None], [[1.5]]):
+    try:
+        llm.generate(wrong)
+    except ValueError as error:
+        assert str(error).startswith("a prompt"), error
+    else:
+        raise AssertionError(wrong)
 try:
     llm.generate([[1] * 600])
 except ValueError as error:

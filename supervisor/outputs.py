@@ -1,0 +1,51 @@
+"""What `LLM.generate` gives back, with vLLM's names. Filled by client.py."""
+
+from dataclasses import dataclass, field
+
+from meshlm.protocol.text_edge import PositionLogprobs
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability (natural log), its place among all tokens (1 = likeliest), and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+def logprobs_of(position: PositionLogprobs) -> dict[int, Logprob]:
+    """By token id: the sampled (or prompt) token first, then the likeliest."""
+    return {t.token_id: Logprob(t.logprob, t.rank, t.text) for t in (position.token, *position.top)}
+
+
+@dataclass
+class CompletionOutput:
+    """One generated sequence."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """One prompt's sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished() for output in self.outputs)
