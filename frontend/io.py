@@ -221,6 +221,8 @@ class FrontendApp:
                 self._metrics.tpot.observe((choice.last_at - choice.first_at) / (len(choice.token_ids) - 1))
         if answer.ask.max_tokens:
             self._metrics.max_tokens.observe(answer.ask.max_tokens)
+        self._metrics.n.observe(answer.ask.num_returned)
+        self._metrics.longest.observe(max((len(choice.token_ids) for choice in answer.choices), default=0))
         for name in answer.ask.unknown_fields:
             if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
                 self._unknown_seen.add(name)
@@ -239,6 +241,11 @@ class FrontendApp:
                 seconds=round(elapsed, 3),
                 error=answer.error.message if answer.error else None,
             )
+
+    def load(self) -> int:
+        """Requests that run or wait in the mesh, as told within the last second; of this frontend's own, at least all."""
+        ranks = sum(rank.num_running + rank.num_waiting for rank in self._stats.ranks)
+        return max(self.num_open, self._stats.num_held + ranks)
 
     def metrics(self) -> bytes:
         self._metrics.flush(self._desk.intervals)

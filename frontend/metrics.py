@@ -36,6 +36,7 @@ _SECONDS = (
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _REFUSALS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
+_CHOICES = (1, 2, 5, 10, 20)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -72,6 +73,10 @@ class Metrics:
         self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS).labels(model)
         self.generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS).labels(model)
         self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", _TOKENS).labels(model)
+        self.n = histogram("request_params_n", "n of a request.", _CHOICES).labels(model)
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", _TOKENS
+        ).labels(model)
         self._success = Counter("meshlm:request_success", "Finished requests.", ("model_name", "finished_reason"))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.").labels(model)
         self.generation_tokens = counter("generation_tokens", "Output tokens of finished requests.").labels(model)

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from meshlm.frontend import parse, prompts, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.errors import NOT_SERVED, HttpError
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -56,6 +56,7 @@ class Backend(Protocol):
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
     async def profile(self, *, start: bool) -> Profiled: ...
     def done(self, answer: Answer, started: float, path: str, status: int) -> None: ...
+    def load(self) -> int: ...
     def metrics(self) -> bytes: ...
 
 
@@ -74,6 +75,8 @@ class Routes:
             Route("/tokenize", _Endpoint(self.tokenize), methods=post),
             Route("/detokenize", _Endpoint(self.detokenize), methods=post),
             Route("/v1/models", _Endpoint(self.models), methods=get),
+            Route("/v1/models/{name:path}", _Endpoint(self.model), methods=get),
+            Route("/load", _Endpoint(self.load), methods=get),
             Route("/health", _Endpoint(self.health), methods=get),
             Route("/ready", _Endpoint(self.ready), methods=get),
             Route("/version", _Endpoint(self.version), methods=get),
@@ -131,19 +134,26 @@ class Routes:
         return _json({"paths": list(answer.paths)})
 
     async def models(self, request: Request) -> Response:
-        resolved = self._backend.resolved
-        entries = [
-            {
-                "id": name,
-                "object": "model",
-                "created": int(time.time()),
-                "owned_by": "meshlm",
-                "root": resolved.model_path,
-                "max_model_len": resolved.max_model_len,
-            }
-            for name in resolved.served_names
-        ]
+        entries = [self._model_entry(name) for name in self._backend.resolved.served_names]
         return _json({"object": "list", "data": entries})
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._model_entry(self._check_model(request.path_params["name"])))
+
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        resolved = self._backend.resolved
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "meshlm",
+            "root": resolved.model_path,
+            "parent": None,
+            "max_model_len": resolved.max_model_len,
+        }
+
+    async def load(self, request: Request) -> Response:
+        return _json({"server_load": self._backend.load()})
 
     async def tokenize(self, request: Request) -> Response:
         body, _ = parse.decode(await self._body(request), TokenizeRequest)
@@ -224,6 +234,7 @@ class Routes:
             raise HttpError(503, reason, kind="overloaded_error")
         name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
+        shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"])
@@ -247,13 +258,13 @@ class Routes:
             for choices, submit in asked:
                 backend.open(choices, submit)
             if ask.stream:
-                return await self._stream(request, answer, writer, end)  # type: ignore[arg-type]
+                return await self._stream(request, answer, writer, end, shown)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
             if answer.error is not None:
                 raise answer.error
-            return Response(answer.body(), media_type="application/json", headers={"X-Request-Id": request_id})  # type: ignore[union-attr]
+            return Response(answer.body(), media_type="application/json", headers={"X-Request-Id": shown})  # type: ignore[union-attr]
         except HttpError as error:
             status = error.status
             raise
@@ -262,10 +273,11 @@ class Routes:
             backend.done(answer, started, request.url.path, status)
 
     async def _stream(
-        self, request: Request, answer: StreamAnswer, writer: EventWriter, end: asyncio.Event
+        self, request: Request, answer: StreamAnswer, writer: EventWriter, end: asyncio.Event, shown: str
     ) -> Response | None:
         """Start with the first news, so that a refusal still has its HTTP status."""
-        pump = asyncio.ensure_future(_first_then_pump(writer, answer, end))
+        name = [(b"x-request-id", shown.encode("latin-1", "replace"))]
+        pump = asyncio.ensure_future(_first_then_pump(writer, name))
         try:
             if not await _ended_before_disconnect(request, end):
                 return None
@@ -275,7 +287,7 @@ class Routes:
             with contextlib.suppress(asyncio.CancelledError):
                 await pump
             if not writer.started:
-                await writer.start([(b"x-request-id", answer.request_id.encode())])
+                await writer.start(name)
             if events := answer.last_events():
                 writer.write(events)
             await writer.finish()
@@ -284,10 +296,10 @@ class Routes:
             pump.cancel()
 
 
-async def _first_then_pump(writer: EventWriter, answer: StreamAnswer, end: asyncio.Event) -> None:
+async def _first_then_pump(writer: EventWriter, headers: list[tuple[bytes, bytes]]) -> None:
     """Send the headers when the first event waits, then whatever the socket could not take."""
     await writer._wake.wait()
-    await writer.start([(b"x-request-id", answer.request_id.encode("latin-1", "replace"))])
+    await writer.start(headers)
     await writer.pump()
 
 
@@ -321,6 +333,8 @@ def _plain_error(request: Request, error: Exception) -> Response:
         else "there is no such path"
     )
     kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
+    if error.status_code == 404 and request.url.path in NOT_SERVED:
+        text += f": {NOT_SERVED[request.url.path]}"
     body = HttpError(error.status_code, text, kind=kind).body()
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 

@@ -2,27 +2,31 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from meshlm.protocol.control_edge import Progress
 from meshlm.protocol.ids import Identity
 from meshlm.runtime.logs import forgiving
 
+EVERY_S = 5.0
+
 
 class StartDisplay:
-    """Prints progress to `out` (stderr): in place on a terminal, a line per tenth of the way elsewhere."""
+    """Prints progress to `out` (stderr): in place on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, out: TextIO = sys.stderr) -> None:
+    def __init__(self, out: TextIO = sys.stderr, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = forgiving(out)
         self._live = out.isatty()
-        self._shown: dict[tuple[Identity, str], int] = {}
+        self._clock = clock
+        self._shown: dict[tuple[Identity, str], float] = {}  # when a phase's last line was written, or it began
         self._open_line = False
-        self._started = time.monotonic()
+        self._started = clock()
 
     def line(self, text: str) -> None:
         """A line that stays."""
         self._close_line()
-        print(f"[{time.monotonic() - self._started:6.1f}s] {text}", file=self._out, flush=True)
+        print(f"[{self._clock() - self._started:6.1f}s] {text}", file=self._out, flush=True)
 
     def progress(self, identity: Identity, news: Progress) -> None:
         """News of one phase of one process."""
@@ -30,12 +34,12 @@ class StartDisplay:
         text = f"{identity}: {news.phase}{amount}"
         finished = news.done >= news.total
         if self._live and not finished:
-            print(f"\r\x1b[2K[{time.monotonic() - self._started:6.1f}s] {text}", end="", file=self._out, flush=True)
+            print(f"\r\x1b[2K[{self._clock() - self._started:6.1f}s] {text}", end="", file=self._out, flush=True)
             self._open_line = True
             return
-        tenth = 10 * news.done // news.total if news.total else 10
-        if self._shown.get((identity, news.phase)) != tenth:
-            self._shown[identity, news.phase] = tenth
+        now = self._clock()
+        if finished or now - self._shown.setdefault((identity, news.phase), now) >= EVERY_S:
+            self._shown[identity, news.phase] = now
             self.line(text)
 
     def _close_line(self) -> None:
