@@ -10,6 +10,7 @@ from meshlm.protocol.ids import Identity
 from meshlm.runtime.logs import forgiving
 
 EVERY_S = 5.0
+ENDED = -1.0
 
 
 class StartDisplay:
@@ -19,7 +20,7 @@ class StartDisplay:
         self._out = forgiving(out)
         self._live = out.isatty()
         self._clock = clock
-        self._shown: dict[tuple[Identity, str], float] = {}  # when a phase's last line was written, or it began
+        self._shown: dict[tuple[Identity, str], float] = {}  # when a phase's last line was written or it began; ENDED
         self._open_line = False
         self._started = clock()
 
@@ -38,9 +39,12 @@ class StartDisplay:
             self._open_line = True
             return
         now = self._clock()
-        if finished or now - self._shown.setdefault((identity, news.phase), now) >= EVERY_S:
-            self._shown[identity, news.phase] = now
+        last = self._shown.setdefault((identity, news.phase), now)
+        if last != ENDED and (finished or now - last >= EVERY_S):
+            self._shown[identity, news.phase] = ENDED if finished else now
             self.line(text)
+        elif last == ENDED and not finished:  # a process that was replaced begins anew
+            self._shown[identity, news.phase] = now
 
     def _close_line(self) -> None:
         if self._open_line:

@@ -15,6 +15,7 @@ def test_lines_while_weights_load() -> None:
     for second in range(13):
         now[0] = float(second)
         display.progress(WORKER, Progress("weights", 10 * second, 120, "MB"))
+    display.progress(WORKER, Progress("weights", 120, 120, "MB"))
     assert out.getvalue().splitlines() == [
         "[   5.0s] worker/0: weights 50/120 MB",
         "[  10.0s] worker/0: weights 100/120 MB",
