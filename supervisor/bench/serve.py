@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
@@ -25,6 +26,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--backend", default="openai", choices=["openai", "openai-chat", "vllm"])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--base-url", help="http://HOST:PORT, instead of --host and --port")
     parser.add_argument("--endpoint", default="/v1/completions")
     parser.add_argument("--model", help="default: the server's first")
     parser.add_argument("--dataset-name", default="random", choices=["random"])
@@ -43,7 +45,11 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--metric-percentiles", default="99")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--save-result", action="store_true")
+    parser.add_argument("--result-dir", default=".", help="with --save-result")
     parser.add_argument("--result-filename", help="with --save-result")
+    for flag in ("--trust-remote-code", "--disable-tqdm"):  # as vllm bench has them: there is neither to be had
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", help=argparse.SUPPRESS)  # prompts are token ids
     parser.set_defaults(run=run)
 
 
@@ -63,8 +69,21 @@ class Measured:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.num_prompts < 1:
         raise UsageError("--num-prompts: at least 1")
+    wanted = arguments.percentile_metrics.split(",")
+    if unknown := [name for name in wanted if name not in METRICS]:
+        raise UsageError(f"--percentile-metrics: {unknown[0]!r} is none of {', '.join(METRICS)}")
+    if arguments.base_url:
+        _set_address(arguments)
     uvloop.run(_run(arguments))
     return 0
+
+
+def _set_address(arguments: argparse.Namespace) -> None:
+    """--base-url as --host and --port."""
+    url = urlsplit(arguments.base_url)
+    if url.scheme != "http" or not url.hostname or url.path not in ("", "/"):
+        raise UsageError(f"--base-url {arguments.base_url}: must be http://HOST:PORT")
+    arguments.host, arguments.port = url.hostname, url.port or 80
 
 
 async def _run(arguments: argparse.Namespace) -> None:
@@ -209,5 +228,7 @@ def _report(arguments: argparse.Namespace, results: list[Measured], duration: fl
     for error in {r.error for r in results if not r.ok}:
         print(f"failed: {error}")
     if arguments.save_result:
-        path = Path(arguments.result_filename or f"meshlm-bench-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        path = Path(arguments.result_dir) / (
+            arguments.result_filename or f"meshlm-bench-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        )
         path.write_text(json.dumps(result, indent=1))
