@@ -10,6 +10,7 @@ import sys
 from typing import NoReturn
 
 from meshlm import __version__
+from meshlm.supervisor import flag_help
 from meshlm.supervisor.config_file import expand
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.flags import settings
@@ -35,6 +36,10 @@ def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         argv = expand(with_dashes(argv))
+        if argv[:1] == ["serve"] and (word := flag_help.asked(argv)) is not None:
+            print("\n".join(flag_help.lines(word)))
+            return 0
+        argv = flag_help.plain(argv)
         parser = _parser(argv)
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
