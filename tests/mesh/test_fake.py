@@ -223,10 +223,10 @@ def test_bad_chats(fake: Serving) -> None:
         answer = httpx.post(f"{fake.url}/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "messages"
-    refused = {"messages": [{"role": "elf", "content": "x"}], "chat_template": "{{ raise_exception('unknown role') }}"}
+    refused = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 'mine' }}"}
     answer = httpx.post(f"{fake.url}/v1/chat/completions", json=refused)
     assert answer.status_code == 400
-    assert "unknown role" in answer.json()["error"]["message"]
+    assert "--trust-request-chat-template" in answer.json()["error"]["message"]
 
 
 def test_a_huge_body_is_refused(fake: Serving) -> None:
@@ -264,3 +264,26 @@ def test_the_supervisor_takes_all_with_it() -> None:
         _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
         assert not alive
         assert Path(server.run_dir).exists()
+
+
+def test_small_paths(fake: Serving) -> None:
+    with httpx.Client(base_url=fake.url) as client:
+        (listed,) = client.get("/v1/models").json()["data"]
+        one = client.get(f"/v1/models/{listed['id']}").json()
+        assert {**one, "created": 0} == {**listed, "created": 0}
+        assert client.get("/v1/models/nobody/nothing").status_code == 404
+        assert client.get("/load").json()["server_load"] >= 0
+        absent = client.post("/v1/embeddings", json={"input": "x"})
+        assert (absent.status_code, absent.json()["error"]["type"]) == (404, "not_found_error")
+        assert "generation is the only task" in absent.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_clients_name_for_its_request_comes_back(fake: Serving, stream: bool) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "stream": stream}
+    named = httpx.post(f"{fake.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert named.headers["x-request-id"] == "mine"
+    assert '"id":"cmpl-mine"' in named.text
+    in_body = httpx.post(f"{fake.url}/v1/completions", json={**body, "request_id": "too"})
+    assert in_body.headers["x-request-id"] == "cmpl-too"
+    assert '"id":"cmpl-too"' in in_body.text
