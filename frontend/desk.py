@@ -48,6 +48,7 @@ class Desk:
         self.orphans: list[Choice] = []  # without a detokenizer, until one is there
         self.load: dict[Identity, int] = {}  # open choices by detokenizer
         self.intervals: dict[float, int] = {}  # seconds between tokens -> how often, for the metrics
+        self.num_tokens = 0  # that came since the metrics were last told
         self.unaccepted: set[int] = set()  # handles of new choices whose prompts are not encoded yet
         self._next_handle = 0
         self._steady: dict[Identity, Steady] = {}  # by detokenizer; what they have, the choices lack
@@ -207,7 +208,7 @@ class Desk:
         logprobs, prompt_logprobs, first = message.logprobs, message.prompt_logprobs, message.first
         gaps: list[Send] = []
         by_handle, texts, intervals = self.by_handle, message.texts, self.intervals
-        at = 0
+        at = num_tokens = 0
         for row, handle in enumerate(handles):
             count = 1 if counts is None else counts[row]
             choice = by_handle.get(handle)
@@ -217,6 +218,7 @@ class Desk:
                 if start == have:
                     ids = tokens[at : at + count]
                     choice.token_ids.extend(ids)
+                    num_tokens += count
                     if count:  # an end may come without tokens
                         if choice.last_at:
                             interval = now - choice.last_at
@@ -236,6 +238,7 @@ class Desk:
                 elif start > have:
                     gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
             at += count
+        self.num_tokens += num_tokens
         self._watch(message, sender, now, plain and not gaps)
         return gaps
 
@@ -246,6 +249,7 @@ class Desk:
             return False
         interval, count = now - steady.last_at, len(steady.choices)
         self.intervals[interval] = self.intervals.get(interval, 0) + count
+        self.num_tokens += count * width
         steady.take(message, width, now)
         return True
 

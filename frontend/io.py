@@ -87,7 +87,7 @@ class FrontendApp:
     def _tick(self) -> None:
         assert self._mesh is not None
         self._ticks += 1
-        self._metrics.flush(self._desk.intervals)
+        self._flush()
         with contextlib.suppress(
             HttpError
         ):  # a full queue: its detokenizer has the deadline too, and the frontend looks again
@@ -211,7 +211,6 @@ class FrontendApp:
         self._metrics.prompt.observe(usage["prompt_tokens"])
         self._metrics.generation.observe(usage["completion_tokens"])
         self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        self._metrics.generation_tokens.inc(usage["completion_tokens"])
         for choice in answer.choices:
             self._metrics.finished(choice.finished.reason.value if choice.finished else "abort")
             if choice.first_at:
@@ -248,8 +247,13 @@ class FrontendApp:
         return max(self.num_open, self._stats.num_held + ranks)
 
     def metrics(self) -> bytes:
-        self._metrics.flush(self._desk.intervals)
+        self._flush()
         return self._exposition()
+
+    def _flush(self) -> None:
+        self._metrics.flush(self._desk.intervals)
+        self._metrics.generation_tokens.inc(self._desk.num_tokens)
+        self._desk.num_tokens = 0
 
     # --- App ---
 

@@ -79,7 +79,7 @@ class Metrics:
         ).labels(model)
         self._success = Counter("meshlm:request_success", "Finished requests.", ("model_name", "finished_reason"))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.").labels(model)
-        self.generation_tokens = counter("generation_tokens", "Output tokens of finished requests.").labels(model)
+        self.generation_tokens = counter("generation_tokens", "Output tokens.").labels(model)
         self._gauges = {
             name: Gauge(f"meshlm:{name}", text, ("model_name", "engine"), multiprocess_mode="mostrecent")
             for name, text in (

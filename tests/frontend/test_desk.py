@@ -234,6 +234,7 @@ def test_rows_of_unknown_handles_do_not_shift_the_others() -> None:
     client, _ = opened(desk)
     desk.deltas(deltas((77, 0, [1, 2, 3]), (client.choices[0], 0, [4]), (78, 9, [5])), D0, 1.0)
     assert client.tokens == {0: [4]}
+    assert desk.num_tokens == 1
 
 
 def test_columns_of_no_int32_are_an_error() -> None:
@@ -249,6 +250,7 @@ def test_times_of_tokens() -> None:
         desk.deltas(deltas((choice, index, [index])), D0, now)
     assert (choice.first_at, choice.last_at) == (10.0, 12.0)
     assert desk.intervals == {0.5: 2, 1.0: 1}
+    assert desk.num_tokens == 4
 
 
 def test_an_end_without_tokens_is_no_token() -> None:

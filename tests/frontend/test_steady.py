@@ -108,6 +108,7 @@ def test_columns_serve_what_the_loop_serves() -> None:
         assert (mine.choices[0].first_at, mine.choices[0].last_at) == (1.0, 8.0)
         assert mine.usage() == theirs.usage()
     assert columns.desk.intervals == loop.desk.intervals
+    assert columns.desk.num_tokens == loop.desk.num_tokens
     (mine, theirs) = columns.answers[1], loop.answers[1]
     assert isinstance(mine, WholeAnswer)
     assert isinstance(theirs, WholeAnswer)

@@ -287,3 +287,17 @@ def test_a_clients_name_for_its_request_comes_back(fake: Serving, stream: bool) 
     in_body = httpx.post(f"{fake.url}/v1/completions", json={**body, "request_id": "too"})
     assert in_body.headers["x-request-id"] == "cmpl-too"
     assert '"id":"cmpl-too"' in in_body.text
+
+
+def test_output_tokens_are_counted_as_they_come() -> None:
+    def counted(server: Serving) -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("meshlm:generation_tokens_total{"))
+
+    with serving("--device", "fake", "--fake-step-ms", "2", "--drain-timeout", "0") as server:
+        body = {"prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+            events = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            for _ in range(20):
+                next(events)
+            assert 20 <= counted(server) < 2000
