@@ -53,7 +53,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """As templates expect it: the content one string, parts on lines of their own, "" where there is none; the arguments of tool
     calls as objects, where OpenAI's clients send them as JSON text."""
     content = message.get("content")
-    if not isinstance(content, str):
+    if content is None or isinstance(content, list):
         message = {**message, "content": "\n".join(_part(part) for part in content or ())}
     calls = message.get("tool_calls")
     if isinstance(calls, list):

@@ -32,6 +32,7 @@ Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+RequestName = Annotated[str, Meta(pattern=r"^[!-~]{1,128}\Z")]  # it comes back in a header
 Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -72,7 +73,7 @@ class Common(Struct, frozen=True, kw_only=True):
     prompt_logprobs: Logprobs | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: RequestName | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None

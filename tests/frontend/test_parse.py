@@ -323,7 +323,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "prompt_logprobs": [-1, -2, 21, HUGE, "1", True],
             "priority": [None, 1 << 31, -(1 << 31) - 1, HUGE, 0.5, "high"],
             "cache_salt": [1, ["a"]],
-            "request_id": [1, {}],
+            "request_id": [1, {}, "", "two words", "ü", "a\r\nb: c", "a\n", "x" * 129],
             "return_token_ids": [1, "yes"],
             "return_tokens_as_token_ids": [1, "yes"],
             "timeout": [0, -1, "5", True],
