@@ -51,14 +51,19 @@ class Encoder:
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """As templates expect it: the content one string, parts on lines of their own, "" where there is none; the arguments of tool
-    calls as objects, where OpenAI's clients send them as JSON text."""
-    content = message.get("content")
+    calls as objects, where OpenAI's clients send them as JSON text; reasoning by the name that templates know."""
+    found = dict(message)
+    content = found.get("content")
     if content is None or isinstance(content, list):
-        message = {**message, "content": "\n".join(_part(part) for part in content or ())}
-    calls = message.get("tool_calls")
+        found["content"] = "\n".join(_part(part) for part in content or ())
+    if "reasoning" in found:
+        found.setdefault("reasoning_content", found["reasoning"])
+    calls = found.get("tool_calls")
     if isinstance(calls, list):
-        message = {**message, "tool_calls": [_call(call) for call in calls]}
-    return message
+        found["tool_calls"] = [_call(call) for call in calls]
+    if not calls:
+        found.pop("tool_calls", None)  # some templates look for the name alone
+    return found
 
 
 def _part(part: Any) -> str:
@@ -67,11 +72,11 @@ def _part(part: Any) -> str:
 
 def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str):
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), dict | list):
         return call
     try:
         arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, TypeError) as error:
         text = f"tool_calls: the arguments of {function.get('name')!r} are not valid JSON: {error}"
         raise RequestError(ErrorKind.INVALID, text, "messages") from None
     return {**call, "function": {**function, "arguments": arguments}}

@@ -5,7 +5,6 @@ Torch is not imported here: `meshlm serve` must answer a wrong flag at once.
 
 import hashlib
 import importlib.metadata
-import os
 import socket
 from pathlib import Path
 from typing import Literal
@@ -139,5 +138,5 @@ def claim_port(host: str, port: int) -> socket.socket:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((address, port))
     except OSError as error:
-        raise StartError(f"--host {host} --port {port}: {os.strerror(error.errno or 0)}") from None
+        raise StartError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return held

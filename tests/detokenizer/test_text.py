@@ -132,6 +132,8 @@ SHOW = (
         ({"tool_calls": [{"function": {"name": "f", "arguments": '{"city":"Bern"}'}}]}, "[]Bern"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": {"city": "Bern"}}}]}, "[]Bern"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}, "[]"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": None}}]}, "[]"),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "[]"),
     ],
 )
 def test_messages_as_templates_expect_them(
@@ -147,3 +149,17 @@ def test_arguments_that_are_no_json_are_refused(loaded: tokenizer_files.LoadedTo
     with pytest.raises(RequestError, match="arguments of 'weather'") as error:
         Encoder(loaded, SHOW).render(prompt)
     assert error.value.param == "messages"
+
+
+def test_empty_tool_calls_are_none_and_reasoning_has_the_name_that_templates_know(
+    loaded: tokenizer_files.LoadedTokenizer,
+) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [], "reasoning": "so"}
+    show = "{{ messages[0].tool_calls is defined }} {{ messages[0].reasoning_content }}"
+    assert Encoder(loaded, show).render(ChatPrompt(msgspec.json.encode([message]))) == "False so"
+
+
+def test_arguments_that_are_no_text_are_refused(loaded: tokenizer_files.LoadedTokenizer) -> None:
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": 3}}]}
+    with pytest.raises(RequestError, match="arguments of 'weather'"):
+        Encoder(loaded, SHOW).render(ChatPrompt(msgspec.json.encode([message])))
