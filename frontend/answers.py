@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meshlm.frontend import reasoning
 from meshlm.frontend.burst import Form, Line
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import STATUS, HttpError, error_object
@@ -21,6 +22,7 @@ from meshlm.frontend.logprobs import (
     prompt_logprobs_json,
 )
 from meshlm.frontend.parse import Ask
+from meshlm.frontend.reasoning import Splitter
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
@@ -166,7 +168,7 @@ class WholeAnswer(Answer):
         entry: Json = {"index": index}
         accepted = self.prompt[choice.prompt_index]
         if self.ask.is_chat:
-            entry["message"] = {"role": "assistant", "content": self.ask.begins_with + text, "refusal": None}
+            entry["message"] = {"role": "assistant", **self._said(text), "refusal": None}
             positions = self._logprobs.get(choice.index)
             wanted = self.ask.logprobs >= 0 and positions is not None
             entry["logprobs"] = chat_logprobs(self.shown(positions or [])) if wanted else None
@@ -179,6 +181,15 @@ class WholeAnswer(Answer):
         if self.ask.return_token_ids:
             entry["token_ids"] = [] if self.ask.prompt_only else choice.token_ids.tolist()
         return entry
+
+    def _said(self, text: str) -> Json:
+        """A chat's content, and its reasoning where that is told from it."""
+        if not self.ask.begins_with_reasoning:
+            return {"content": self.ask.begins_with + text}
+        splitter = reasoning.Splitter()
+        thought, content = splitter.push(text)
+        shown = reasoning.fields(thought + splitter.finish()) if self.ask.include_reasoning else {}
+        return {"content": self.ask.begins_with + content or None, **shown}
 
     def _of_prompt(self, choice: Choice) -> Json:
         """What is asked for of the prompt: beside a chat's choices, in each choice of a completion."""
@@ -221,6 +232,7 @@ class StreamAnswer(Answer):
         self._affixes: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._thinking: dict[int, Splitter] = {}  # choices whose content has not begun
         self._plain = not (ask.return_token_ids or ask.continuous_usage)
 
     def row(
@@ -239,7 +251,7 @@ class StreamAnswer(Answer):
             self._begin(choice, prompt_logprobs)
         if self.ask.prompt_only:
             token_ids, text, logprobs = token_ids[:0], "", None
-        if finished is None and logprobs is None and self._plain:
+        if finished is None and logprobs is None and self._plain and index not in self._thinking:
             if first is not None:
                 self.note(choice, None, first)
             if text:
@@ -254,7 +266,7 @@ class StreamAnswer(Answer):
 
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         affixes = self._affixes.get(choice.index)
-        if affixes is None or not self._plain:
+        if affixes is None or not self._plain or choice.index in self._thinking:
             self.row(choice, token_ids, text, None, None, None, None)
         elif text and self._progress is None:
             self._write(affixes[0] + _encode(text) + affixes[1])
@@ -263,7 +275,7 @@ class StreamAnswer(Answer):
 
     def plain(self, choice: Choice) -> Callable[[str], None] | Form | None:
         affixes = self._affixes.get(choice.index)
-        if affixes is None or not self._plain or self._progress is not None:
+        if affixes is None or not self._plain or self._progress is not None or choice.index in self._thinking:
             return None
         write, encode = self._write, _encode
         prefix, suffix = affixes
@@ -288,6 +300,8 @@ class StreamAnswer(Answer):
         """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""
         index = choice.index
         self._begun.add(index)
+        if self.ask.begins_with_reasoning:
+            self._thinking[index] = Splitter()
         mark = "\x00"
         delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
         event = self._event([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
@@ -322,7 +336,9 @@ class StreamAnswer(Answer):
     ) -> None:
         entry: Json = {"index": choice.index}
         if self.ask.is_chat:
-            entry["delta"] = {"content": text} if text or finished is None else {}
+            entry["delta"] = self._delta(choice, text, finished)
+            if not entry["delta"] and finished is None and logprobs is None and self._plain:
+                return  # what came may be a part of a tag
             entry["logprobs"] = chat_logprobs(self.shown(logprobs)) if logprobs else None
         else:
             entry["text"] = text
@@ -336,6 +352,18 @@ class StreamAnswer(Answer):
             entry["token_ids"] = token_ids.tolist()
         event = self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {})
         self._emit(choice, event, ended=finished is not None)
+
+    def _delta(self, choice: Choice, text: str, finished: Finished | None) -> Json:
+        splitter = self._thinking.get(choice.index)
+        if splitter is None:
+            return {"content": text} if text or finished is None else {}
+        thought, content = splitter.push(text)
+        if finished is not None:
+            thought += splitter.finish()
+        if splitter.closed:
+            del self._thinking[choice.index]
+        shown = reasoning.fields(thought) if thought and self.ask.include_reasoning else {}
+        return {**shown, **({"content": content} if content else {})}
 
     def _event(self, choices: list[Json], extra: Json | None = None) -> bytes:
         frame = {**self.frame(self._kind, choices), **(extra or {})}

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
+from meshlm.frontend import reasoning
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.prompts import of_chat, of_completion, token_ids
+from meshlm.frontend.prompts import of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
     MAX_SEQUENCES,
     MAX_STOP_LENGTH,
@@ -52,6 +53,8 @@ class Ask(NamedTuple):
     client_names: Mapping[str, str] = MappingProxyType({})  # of a field: the mesh's -> the client's, where they differ
     prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
+    begins_with_reasoning: bool = False  # up to </think>
+    include_reasoning: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
 
@@ -141,11 +144,15 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
     default = resolved.generation_defaults.get("max_tokens")
     given = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+    template_kwargs = of_template(
+        {name: value for name, value in given.items() if value is not None} | (request.chat_template_kwargs or {}),
+        server,
+    )
     prompt = of_chat(
         request.messages,
         request.tools,
         request.chat_template,
-        {name: value for name, value in given.items() if value is not None} | (request.chat_template_kwargs or {}),
+        template_kwargs,
         server,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
@@ -165,7 +172,13 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
-    )._replace(begins_with=_continued(request.messages[-1]) if request.echo else "")
+    )._replace(
+        begins_with=_continued(request.messages[-1]) if request.echo else "",
+        begins_with_reasoning=reasoning.begins(
+            server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
+        ),
+        include_reasoning=request.include_reasoning,
+    )
 
 
 def _continued(message: dict[str, Any]) -> str:

@@ -47,6 +47,13 @@ def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:
     raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
 
 
+def of_template(wanted: dict[str, Any], server: ServerConfig) -> dict[str, Any]:
+    """The template's arguments: the server's own give way to the request's."""
+    if not server.default_chat_template_kwargs:
+        return wanted
+    return {**msgspec.json.decode(server.default_chat_template_kwargs), **wanted}
+
+
 def of_chat(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -58,12 +65,10 @@ def of_chat(
     continue_final_message: bool,
     add_special_tokens: bool = False,
 ) -> ChatPrompt:
-    """Messages and what else the template is given; the server's own template_kwargs give way to the request's."""
+    """Messages and what else the template is given."""
     if chat_template and not server.trust_request_chat_template:
         text = "the server takes no template from a request, as one can keep it busy for ever (--trust-request-chat-template)"
         raise HttpError(400, f"chat_template: {text}", "chat_template")
-    if server.default_chat_template_kwargs:
-        template_kwargs = {**msgspec.json.decode(server.default_chat_template_kwargs), **template_kwargs}
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
         role = message.get("role")
@@ -112,7 +117,7 @@ def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:
         request.messages,
         request.tools,
         request.chat_template,
-        request.chat_template_kwargs or {},
+        of_template(request.chat_template_kwargs or {}, server),
         server,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,

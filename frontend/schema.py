@@ -105,6 +105,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tool_choice: Any = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

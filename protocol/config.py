@@ -201,6 +201,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     trust_request_chat_template: Annotated[
         bool, Meta(description="requests may bring a chat_template, which can keep a detokenizer busy for ever")
     ] = False
+    reasoning_parser: Annotated[
+        Literal["", "deepseek_r1", "qwen3"],
+        Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),
+    ] = ""
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")
     ] = ""
