@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend import reasoning
+from meshlm.frontend import reading, reasoning
 from meshlm.frontend.burst import Form, Line
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import STATUS, HttpError, error_object
@@ -22,7 +22,7 @@ from meshlm.frontend.logprobs import (
     prompt_logprobs_json,
 )
 from meshlm.frontend.parse import Ask
-from meshlm.frontend.reasoning import Splitter
+from meshlm.frontend.reading import Reader
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
@@ -96,9 +96,9 @@ class Answer:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def visible_reason(finished: Finished) -> str:
+def visible_reason(finished: Finished, calls: bool = False) -> str:
     """finish_reason as OpenAI's clients know it."""
-    return finished.reason.value
+    return "tool_calls" if calls and finished.reason is FinishReason.STOP else finished.reason.value
 
 
 class WholeAnswer(Answer):
@@ -168,7 +168,7 @@ class WholeAnswer(Answer):
         entry: Json = {"index": index}
         accepted = self.prompt[choice.prompt_index]
         if self.ask.is_chat:
-            entry["message"] = {"role": "assistant", **self._said(text), "refusal": None}
+            entry["message"] = {"role": "assistant", **self._said(choice, text), "refusal": None}
             positions = self._logprobs.get(choice.index)
             wanted = self.ask.logprobs >= 0 and positions is not None
             entry["logprobs"] = chat_logprobs(self.shown(positions or [])) if wanted else None
@@ -176,20 +176,23 @@ class WholeAnswer(Answer):
             entry["text"] = accepted.prompt_text + text if self.ask.echo else text
             entry["logprobs"] = self._completion_logprobs(choice, accepted)
             entry |= self._of_prompt(choice)
-        entry["finish_reason"] = visible_reason(finished)
+        entry["finish_reason"] = visible_reason(finished, bool(entry.get("message", {}).get("tool_calls")))
         entry["stop_reason"] = finished.stop_reason
         if self.ask.return_token_ids:
             entry["token_ids"] = [] if self.ask.prompt_only else choice.token_ids.tolist()
         return entry
 
-    def _said(self, text: str) -> Json:
-        """A chat's content, and its reasoning where that is told from it."""
-        if not self.ask.begins_with_reasoning:
+    def _said(self, choice: Choice, text: str) -> Json:
+        """A chat's content, and its reasoning and tool calls where they are told from it."""
+        if not reading.needed(self.ask):
             return {"content": self.ask.begins_with + text}
-        splitter = reasoning.Splitter()
-        thought, content = splitter.push(text)
-        shown = reasoning.fields(thought + splitter.finish()) if self.ask.include_reasoning else {}
-        return {"content": self.ask.begins_with + content or None, **shown}
+        said = reading.Reader(self.ask, self.request_id, choice.index).push(text, last=True)
+        message: Json = {"content": self.ask.begins_with + said.content or None}
+        if self.ask.begins_with_reasoning and self.ask.include_reasoning:
+            message |= reasoning.fields(said.reasoning)
+        if said.calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls]
+        return message
 
     def _of_prompt(self, choice: Choice) -> Json:
         """What is asked for of the prompt: beside a chat's choices, in each choice of a completion."""
@@ -232,7 +235,7 @@ class StreamAnswer(Answer):
         self._affixes: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
-        self._thinking: dict[int, Splitter] = {}  # choices whose content has not begun
+        self._readers: dict[int, Reader] = {}  # of choices that may have more than content
         self._plain = not (ask.return_token_ids or ask.continuous_usage)
 
     def row(
@@ -251,7 +254,7 @@ class StreamAnswer(Answer):
             self._begin(choice, prompt_logprobs)
         if self.ask.prompt_only:
             token_ids, text, logprobs = token_ids[:0], "", None
-        if finished is None and logprobs is None and self._plain and index not in self._thinking:
+        if finished is None and logprobs is None and self._plain and index not in self._readers:
             if first is not None:
                 self.note(choice, None, first)
             if text:
@@ -266,7 +269,7 @@ class StreamAnswer(Answer):
 
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         affixes = self._affixes.get(choice.index)
-        if affixes is None or not self._plain or choice.index in self._thinking:
+        if affixes is None or not self._plain or choice.index in self._readers:
             self.row(choice, token_ids, text, None, None, None, None)
         elif text and self._progress is None:
             self._write(affixes[0] + _encode(text) + affixes[1])
@@ -275,7 +278,7 @@ class StreamAnswer(Answer):
 
     def plain(self, choice: Choice) -> Callable[[str], None] | Form | None:
         affixes = self._affixes.get(choice.index)
-        if affixes is None or not self._plain or self._progress is not None or choice.index in self._thinking:
+        if affixes is None or not self._plain or self._progress is not None or choice.index in self._readers:
             return None
         write, encode = self._write, _encode
         prefix, suffix = affixes
@@ -300,8 +303,8 @@ class StreamAnswer(Answer):
         """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""
         index = choice.index
         self._begun.add(index)
-        if self.ask.begins_with_reasoning:
-            self._thinking[index] = Splitter()
+        if reading.needed(self.ask):
+            self._readers[index] = Reader(self.ask, self.request_id, index)
         mark = "\x00"
         delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
         event = self._event([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
@@ -345,7 +348,9 @@ class StreamAnswer(Answer):
             offset = self._offsets.get(choice.index, 0)
             entry["logprobs"] = completion_logprobs(self.shown(logprobs), offset) if logprobs else None
             self._offsets[choice.index] = offset + len(text)
-        entry["finish_reason"] = visible_reason(finished) if finished is not None else None
+        reader = self._readers.get(choice.index)
+        calls = reader is not None and reader.num_calls > 0
+        entry["finish_reason"] = visible_reason(finished, calls) if finished is not None else None
         if finished is not None:
             entry["stop_reason"] = finished.stop_reason
         if self.ask.return_token_ids:
@@ -354,16 +359,18 @@ class StreamAnswer(Answer):
         self._emit(choice, event, ended=finished is not None)
 
     def _delta(self, choice: Choice, text: str, finished: Finished | None) -> Json:
-        splitter = self._thinking.get(choice.index)
-        if splitter is None:
+        reader = self._readers.get(choice.index)
+        if reader is None:
             return {"content": text} if text or finished is None else {}
-        thought, content = splitter.push(text)
-        if finished is not None:
-            thought += splitter.finish()
-        if splitter.closed:
-            del self._thinking[choice.index]
-        shown = reasoning.fields(thought) if thought and self.ask.include_reasoning else {}
-        return {**shown, **({"content": content} if content else {})}
+        said = reader.push(text, last=finished is not None)
+        if reader.plain:
+            del self._readers[choice.index]
+        delta: Json = reasoning.fields(said.reasoning) if said.reasoning else {}
+        if said.content:
+            delta["content"] = said.content
+        if said.calls:
+            delta["tool_calls"] = said.calls
+        return delta
 
     def _event(self, choices: list[Json], extra: Json | None = None) -> bytes:
         frame = {**self.frame(self._kind, choices), **(extra or {})}

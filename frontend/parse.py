@@ -55,6 +55,8 @@ class Ask(NamedTuple):
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
     begins_with_reasoning: bool = False  # up to </think>
     include_reasoning: bool = True
+    reads_tool_calls: bool = False
+    parallel_tool_calls: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
 
@@ -137,10 +139,11 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
         raise HttpError(400, "modalities: only text is supported", "modalities")
-    if request.tools and request.tool_choice != "none":
-        raise HttpError(400, "tools: calls are not supported yet; tool_choice 'none' shows them to the model", "tools")
     if request.tool_choice not in (None, "none", "auto"):
-        raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported, as tools are not", "tool_choice")
+        raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported", "tool_choice")
+    reads_tool_calls = bool(request.tools) and request.tool_choice != "none"
+    if reads_tool_calls:
+        _check_tools(request.tools or [], server)
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
     default = resolved.generation_defaults.get("max_tokens")
     given = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
@@ -178,7 +181,19 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
             server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
         ),
         include_reasoning=request.include_reasoning,
+        reads_tool_calls=reads_tool_calls,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
     )
+
+
+def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> None:
+    if not server.enable_auto_tool_choice:
+        text = "the server reads no calls (--enable-auto-tool-choice --tool-call-parser hermes); tool_choice 'none' shows them"
+        raise HttpError(400, f"tools: {text}", "tools")
+    for place, tool in enumerate(tools):
+        function = tool.get("function")
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise HttpError(400, f"tools[{place}]: must be a function with a name", "tools")
 
 
 def _continued(message: dict[str, Any]) -> str:

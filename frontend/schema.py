@@ -103,6 +103,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     modalities: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool = True

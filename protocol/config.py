@@ -201,6 +201,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     trust_request_chat_template: Annotated[
         bool, Meta(description="requests may bring a chat_template, which can keep a detokenizer busy for ever")
     ] = False
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="the model may call a request's tools; needs --tool-call-parser")
+    ] = False
+    tool_call_parser: Annotated[Literal["", "hermes"], Meta(description="how the model writes tool calls")] = ""
     reasoning_parser: Annotated[
         Literal["", "deepseek_r1", "qwen3"],
         Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),

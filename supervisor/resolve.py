@@ -39,6 +39,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
         )
     except model_files.ModelFilesError as error:
         raise UsageError(str(error)) from None
+    if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
+        raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     device = _device(config)
     if config.cache.kv_cache_dtype == "fp8" and device != "cuda":

@@ -70,7 +70,7 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_TOOLS = "tool calls are not parsed yet"
+_TOOLS = "--tool-call-parser hermes is there"
 _TLS = "HTTP is not encrypted here; end TLS in a proxy before it (deploy/)"
 _GENERATION = "generation is the only task"
 _MEDIA = "images and sound are not there yet"
@@ -93,10 +93,8 @@ ABSENT = {
     "--lora-dtype": _LORA,
     "--fully-sharded-loras": _LORA,
     "--default-mm-loras": _LORA,
-    "--enable-auto-tool-choice": _TOOLS,
-    "--tool-call-parser": _TOOLS,
     "--tool-parser-plugin": _TOOLS,
-    "--tool-server": _TOOLS,
+    "--tool-server": "clients call their tools themselves",
     "--exclude-tools-when-tool-choice-none": "leave the tools out of the request",
     "--reasoning-config": "--reasoning-parser is the setting",
     "--reasoning-parser-plugin": "--reasoning-parser qwen3 and deepseek_r1 are there",

@@ -1,0 +1,68 @@
+"""A chat answer's text as reasoning, content and tool calls. Pure; called by answers.py for answers that may have more than content."""
+
+import hashlib
+from typing import Any, NamedTuple
+
+from meshlm.frontend.parse import Ask
+from meshlm.frontend.reasoning import Splitter
+from meshlm.frontend.tool_calls import Call, Finder
+
+Json = dict[str, Any]
+
+
+class Said(NamedTuple):
+    """What some text brought."""
+
+    reasoning: str
+    content: str
+    calls: list[Json]  # in OpenAI's form
+
+
+def needed(ask: Ask) -> bool:
+    """Whether there may be more than content."""
+    return ask.begins_with_reasoning or ask.reads_tool_calls
+
+
+class Reader:
+    """One choice. Names of calls are made from the request's, so that they are the same when it is asked again."""
+
+    def __init__(self, ask: Ask, request_id: str, index: int) -> None:
+        self._ask, self._name = ask, f"{request_id}-{index}"
+        self._splitter = Splitter() if ask.begins_with_reasoning else None
+        self._finder = Finder() if ask.reads_tool_calls else None
+        self.num_calls = 0  # that were given out
+
+    @property
+    def plain(self) -> bool:
+        """All that follows is content."""
+        return self._finder is None and (self._splitter is None or self._splitter.closed)
+
+    def push(self, text: str, *, last: bool) -> Said:
+        """More text; `last`: none follows."""
+        thought, content, calls = "", text, list[Call]()
+        if self._splitter is not None:
+            thought, content = self._splitter.push(text)
+            thought += self._splitter.finish() if last else ""
+        if self._finder is not None:
+            content, calls = self._finder.push(content)
+            if last:
+                rest, more = self._finder.finish()
+                content, calls = content + rest, calls + more
+        return Said(
+            thought if self._ask.include_reasoning else "", content, [self._call(call) for call in self._fewer(calls)]
+        )
+
+    def _fewer(self, calls: list[Call]) -> list[Call]:
+        """parallel_tool_calls: false is one call."""
+        return calls if self._ask.parallel_tool_calls else calls[: max(0, 1 - self.num_calls)]
+
+    def _call(self, call: Call) -> Json:
+        digest = hashlib.sha256(f"{self._name}-{self.num_calls}".encode()).hexdigest()[:32]
+        found = {
+            "index": self.num_calls,
+            "id": f"chatcmpl-tool-{digest}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        self.num_calls += 1
+        return found
