@@ -55,7 +55,7 @@ class Ask(NamedTuple):
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
     begins_with_reasoning: bool = False  # up to </think>
     include_reasoning: bool = True
-    reads_tool_calls: bool = False
+    tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
     parallel_tool_calls: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
@@ -181,14 +181,16 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
             server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
         ),
         include_reasoning=request.include_reasoning,
-        reads_tool_calls=reads_tool_calls,
+        tool_call_parser=server.tool_call_parser if reads_tool_calls else "",
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
 
 def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> None:
     if not server.enable_auto_tool_choice:
-        text = "the server reads no calls (--enable-auto-tool-choice --tool-call-parser hermes); tool_choice 'none' shows them"
+        text = (
+            "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
+        )
         raise HttpError(400, f"tools: {text}", "tools")
     for place, tool in enumerate(tools):
         function = tool.get("function")

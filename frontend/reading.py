@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.reasoning import Splitter
-from meshlm.frontend.tool_calls import Call, Finder
+from meshlm.frontend.tool_calls import FINDERS, Call
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ class Said(NamedTuple):
 
 def needed(ask: Ask) -> bool:
     """Whether there may be more than content."""
-    return ask.begins_with_reasoning or ask.reads_tool_calls
+    return ask.begins_with_reasoning or bool(ask.tool_call_parser)
 
 
 class Reader:
@@ -29,7 +29,7 @@ class Reader:
     def __init__(self, ask: Ask, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
         self._splitter = Splitter() if ask.begins_with_reasoning else None
-        self._finder = Finder() if ask.reads_tool_calls else None
+        self._finder = FINDERS[ask.tool_call_parser]() if ask.tool_call_parser else None
         self.num_calls = 0  # that were given out
 
     @property

@@ -204,7 +204,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     enable_auto_tool_choice: Annotated[
         bool, Meta(description="the model may call a request's tools; needs --tool-call-parser")
     ] = False
-    tool_call_parser: Annotated[Literal["", "hermes"], Meta(description="how the model writes tool calls")] = ""
+    tool_call_parser: Annotated[
+        Literal["", "hermes", "llama3_json"],
+        Meta(description="how the model writes tool calls; hermes: Qwen's models too"),
+    ] = ""
     reasoning_parser: Annotated[
         Literal["", "deepseek_r1", "qwen3"],
         Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),

@@ -70,7 +70,7 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_TOOLS = "--tool-call-parser hermes is there"
+_TOOLS = "--tool-call-parser hermes and llama3_json are there"
 _TLS = "HTTP is not encrypted here; end TLS in a proxy before it (deploy/)"
 _GENERATION = "generation is the only task"
 _MEDIA = "images and sound are not there yet"

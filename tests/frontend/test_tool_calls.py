@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from parsing import asked, body_of
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.tool_calls import CLOSE, OPEN, Call, Finder
+from meshlm.frontend.tool_calls import CLOSE, FINDERS, OPEN, Call
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import Finished
 
@@ -32,8 +32,8 @@ SAID: list[tuple[str, str, list[Call]]] = [
 ]
 
 
-def found(pieces: list[str]) -> tuple[str, list[Call]]:
-    finder, shown, calls = Finder(), "", list[Call]()
+def found(pieces: list[str], parser: str = "hermes") -> tuple[str, list[Call]]:
+    finder, shown, calls = FINDERS[parser](), "", list[Call]()
     for piece in pieces:
         text, more = finder.push(piece)
         shown, calls = shown + text, calls + more
@@ -46,16 +46,44 @@ def test_whole_and_by_letter(text: str, content: str, calls: list[Call]) -> None
     assert found([text]) == found(list(text)) == (content, calls)
 
 
-@given(st.lists(st.sampled_from([OPEN, CLOSE, TIME, BERN, "<", "tool", " ", "\n", "a"]), max_size=8), st.data())
-def test_cuts_change_nothing(words: list[str], data: st.DataObject) -> None:
+LLAMA: list[tuple[str, str, list[Call]]] = [
+    ('{"name": "weather", "parameters": {"city": "Bärn"}}', "", [WEATHER]),
+    ('\n<|python_tag|>{"name": "weather", "arguments": {"city": "Bärn"}}; {"name": "time"}\n', "", [WEATHER, CLOCK]),
+    ('{"name": "time"}{"name": "time"}', "", [CLOCK, CLOCK]),
+    ('{"name": "time"} and so on', '{"name": "time"} and so on', []),
+    ('I say {"name": "time"}', 'I say {"name": "time"}', []),
+    ('{"a": 1}', '{"a": 1}', []),
+    ('{"name": "ti', '{"name": "ti', []),
+    ("<|python", "<|python", []),
+    ("<b>", "<b>", []),
+    (" ", " ", []),
+    ("", "", []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), LLAMA)
+def test_llamas_calls_whole_and_by_letter(text: str, content: str, calls: list[Call]) -> None:
+    assert found([text], "llama3_json") == found(list(text), "llama3_json") == (content, calls)
+
+
+def test_llamas_text_streams() -> None:
+    assert [FINDERS["llama3_json"]().push("Hi")[0], FINDERS["llama3_json"]().push("{")[0]] == ["Hi", ""]
+
+
+@pytest.mark.parametrize("parser", FINDERS)
+@given(
+    st.lists(st.sampled_from([OPEN, CLOSE, TIME, BERN, '{"name": "f"}', ";", "<", "tool", " ", "\n", "a"]), max_size=8),
+    st.data(),
+)
+def test_cuts_change_nothing(parser: str, words: list[str], data: st.DataObject) -> None:
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    assert found(pieces) == found([text])
+    assert found(pieces, parser) == found([text], parser)
 
 
 def said(text: str, finished: Finished = STOP, **fields: object) -> Json:
-    answer, _ = whole(asking(True, reads_tool_calls=True, **fields))
+    answer, _ = whole(asking(True, tool_call_parser="hermes", **fields))
     give(answer, 0, [7], text, finished)
     (choice,) = body(answer)["choices"]
     return dict(choice)
@@ -91,7 +119,7 @@ def test_reasoning_comes_before_calls() -> None:
 
 
 def streamed_choices(pieces: list[str], **fields: object) -> list[dict[str, Any]]:
-    answer, events, _ = streamed(asking(True, reads_tool_calls=True, **fields))
+    answer, events, _ = streamed(asking(True, tool_call_parser="hermes", **fields))
     for piece in pieces:
         give(answer, 0, [7], piece)
     give(answer, 0, [2], "", STOP)
@@ -131,7 +159,7 @@ READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
     ],
 )
 def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) -> None:
-    assert asked("chat", body_of("chat", fields), server=READS).reads_tool_calls == reads
+    assert asked("chat", body_of("chat", fields), server=READS).tool_call_parser == ("hermes" if reads else "")
 
 
 @pytest.mark.parametrize(
