@@ -3,13 +3,16 @@
     residual += x            (add_rms_norm only; rounded to the stream's dtype, as a separate addition would be)
     out = residual / sqrt(mean(residual^2) + eps) * weight        (Zhang and Sennrich 2019, eq. 4)
 
-Statistics in float32. One program a row: the row stays in registers between the two uses, so memory is touched once.
+Statistics in float32. One program a row: the row stays in registers between the two uses, so memory is touched once. x may be parts of
+a sum (kernels/split_product), which are added up first.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from meshlm.kernels import pdl
 
 
 @triton.jit
@@ -42,12 +45,48 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@triton.jit
+def _sum_add_norm(
+    parts, residual, weight, out, stride, columns, eps, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    stream = tl.load(residual + row * columns + at, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * stride + row * columns + at, mask=inside, other=0.0)
+    line = (total.to(stream.dtype).to(tl.float32) + stream.to(tl.float32)).to(stream.dtype)
+    tl.store(residual + row * columns + at, line, mask=inside)
+    line = line.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(line * line, axis=0) / columns + eps)
+    tl.store(out + row * columns + at, (line * inverse * scale).to(out.dtype.element_ty), mask=inside)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [m, n] += x [m, n], in place; the norm of the sum [m, n]."""
+    """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32), in place; the norm of that [m, n]."""
+    if x.dim() == 3:
+        return _add_parts(x, residual, weight, eps)
     rows, columns = x.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(columns)
     _rms_norm[(rows,)](
         x, residual, weight, out, x.stride(0), columns, eps, ADD=True, BLOCK=block, num_warps=_warps(block)
     )
+    return out
+
+
+def _add_parts(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    splits, rows, columns = parts.shape
+    out = torch.empty_like(residual)
+    block, use_pdl = triton.next_power_of_2(columns), parts.is_cuda and pdl.supported()
+    _sum_add_norm[(rows,)](
+        parts, residual, weight, out, rows * columns, columns, eps,
+        SPLITS=splits, BLOCK=block, PDL=use_pdl, num_warps=_warps(block), **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
     return out

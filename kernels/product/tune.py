@@ -55,8 +55,8 @@ def choose(times: dict[int, Timed]) -> list[list[Any]]:
 def time_all(products: Products, rows: int, shape: Shape) -> Timed:
     """Median microseconds of each algorithm, in turns."""
     outputs, inputs = shape
-    copies = max(2, min(16, WEIGHT_BYTES // (2 * outputs * inputs)))
-    weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
+    weights = weights_of(shape)
+    copies = len(weights)
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
     runs: dict[tuple[int, ...], Callable[[Tensor], object]] = {(): lambda w: F.linear(x, w)}
@@ -65,22 +65,29 @@ def time_all(products: Products, rows: int, shape: Shape) -> Timed:
     graphs = {}
     for config, run in runs.items():
         try:
-            graphs[config] = _captured(run, weights)
+            graphs[config] = captured(run, weights)
         except RuntimeError as error:
             print("skipped", rows, shape, config, str(error)[:60])
     turn_s = LARGE_TURN_S if rows >= LARGE else TURN_S
-    repeats = max(2, int(turn_s * 1e6 / _replay_us(graphs[()], 2)))
+    repeats = max(2, int(turn_s * 1e6 / replay_us(graphs[()], 2)))
     taken: dict[tuple[int, ...], list[float]] = {config: [] for config in graphs}
     for turn in range(TURNS):
         first = {config: times[0] for config, times in taken.items() if times}
         for config, graph in graphs.items():
             if turn and config and first[config] > FAR * min(first.values()):
                 continue
-            taken[config].append(_replay_us(graph, repeats) / copies)
+            taken[config].append(replay_us(graph, repeats) / copies)
     return {config: sorted(times)[len(times) // 2] for config, times in taken.items() if len(times) == TURNS}
 
 
-def _captured(run: Callable[[Tensor], object], weights: list[Tensor]) -> torch.cuda.CUDAGraph:
+def weights_of(shape: Shape) -> list[Tensor]:
+    """Enough of them that each comes from memory."""
+    copies = max(2, min(16, WEIGHT_BYTES // (2 * shape[0] * shape[1])))
+    return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
+
+
+def captured(run: Callable[[Tensor], object], weights: list[Tensor]) -> torch.cuda.CUDAGraph:
+    """A run with each of the weights."""
     run(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -90,7 +97,7 @@ def _captured(run: Callable[[Tensor], object], weights: list[Tensor]) -> torch.c
     return graph
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+def replay_us(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(repeats):

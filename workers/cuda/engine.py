@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import warm_sizes
+from meshlm.kernels.split_product.kernel import warm_rows
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec
@@ -155,8 +156,9 @@ class CudaEngine:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
         longest = self._rows.blocks.shape[1] * self._block_size
         most = self._rows.max_rows
+        sizes = {*warm_sizes(self._spec.num_key_value_heads, most, longest, self._device), *warm_rows()}
         # Each tile of attention is a variant, and each has one beside prompts.
-        for decodes in warm_sizes(self._spec.num_key_value_heads, most, longest, self._device):
+        for decodes in sorted(size for size in sizes if size <= most):
             self._dummy_step([1] * decodes)
             self._dummy_step([1] * min(decodes, most - 1) + [3])
         tokens = self._resolved.max_num_batched_tokens

@@ -49,7 +49,14 @@ class Ops(Protocol):
         ...
 
     def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        """The same where several ranks have a part of the inputs each. Only what adds it to a residual may read it."""
+        """The same where several ranks have a part of the inputs each. Only what adds it to a residual may read it.
+
+        On a GPU maybe [s, m, outputs], parts of it, which `add_rms_norm` and `norm_linear` add up.
+        """
+        ...
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What `part` gave, [m, outputs]."""
         ...
 
     def embed(
@@ -110,6 +117,9 @@ class Composed:
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
 
     def part(self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         return self.linear(x, packed, bias, outputs)

@@ -11,6 +11,7 @@ from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.product.kernel import product
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
+from meshlm.kernels.split_product.kernel import shape_for, split_product
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Composed, Heads
 
@@ -36,6 +37,14 @@ class TritonOps(Composed):
             return gemv(x, packed, bias)[0]
         return product(x, packed, bias)
 
+    def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """Maybe [s, rows, outputs], parts that the norm behind it adds up."""
+        shape = shape_for(x.shape[0], *packed.shape) if bias is None and x.is_contiguous() else None
+        return self.linear(x, packed, bias, outputs) if shape is None else split_product(x, packed, shape)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 2 else x.sum(dim=0)
+
     def norm_linear(
         self,
         x: Tensor,
@@ -47,7 +56,7 @@ class TritonOps(Composed):
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if pays(packed, x.shape[0]) and not (gate and bias is not None):
+        if pays(packed, x.shape[-2]) and not (gate and bias is not None):
             return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
         return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
 

@@ -20,7 +20,7 @@ class SummingOps:
         self.base, self._comm = base, comm
         self._one_row = comm.one_row if whole else None
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
-        self.act_mul, self.rows = base.act_mul, base.rows
+        self.act_mul, self.rows, self.whole = base.act_mul, base.rows, base.whole
 
     def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         sent = self._one_row.send(x, packed, bias) if self._one_row is not None and x.shape[0] == 1 else None

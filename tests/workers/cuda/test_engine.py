@@ -336,6 +336,7 @@ def test_a_mixed_step_of_all_running_requests_is_replayed(tmp_path: Path, max_nu
 def test_a_graph_that_cannot_be_captured_is_done_without(tmp_path: Path, failures: int) -> None:
     """CUDA refuses to wait for the device in the midst of a capture, and spoils it."""
     made = engine(tmp_path)
+    made.graphs._graphs.pop(Key(4, 4), None)  # it may be among those captured at the start
     padded, left = made.graphs._capture, failures
 
     def spoiled(key: Key) -> None:
