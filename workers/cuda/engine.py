@@ -25,7 +25,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
-from meshlm.workers.cuda import kernel_cache
+from meshlm.workers.cuda import kernel_cache, warm_up
 from meshlm.workers.cuda.checks import check_gpu
 from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
 from meshlm.workers.cuda.compute import Compute
@@ -80,15 +80,15 @@ class CudaEngine:
         lines = LINES if self._shard.is_last else 0
         self.head = Head(self._model, self._rows, self._dtype, self._device, lines)
         self._compute = Compute(self._model, backend, self._shard, self._rows, self._inbox, self.head, self._stream)
-        self._compile_ahead(report)
-        count = self._num_blocks(report)
-        self._compute.caches = self._make_caches(count)
-        report("KV cache", count, count, "blocks")
         worker = config.worker
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
         parameters = sum(p.numel() for p in self._model.layers.parameters())
         keys = graph_keys(mode, rows, resolved.max_num_batched_tokens, worker.cudagraph_capture_sizes, parameters)
         self.graphs = Dispatcher(keys, self._compute.padded, self._on_all_ranks if self._shard.tp_size > 1 else None)
+        self._compile_ahead(report)
+        count = self._num_blocks(report)
+        self._compute.caches = self._make_caches(count)
+        report("KV cache", count, count, "blocks")
         self._warm_up()
         if self._shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self._capture_all(report)
@@ -157,13 +157,13 @@ class CudaEngine:
         longest = self._rows.blocks.shape[1] * self._block_size
         most = self._rows.max_rows
         sizes = {*warm_sizes(self._spec.num_key_value_heads, most, longest, self._device), *warm_rows()}
-        # Each tile of attention is a variant, and each has one beside prompts.
-        for decodes in sorted(size for size in sizes if size <= most):
-            self._dummy_step([1] * decodes)
-            self._dummy_step([1] * min(decodes, most - 1) + [3])
-        tokens = self._resolved.max_num_batched_tokens
-        for length in (3, min(tokens, self._resolved.max_model_len)):  # prompts of either shape of tile
-            self._dummy_step([length])
+        prompt = min(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
+        for counts in warm_up.steps(sorted(size for size in sizes if size <= most), most, prompt):
+            self._dummy_step(counts)
+        self._inbox.clear()
+        with torch.inference_mode():
+            for key in warm_up.graphs(self.graphs.keys):
+                self._compute.padded(key)
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._inbox.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()

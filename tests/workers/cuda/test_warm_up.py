@@ -1,0 +1,142 @@
+"""What a start runs has every variant of a kernel that a step or a graph launches (nothing is launched here, no GPU)."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from meshlm.kernels.attention import tiles
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.triton_backend import TritonBackend
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.cuda import warm_up
+from meshlm.workers.cuda.changes import I32
+from meshlm.workers.cuda.columns import columns_of
+from meshlm.workers.cuda.compute import Compute
+from meshlm.workers.cuda.graphs import Key, graph_keys
+from meshlm.workers.cuda.head import Head
+from meshlm.workers.cuda.inbox import Inbox
+from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.layers.triton_ops import TritonOps
+from meshlm.workers.models import decoder
+from meshlm.workers.parallel.shard import WHOLE
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, where nothing is compiled", allow_module_level=True)
+
+CPU = torch.device("cpu")
+LENGTH, BLOCK, TOKENS = 512, 16, 1024
+Variant = tuple[str, tuple[tuple[str, object], ...]]
+
+
+def staging() -> Any:
+    def send(values: I32, to: Tensor) -> None:
+        to[: len(values)] = torch.from_numpy(values)
+
+    return SimpleNamespace(send=send)
+
+
+def of_argument(value: object, *, varies: bool, unaligned: bool) -> object:
+    """What Triton compiles another variant for."""
+    if isinstance(value, Tensor):
+        return value.dtype, not unaligned and not varies and value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
+    if isinstance(value, int):
+        return "int", not varies and (value == 1, value % 16 == 0)
+    return type(value)
+
+
+def variant(function: Any, arguments: tuple[object, ...], options: dict[str, object]) -> Variant:
+    signature = inspect.signature(function.fn)
+    named = {name: value for name, value in options.items() if name in signature.parameters}
+    found: dict[str, object] = {name: value for name, value in options.items() if name not in named}
+    varying, unaligned = (
+        function.kwargs[name] or () for name in ("do_not_specialize", "do_not_specialize_on_alignment")
+    )
+    for name, value in signature.bind(*arguments, **named).arguments.items():
+        constant = "constexpr" in str(signature.parameters[name].annotation)
+        found[name] = value if constant else of_argument(value, varies=name in varying, unaligned=name in unaligned)
+    return function.__name__, tuple(sorted(found.items()))
+
+
+class Case:
+    """The engine's steps, with the launches of kernels written down instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_rows: int, heads: tuple[int, int]) -> None:
+        self.launched: set[Variant] = set()
+
+        def launch(function: Any, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
+            self.launched.add(variant(function, arguments, options))
+
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
+        h200 = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+        monkeypatch.setattr(decoder, "make_ops", lambda device, dtype: TritonOps())
+        spec = ModelSpec(
+            architecture="Qwen3ForCausalLM",
+            vocab_size=53,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=heads[0],
+            num_key_value_heads=heads[1],
+            head_dim=16,
+            max_position_embeddings=LENGTH,
+            rms_norm_eps=1e-6,
+            qk_norm=True,
+        )
+        model = decoder.Decoder(spec, LENGTH).to(torch.bfloat16)
+        model.prepare(CPU, torch.bfloat16)
+        self.rows = DeviceRows(max_rows, LENGTH, BLOCK, CPU)
+        self.inbox = Inbox(self.rows, staging(), CPU)
+        head = Head(model, self.rows, torch.bfloat16, CPU)
+        self.compute = Compute(model, TritonBackend(), WHOLE, self.rows, self.inbox, head, torch.empty(0))
+        self.compute.caches = [
+            LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
+        ]
+        self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6)
+        self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
+
+    @torch.inference_mode()
+    def by_hand(self, counts: list[int]) -> None:
+        n = len(counts)
+        step = columns_of(np.zeros(n, np.int32), np.zeros(n, np.int32), np.array(counts, np.int32))
+        self.inbox.send(step, n, np.empty(0, np.int32), 0, np.arange(n))
+        self.compute.by_hand(step)
+
+    @torch.inference_mode()
+    def padded(self, key: Key) -> None:
+        self.inbox.clear()
+        self.compute.padded(key)
+
+
+@pytest.mark.parametrize(("max_rows", "heads"), [(16, (8, 2)), (1, (4, 4)), (48, (8, 8)), (73, (4, 1))])
+def test_a_start_leaves_no_kernel_to_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int, heads: tuple[int, int]
+) -> None:
+    """With 16 rows and 2 kv heads, only the 17 requests of a mixed graph have contexts in 16 parts beside prompts."""
+    case = Case(monkeypatch, max_rows, heads)
+    for counts in warm_up.steps(case.decodes, max_rows, LENGTH):
+        case.by_hand(counts)
+    for key in warm_up.graphs(case.keys):
+        case.padded(key)
+    known, case.launched = case.launched, set()
+    assert len(known) > 15
+    for length in (1, 2, 16, 40, 100, 128, LENGTH):
+        case.by_hand([length])
+    for count in range(1, max_rows + 1):
+        case.by_hand([1] * count)
+        case.by_hand([1] * (count - 1) + [19])
+        case.by_hand([5] * min(2, max_rows) + [1] * (count - 2))
+    for key in case.keys:
+        case.padded(key)
+    assert case.launched - known == set()
