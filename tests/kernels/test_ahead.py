@@ -42,6 +42,7 @@ class Driver:
     def __init__(self) -> None:
         self.launched: list[str] = []
         self.compiled: list[str] = []  # names of threads
+        self.looked_up: list[str] = []  # the same, where it was compiled already or not
         self.utils = self
         self.loading: Callable[[], object] = lambda: None
 
@@ -88,6 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where it is not said
 
     def compiled(*, cache_hit: bool, **_: object) -> None:
+        fake.looked_up.append(threading.current_thread().name)
         if not cache_hit:
             fake.compiled.append(threading.current_thread().name)
 
@@ -129,6 +131,23 @@ def test_each_variant_is_one(gpu: Driver) -> None:
     launch(kernel, 128)
     assert gpu.compiled[3:] == ["MainThread"]
     assert gpu.launched == ["copy"]
+
+
+def test_a_variant_that_is_asked_for_in_other_words_is_not_compiled_again(gpu: Driver) -> None:
+    """4 warps are the default. Triton 3.6 looks a variant up by the words of its launch."""
+    kernel = JITFunction(copy)
+    x, out = torch.empty(16), torch.empty(16)
+
+    def both() -> None:
+        kernel[(1,)](x, out, BLOCK=16)  # type: ignore[index]
+        kernel[(1,)](x, out, BLOCK=16, num_warps=4)  # type: ignore[index]
+
+    with compiled_ahead(threads=2):
+        both()
+    looked_up = len(gpu.looked_up)
+    both()
+    assert gpu.launched == ["copy", "copy"]
+    assert len(gpu.looked_up) == looked_up
 
 
 def test_what_cannot_be_compiled_says_so_when_it_is_launched(gpu: Driver, caplog: pytest.LogCaptureFixture) -> None:
