@@ -451,7 +451,7 @@ def test_a_start_without_a_kernel_cache_compiles_in_several_threads(
         driver.step({0: 1, 1: 1})
         while made.idle():
             pass
-        assert made.graphs.misses["captured_now"] == 1
+        assert not made.graphs.misses["captured_now"], "those of the start do"
         assert [each for each in found if each[:2] != (cached, "kernels")] == []
         assert len(found) > 15
         assert cached or "kernels" in news
