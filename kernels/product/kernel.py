@@ -4,6 +4,7 @@ By cuBLAS. Its heuristic's first choice is not always its fastest algorithm, by 
 another one for these sizes on this GPU, that one; else torch's own call.
 """
 
+import logging
 from functools import cache
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ class Entry(NamedTuple):
 
 
 Table = dict[tuple[int, int], list[Entry]]  # by outputs and inputs
+_refused: set[tuple[int, int, Entry]] = set()
+_log = logging.getLogger("meshlm.kernels")
 
 
 @cache
@@ -65,9 +68,18 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     entry = entry_for(known, x.shape[0]) if known else None
     if entry is None or x.data_ptr() % ALIGNED or w.data_ptr() % ALIGNED or not x.is_contiguous():
         return F.linear(x, w, bias)
-    algorithm = _algorithm(x.device, x.dtype, *w.shape, entry)
+    outputs, inputs = w.shape
+    this = (outputs, inputs, entry)
+    algorithm = None if this in _refused else _algorithm(x.device, x.dtype, *this)
     if algorithm is None:
         return F.linear(x, w)
-    out = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
-    _products(x.device, x.dtype).run(x, w, out, algorithm)
+    out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
+    try:
+        _products(x.device, x.dtype).run(x, w, out, algorithm)
+    except RuntimeError as error:  # it was found for entry.to rows; fewer may be another case for the library
+        _refused.add(this)
+        _log.warning(
+            "product of %d rows with [%d, %d]: %s; torch's own from now on", x.shape[0], outputs, inputs, error
+        )
+        return F.linear(x, w)
     return out

@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshlm.kernels import tables
 from meshlm.kernels.product import kernel, tune
-from meshlm.kernels.product.cublaslt import TYPES, Products
+from meshlm.kernels.product.cublaslt import TYPES, Algorithm, Products
 
 QWEN = {
     "hidden_size": 1024,
@@ -60,6 +61,28 @@ def test_tables_in_the_tree_can_be_read() -> None:
 def test_without_a_gpu_it_is_torchs_product() -> None:
     x, w = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(kernel.product(x, w), F.linear(x, w))
+
+
+def test_what_the_library_refuses_is_torchs_product(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once; nothing ends for it."""
+    calls = []
+
+    def run(*_: object) -> None:
+        calls.append(1)
+        raise RuntimeError("cublasLtMatmul failed with status 15")
+
+    monkeypatch.setattr(kernel, "ALIGNED", 1)
+    monkeypatch.setattr(kernel, "_refused", set())
+    monkeypatch.setattr(kernel, "_table", lambda: {(5, 8): [kernel.Entry(2, 4, A)]})
+    monkeypatch.setattr(kernel, "_algorithm", lambda *_: Algorithm(A, None))
+    monkeypatch.setattr(kernel, "_products", lambda *_: SimpleNamespace(run=run))
+    x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert torch.equal(kernel.product(x, w), F.linear(x, w))
+    assert len(calls) == 1
+    assert "product of 3 rows with [5, 8]: cublasLtMatmul failed with status 15" in caplog.text
 
 
 @pytest.mark.gpu
