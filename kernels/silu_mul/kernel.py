@@ -8,9 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshlm.kernels import pdl
+
 
 @triton.jit
-def _silu_mul(gate_up, out, columns, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -27,5 +32,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
     block = 512 if rows < 64 else min(4096, triton.next_power_of_2(columns))
-    _silu_mul[(rows, triton.cdiv(columns, block))](gate_up, out, columns, BLOCK=block, num_warps=max(4, block // 512))
+    use_pdl = gate_up.is_cuda and pdl.supported()
+    _silu_mul[(rows, triton.cdiv(columns, block))](
+        gate_up, out, columns, BLOCK=block, PDL=use_pdl, num_warps=max(4, block // 512),
+        **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import warm_sizes
-from meshlm.kernels.split_product.kernel import warm_rows
+from meshlm.kernels.few_rows.kernel import warm_rows
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec

@@ -6,12 +6,12 @@ A product of one row with a weight that is not too large: one Triton kernel does
 from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
+from meshlm.kernels.few_rows.kernel import few_rows, shape_for
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.product.kernel import product
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
-from meshlm.kernels.split_product.kernel import shape_for, split_product
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Composed, Heads
 
@@ -39,8 +39,8 @@ class TritonOps(Composed):
 
     def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """Maybe [s, rows, outputs], parts that the norm behind it adds up."""
-        shape = shape_for(x.shape[0], *packed.shape) if bias is None and x.is_contiguous() else None
-        return self.linear(x, packed, bias, outputs) if shape is None else split_product(x, packed, shape)
+        shape = shape_for(x.shape[0], *packed.shape, "parts") if bias is None and x.is_contiguous() else None
+        return self.linear(x, packed, bias, outputs) if shape is None else few_rows(x, packed, shape, "parts")
 
     def whole(self, x: Tensor) -> Tensor:
         return x if x.dim() == 2 else x.sum(dim=0)
@@ -58,6 +58,11 @@ class TritonOps(Composed):
     ) -> tuple[Tensor, Tensor]:
         if pays(packed, x.shape[-2]) and not (gate and bias is not None):
             return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
+        use = "gate" if gate else "product"
+        shape = shape_for(x.shape[-2], *packed.shape, use) if bias is None else None
+        if shape is not None:
+            y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
+            return few_rows(y, packed, shape, use), (x if residual is None else residual)
         return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products left as parts, and the norm that adds them up, against their references."""
+"""Products of few rows, whole, gated and as parts that the norm adds up, against their references."""
 
 from itertools import product
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, near
 
+from meshlm.kernels.few_rows import kernel, reference, tune
+from meshlm.kernels.few_rows.kernel import Shape, few_rows
 from meshlm.kernels.norm.kernel import add_rms_norm
-from meshlm.kernels.split_product import kernel, reference, tune
-from meshlm.kernels.split_product.kernel import Shape, split_product
 
 pytestmark = MARKS
 SHAPES = [Shape(16, 32, 64, 2, 4, 3), Shape(32, 64, 64, 4, 4, 3), Shape(64, 128, 64, 2, 4, 3)]
@@ -23,12 +23,24 @@ def test_parts_and_their_norm(rows: int, shape: Shape, dtype: torch.dtype) -> No
     w = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
     weight = torch.randn(outputs, device=DEVICE, dtype=dtype)
     residual = torch.randn(rows, outputs, device=DEVICE, dtype=dtype)
-    parts, expected_parts = split_product(x, w, shape), reference.split_product(x, w, shape.splits)
+    parts, expected_parts = few_rows(x, w, shape, "parts"), reference.parts(x, w, shape.splits)
     near(parts, expected_parts, dtype)
     expected_residual = residual.clone()
     expected = reference.add_sum_norm(expected_parts, expected_residual, weight, 1e-6)
     near(add_rms_norm(parts, residual, weight, 1e-6), expected, dtype, 4.0)
     near(residual, expected_residual, dtype, 2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [2, 17, 64, 65])
+def test_whole_products_and_gates(rows: int, shape: Shape, dtype: torch.dtype) -> None:
+    shape = shape._replace(splits=1, block_n=min(64, shape.block_n))
+    outputs, inputs = 2 * shape.block_n, 3 * shape.block_k
+    x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+    w = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
+    near(few_rows(x, w, shape, "product"), reference.product(x, w), dtype, 2.0)
+    near(few_rows(x, w, shape, "gate"), reference.gate(x, w), dtype, 4.0)
 
 
 @pytest.mark.parametrize("columns", [1, 100, 1000])
@@ -42,23 +54,31 @@ def test_the_norm_of_parts_at_odd_widths(columns: int) -> None:
 
 
 def test_candidates_fit_and_fill_the_gpu() -> None:
-    for rows, (outputs, inputs) in product((8, 64, 256), ((1024, 2048), (4096, 14336))):
-        found = tune.candidates(rows, outputs, inputs)
+    keys: list[kernel.Key] = [
+        (1024, 2048, "parts"),
+        (4096, 14336, "parts"),
+        (6144, 1024, "gate"),
+        (4096, 1024, "product"),
+    ]
+    for rows, key in product((8, 64, 256), keys):
+        found = tune.candidates(rows, key)
         assert found
-        assert all(shape.splits > 1 for shape in found)
-    assert not tune.candidates(8, 100, 2048)
+        assert all((shape.splits > 1) == (key[2] == "parts") for shape in found)
+    assert not tune.candidates(8, (100, 2048, "parts"))
 
 
-def test_only_what_is_clearly_faster_is_entered() -> None:
+def test_entries_of_a_table() -> None:
     a, b, _ = SHAPES
-    times = {16: (10.0, {a: 9.9, b: 11.0}), 64: (10.0, {a: 9.0, b: 8.0}), 128: (10.0, {}), 256: (10.0, {a: 5.0})}
-    assert tune.choose(times) == [[16, 64, list(b)], [128, 256, list(a)]]
+    found = {16: None, 8: a, 64: b, 32: b}
+    assert tune.entries(found) == [[1, 8, list(a)], [16, 32, list(b)], [32, 64, list(b)]]
 
 
-def test_ops_go_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", [False, True])
+def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshlm.workers.layers import triton_ops
 
-    table = {(64, 256): [(1, 16, SHAPES[0])]}
+    shape, use = SHAPES[0], "gate" if gate else "product"
+    table = {(64, 256, "parts"): [(1, 16, shape)], (128, 64, use): [(1, 8, shape._replace(splits=1))]}
     monkeypatch.setattr(kernel, "_table", lambda: table)
     kernel.shape_for.cache_clear()
     ops = triton_ops.TritonOps()
@@ -71,7 +91,9 @@ def test_ops_go_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         near(ops.whole(made), torch.nn.functional.linear(x, w), torch.float16, 4.0)
         expected_stream = residual + torch.nn.functional.linear(x, w)
         normed = torch.nn.functional.rms_norm(expected_stream.float(), (64,), eps=1e-6).half()
-        out, stream = ops.norm_linear(made, residual, (norm, 1e-6), following, None, 128)
+        out, stream = ops.norm_linear(made, residual, (norm, 1e-6), following, None, 128, gate=gate)
         near(stream, expected_stream, torch.float16, 4.0)
-        near(out, torch.nn.functional.linear(normed, following), torch.float16, 8.0)
+        near(
+            out, reference.gate(normed, following) if gate else reference.product(normed, following), torch.float16, 8.0
+        )
     kernel.shape_for.cache_clear()
