@@ -27,9 +27,13 @@ def prefill_tiles(work: int) -> Tile:
     raise AssertionError("the last entry of a table fits all")
 
 
-def decode_tiles(programs: int, longest: int, device: torch.device) -> Tile:
-    """Of a decode of `programs` (requests x kv heads) with contexts up to `longest`: parts of each context (a power of two), keys of
-    a tile, warps, stages.
+ANY_GROUP = 1 << 16
+
+
+def decode_tiles(programs: int, longest: int, device: torch.device, group: int = ANY_GROUP) -> Tile:
+    """Parts of each context (a power of two), keys of a tile, warps, stages, of a decode.
+
+    programs: requests x kv heads. Contexts are of up to `longest` tokens; a kv head has `group` query heads.
 
     Enough parts to fill the GPU. A lone request of a short context is bound by latency: there the smallest tile wins on an H200, which
     loses a third at 32k.
@@ -37,14 +41,15 @@ def decode_tiles(programs: int, longest: int, device: torch.device) -> Tile:
     per_multiprocessor, tiles, _ = _table()
     splits = splits_of(programs, per_multiprocessor, torch.cuda.get_device_properties(device).multi_processor_count)
     for entry in tiles:
-        if splits >= entry.get("splits_from", 1) and longest <= entry.get("longest_to", longest):
+        fits = splits >= entry.get("splits_from", 1) and longest <= entry.get("longest_to", longest)
+        if fits and group <= entry.get("group_to", group):
             return splits, entry["block_n"], entry["warps"], entry["stages"]
     raise AssertionError("the last entry of a table fits all")
 
 
-def warm_sizes(kv_heads: int, most: int, longest: int, device: torch.device) -> list[int]:
+def warm_sizes(kv_heads: int, most: int, longest: int, device: torch.device, group: int = ANY_GROUP) -> list[int]:
     """Numbers of requests, 1 and `most` among them, whose decodes have all the tiles that any up to `most` has: each is compiled."""
-    return one_of_each(lambda requests: decode_tiles(requests * kv_heads, longest, device), most)
+    return one_of_each(lambda requests: decode_tiles(requests * kv_heads, longest, device, group), most)
 
 
 def one_of_each(variant: Callable[[int], object], most: int) -> list[int]:

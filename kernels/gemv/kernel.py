@@ -173,11 +173,18 @@ def pays(weight: Tensor, rows: int) -> bool:
 
 @cache
 def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> tuple[int, int, int, int]:
-    """BLOCK_N, warps, stages, programs per multiprocessor: the first entry of this GPU's table that fits.
+    """BLOCK_N, warps, stages, programs per multiprocessor.
+
+    As chosen in whole steps (benchmarks/tune_step.py), else the first entry of this GPU's table that fits.
 
     way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
     """
-    for entry in tables.read("gemv")["tiles"]:
+    table = tables.read("gemv")
+    for entry in [] if way else table.get("in_steps", []):
+        if (entry["outputs"], entry["inputs"], entry["gate"]) == (outputs, inputs, gate):
+            block_n, warps, stages, programs = entry["tile"]
+            return block_n, warps, stages, programs
+    for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
             block_n, warps, stages, programs = entry["tile"]

@@ -89,7 +89,9 @@ class TritonAttention:
         rope: Rope | None,
     ) -> None:
         requests = self._num
-        splits, block_n, warps, stages = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device)
+        group = heads.num_heads // heads.num_kv_heads
+        tiles = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device, group)
+        splits, block_n, warps, stages = tiles
         room = self._workspace.of(requests, (heads.num_heads, heads.num_kv_heads), splits, heads.head_dim)
         decode(
             query,

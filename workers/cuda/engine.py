@@ -156,7 +156,9 @@ class CudaEngine:
         """Every kernel is compiled here, in each variant that steps use. Block 0 holds nothing yet."""
         longest = self._rows.blocks.shape[1] * self._block_size
         most = self._rows.max_rows
-        sizes = {*warm_sizes(self._spec.num_key_value_heads, most, longest, self._device), *warm_rows()}
+        kv_heads = self._spec.num_key_value_heads
+        group = self._spec.num_attention_heads // kv_heads
+        sizes = {*warm_sizes(kv_heads, most, longest, self._device, group), *warm_rows()}
         prompt = min(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
         for counts in warm_up.steps(sorted(size for size in sizes if size <= most), most, prompt):
             self._dummy_step(counts)

@@ -1,0 +1,188 @@
+"""Tiles of a decode step of one request, chosen by what the whole step takes; kept in the kernels' tables of this GPU.
+
+    python -P benchmarks/tune_step.py MODEL [--context 576] [--passes 3] [--json FILE] [--dry]
+
+What a kernel costs depends on those around it: with PDL each begins while the one before still runs, and the space that it leaves on
+the multiprocessors decides how much of that comes true. So tiles that are the best alone (kernels/gemv/tune.py, attention/tune.py) are
+only the beginning: attention, then one product after the other, tries its tiles' neighbours, and the best stays. Dummy weights.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshlm.kernels import tables
+from meshlm.kernels.ahead import compiled_ahead
+from meshlm.kernels.attention.tiles import decode_tiles
+from meshlm.kernels.gemv import kernel as gemv
+from meshlm.kernels.measure import keep
+from meshlm.workers.attention import triton_backend
+from meshlm.workers.cuda.graphs import Key
+
+sys.path.insert(0, str(Path(__file__).parent))
+import engine_step
+
+TURNS, REPLAYS = 5, 20
+GAIN = 0.998  # of the step's time, at most
+DECODE = "decode"
+KEY = Key(1, 1)
+Tile = tuple[int, int, int, int]
+Choice = dict[Any, Tile]  # by (outputs, inputs, gate), and DECODE
+
+
+def near_gemv(tile: Tile) -> list[Tile]:
+    """Tiles with one or two sizes doubled or halved. A tile is rows, warps, stages, programs per multiprocessor."""
+    rows, warps, stages, programs = tile
+    found = {(rows, warps, stages + 1, programs), (rows, warps, stages - 1, programs)}
+    for by in (2, 0.5):
+        found |= {(int(rows * by), warps, stages, programs), (rows, int(warps * by), stages, programs)}
+        found |= {(rows, warps, stages, int(programs * by)), (int(rows * by), int(warps * by), stages, programs)}
+        found |= {
+            (int(rows * by), warps, stages, int(programs / by)),
+            (rows, int(warps * by), stages, int(programs / by)),
+        }
+        found |= {(int(rows * by), int(warps * by), stages, int(programs / by))}
+    limits = ((1, 64), (1, 8), (2, 6), (1, 16))
+    return sorted(
+        t for t in found - {tile} if all(low <= size <= high for size, (low, high) in zip(t, limits, strict=True))
+    )
+
+
+def near_decode(tile: Tile) -> list[Tile]:
+    """The same of parts, keys, warps, stages."""
+    parts, keys, warps, stages = tile
+    found = {(parts, keys, warps, stages + 1), (parts, keys, warps, stages - 1)}
+    for by in (2, 0.5):
+        found |= {(parts, int(keys * by), warps, stages), (parts, keys, int(warps * by), stages)}
+        found |= {(parts, int(keys * by), int(warps * by), stages)}
+    limits = ((1, 32), (16, 128), (1, 8), (2, 4))
+    return sorted(
+        t for t in found - {tile} if all(low <= size <= high for size, (low, high) in zip(t, limits, strict=True))
+    )
+
+
+class Step:
+    """A decode step of one request, of which tiles can be chosen."""
+
+    def __init__(self, model: str, context: int) -> None:
+        self._choice: Choice = {}
+        self._seen: dict[tuple[int, int, bool], Tile] = {}
+        self._usual = gemv.shape_of
+        gemv.shape_of = self._shape_of  # type: ignore[assignment]
+        triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
+        self.engine = engine_step.make_engine(model, [])
+        prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
+        self.engine.step(prompt, 0).wait()
+        self.engine.step(engine_step.decodes(1, context), 0).wait()
+        longest = self.engine._rows.blocks.shape[1] * self.engine.facts.block_size
+        device, spec = self.engine._device, self.engine._spec
+        self.group = spec.num_attention_heads // spec.num_key_value_heads
+        self.start: Choice = {
+            DECODE: decode_tiles(spec.num_key_value_heads, longest, device, self.group),
+            **self._seen,
+        }
+
+    def _shape_of(self, outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
+        chosen = self._choice.get((outputs, inputs, gate)) or self._usual(outputs, inputs, gate, way)
+        self._seen[outputs, inputs, gate] = chosen
+        return chosen
+
+    def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int) -> Tile:
+        return self._choice.get(DECODE) or decode_tiles(programs, longest, device, group)
+
+    def timed(self, choices: list[Choice]) -> list[float]:
+        """Microseconds of the step with each, medians, in turns."""
+        launch = self.engine._compute
+        with torch.inference_mode(), self.engine._model.shortened() as layers, compiled_ahead():
+            caches, launch.caches = launch.caches, launch.caches[:layers]
+            for self._choice in choices:
+                launch.padded(KEY)
+            launch.caches = caches
+        graphs = []
+        for self._choice in choices:
+            self.engine.graphs._graphs.pop(KEY, None)
+            with torch.inference_mode():
+                self.engine.graphs.make(KEY)
+            graphs.append(self.engine.graphs._graphs.get(KEY))  # None where the tile does not fit the GPU
+        turns = [[self._replays(graph) for graph in graphs] for _ in range(TURNS)]
+        return [sorted(times)[TURNS // 2] for times in zip(*turns, strict=True)]
+
+    def _replays(self, graph: torch.cuda.CUDAGraph | None) -> float:
+        if graph is None:
+            return float("inf")
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / REPLAYS
+
+
+def descend(step: Step, passes: int) -> tuple[Choice, list[dict[str, Any]]]:
+    """One size after the other, until nothing is gained."""
+    chosen, report = dict(step.start), []
+    for number in range(passes):
+        before = dict(chosen)
+        for name in list(chosen):
+            near: Callable[[Tile], list[Tile]] = near_decode if name == DECODE else near_gemv
+            tiles = near(chosen[name])
+            usual, *times = step.timed([chosen, *({**chosen, name: tile} for tile in tiles)])
+            best = min(times)
+            if best <= GAIN * usual:
+                chosen = {**chosen, name: tiles[times.index(best)]}
+            line = {"pass": number + 1, "kernel": str(name), "step_us": round(usual, 1), "best_us": round(best, 1)}
+            report.append({**line, "tile": chosen[name]})
+            print(json.dumps(report[-1]), flush=True)
+        if chosen == before:
+            break
+    return chosen, report
+
+
+def write(chosen: Choice, group: int) -> None:
+    """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these."""
+    table = dict(tables.own("gemv") or {})
+    kept = {(each["outputs"], each["inputs"], each["gate"]): each for each in table.get("in_steps", [])}
+    for name, tile in chosen.items():
+        if name != DECODE:
+            outputs, inputs, gate = name
+            kept[name] = {"outputs": outputs, "inputs": inputs, "gate": gate, "tile": list(tile)}
+    of_gemv = {key: value for key, value in table.items() if key not in ("gpu", "torch", "triton")}
+    tables.write("gemv", {**of_gemv, "in_steps": [kept[name] for name in sorted(kept)]})
+    table = dict(tables.own("attention") or {})
+    alone = next(entry for entry in table["decode"] if "splits_from" in entry)
+    tile = dict(zip(("block_n", "warps", "stages"), chosen[DECODE][1:], strict=True))
+    others = [entry for entry in table["decode"] if entry.get("group_to") != group]
+    mine = {**alone, **tile, "group_to": group}
+    known = sorted(
+        [mine, *(entry for entry in others if "group_to" in entry)], key=lambda entry: int(entry["group_to"])
+    )
+    table["decode"] = known + [entry for entry in others if "group_to" not in entry]
+    tables.write("attention", {key: value for key, value in table.items() if key not in ("gpu", "torch", "triton")})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--context", type=int, default=576)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--json")
+    parser.add_argument("--dry", action="store_true", help="write no table")
+    arguments = parser.parse_args()
+    step = Step(arguments.model, arguments.context)
+    chosen, report = descend(step, arguments.passes)
+    before, after = step.timed([step.start, chosen])
+    print(f"step {before:.1f} -> {after:.1f} us: {chosen}", flush=True)
+    if not arguments.dry:
+        write(chosen, step.group)
+    facts = {"model": Path(arguments.model).name, "context": arguments.context}
+    keep(report, arguments.json, **facts, before_us=round(before, 1), after_us=round(after, 1))
+
+
+if __name__ == "__main__":
+    main()
