@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -18,11 +19,12 @@ from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
-from meshlm.protocol.text_edge import Prompt
+from meshlm.protocol.text_edge import TokenPrompt
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal, RequestError
 from meshlm.runtime.mesh import Mesh
 
-ENCODE_THREADS = 2
+MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
+BUNCH = 4  # prompts that a thread encodes before it hands them over: more wait for each other, fewer wake the loop more often
 TICK_S = 1.0
 
 
@@ -46,7 +48,10 @@ class DetokenizerApp:
         self._mesh: Mesh | None = None
         self._core: Detokenizer | None = None
         self._encoder: Encoder | None = None
-        self._threads = ThreadPoolExecutor(ENCODE_THREADS, "encode")
+        self._num_threads = min(MOST_ENCODE_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
+        self._threads = ThreadPoolExecutor(self._num_threads, "encode")
+        self._to_encode: deque[Encode] = deque()
+        self._num_new = 0  # of those, since the threads were called last
         self._early: list[Event] = []  # what peers said before start() ran
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
@@ -63,8 +68,7 @@ class DetokenizerApp:
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
         self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
-        for event in self._early:
-            self._do(event)
+        self._do_all(self._early)
         self._tick()
         self.flush()
         return {"vocabulary": f"{vocab_size} tokens"}
@@ -81,11 +85,18 @@ class DetokenizerApp:
         for effect in self._core.handle(event):
             self._perform(effect)
 
+    def _do_all(self, events: list[Event]) -> None:
+        for event in events:
+            self._do(event)
+
     def _perform(self, effect: Effect) -> None:
         assert self._mesh is not None
         match effect:
+            case Encode(prompt=TokenPrompt()):
+                self._do(self._encode(effect))  # nothing that would take long
             case Encode():
-                self._threads.submit(self._encode, effect.job, effect.prompt)
+                self._to_encode.append(effect)
+                self._num_new += 1
             case _:
                 self._send(effect.to, effect.message)
 
@@ -104,19 +115,32 @@ class DetokenizerApp:
                 )
                 self._do(Received(to, self._mesh.incarnation_of(to), refused))
 
-    def _encode(self, job: int, prompt: Prompt) -> None:
-        """In a thread."""
-        assert self._encoder is not None
+    def _call_threads(self) -> None:
+        """As many as have something to do. What another one took first, one that comes too late need not."""
+        for _ in range(min(self._num_threads, -(-self._num_new // BUNCH))):
+            self._threads.submit(self._encode_waiting)
+        self._num_new = 0
+
+    def _encode_waiting(self) -> None:
+        """In a thread: until nothing waits."""
         assert self._mesh is not None
+        while self._to_encode:
+            events: list[Event] = []
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                while len(events) < BUNCH:
+                    events.append(self._encode(self._to_encode.popleft()))
+            self._mesh.call_soon_threadsafe(self._do_all, events)
+
+    def _encode(self, ask: Encode) -> Encoded:
+        """In any thread."""
+        assert self._encoder is not None
         try:
-            event = Encoded(job, self._encoder.encode(prompt))
+            return Encoded(ask.job, self._encoder.encode(ask.prompt))
         except RequestError as error:
-            event = Encoded(job, error=error)
+            return Encoded(ask.job, error=error)
         except Exception as error:
-            event = Encoded(
-                job, error=RequestError(ErrorKind.INVALID, f"the prompt cannot be encoded: {error}", "prompt")
-            )
-        self._mesh.call_soon_threadsafe(self._do, event)
+            text = f"the prompt cannot be encoded: {error}"
+            return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         life = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
@@ -129,6 +153,8 @@ class DetokenizerApp:
         self._do(PeerLost(peer, incarnation))
 
     def flush(self) -> None:
+        if self._num_new:
+            self._call_threads()
         if self._core is not None:
             for send in self._core.batches():
                 self._send(send.to, send.message)

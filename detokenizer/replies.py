@@ -14,11 +14,11 @@ def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> 
     handles = tuple(stream.frontend_handle for stream in streams)
     submit = streams[0].submit
     arrival_s = submit.arrival_s if submit.retry is not None else 0.0
-    if not submit.want_prompt:
-        return Accepted(handles, len(prompt), arrival_s=arrival_s)
-    shown = tuple(table.show(token)[0] for token in prompt)
+    ids = prompt.tobytes() if submit.want_ids else b""
+    if not submit.want_text:
+        return Accepted(handles, len(prompt), ids, arrival_s=arrival_s)
     text = table.tokenizer.decode(list(prompt), skip_special_tokens=False)
-    return Accepted(handles, len(prompt), prompt.tobytes(), text, shown, arrival_s)
+    return Accepted(handles, len(prompt), ids, text, table.show(prompt[0])[0], arrival_s)
 
 
 def tokenized(ask: Tokenize, event: Encoded, table: TokenTable, max_model_len: int) -> TokenizeReply:

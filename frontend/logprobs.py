@@ -55,7 +55,7 @@ def completion_logprobs(positions: Sequence[PositionLogprobs | None], offset: in
 
 def echoed_logprobs(positions: Sequence[PositionLogprobs | None] | None, accepted: Accepted) -> Json:
     """choices[].logprobs of an echoed prompt; one of a single token has no positions."""
-    return completion_logprobs(positions or [None], 0, "".join(accepted.prompt_token_strings[:1]))
+    return completion_logprobs(positions or [None], 0, accepted.first_token_text)
 
 
 def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[Json | None]:

@@ -39,7 +39,6 @@ def build(
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little") >> 1 if again is None else again.seed
     now = time.time()
-    want_prompt = ask.echo or ask.return_token_ids or ask.prompt_logprobs >= 0
     found = []
     for prompt_index, prompt in enumerate(ask.prompts):
         handles = tuple(new_handle() for _ in range(ask.num_choices))
@@ -54,7 +53,8 @@ def build(
             sampling=msgspec.structs.replace(ask.sampling, seed=seed),
             text=ask.text,
             max_tokens=ask.max_tokens,
-            want_prompt=want_prompt,
+            want_ids=ask.return_token_ids,
+            want_text=ask.echo,
             priority=ask.priority,
             cache_salt=ask.cache_salt,
             arrival_s=now,

@@ -69,7 +69,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     max_tokens: int | None = None  # None: whatever the context leaves; else overrides sampling.max_tokens
     attempt: int = 0
     delivered: bytes = b""  # resume (one choice): output ids the client has, int32
-    want_prompt: bool = False  # Accepted carries the prompt's ids and text (echo, prompt_logprobs, token ids)
+    want_ids: bool = False  # Accepted carries the prompt's token ids
+    want_text: bool = False  # Accepted carries the prompt as text
     priority: int = 0  # lower is sooner
     cache_salt: str = ""
     arrival_s: float = 0.0  # wall clock, for FCFS across processes and for queue time
@@ -121,9 +122,9 @@ class Accepted(Struct, frozen=True, tag="accepted"):
 
     handles: tuple[Handle, ...]
     num_prompt_tokens: int
-    prompt_token_ids: bytes = b""  # with want_prompt
-    prompt_text: str = ""  # with want_prompt
-    prompt_token_strings: tuple[str, ...] = ()  # with want_prompt
+    prompt_token_ids: bytes = b""  # with want_ids
+    prompt_text: str = ""  # with want_text ...
+    first_token_text: str = ""  # ... and the part of it that is the first token's, which has no log-probability
     arrival_s: float = 0.0  # with a Retry: when the request first came
 
 

@@ -1,7 +1,7 @@
 """The scheduler's pure core: owns this rank's requests and KV blocks.
 
 `handle(event, now)` takes what happened, `plan(now_ns)` gives the next step as long as fewer than `async_depth` are in
-flight. Called by io.py; never sees a socket or a clock.
+flight, `report()` says what the coordinator should know of it. Called by io.py; never sees a socket or a clock.
 """
 
 from collections import deque
@@ -75,8 +75,12 @@ class Scheduler:
                 self._expire(event.wall_s, output)
                 self.news.tell_all()
         effects += [Send(to, box.message(timings)) for to, box in output.boxes.items()]
+        return effects
+
+    def report(self) -> list[Send]:
+        """A Load, if one is due. After all news and the plan, which are not to wait for it, and once for a burst of requests."""
         load = self.news.load(self.batching, self.serving, self.num_steps)
-        return effects if load is None else [*effects, Send(COORDINATOR, load)]
+        return [] if load is None else [Send(COORDINATOR, load)]
 
     def _received(self, event: Received, output: Output) -> list[Send]:
         match event.message:

@@ -47,6 +47,7 @@ class SchedulerApp:
         for event in self._early:
             self._do(event)
         self._tick()
+        self.flush()
         return {}
 
     def _tick(self) -> None:
@@ -81,11 +82,12 @@ class SchedulerApp:
         self._do(PeerLost(peer, incarnation))
 
     def flush(self) -> None:
-        """After all news is in: send as many steps as may be in flight."""
+        """After all news is in: send as many steps as may be in flight, then the news of them."""
         if self._core is None:
             return
         while effects := self._core.plan(time.monotonic_ns()):
             self._send(effects)
+        self._send(self._core.report())
 
     def beat(self) -> tuple[int, str]:
         core = self._core

@@ -4,16 +4,17 @@ Owned by llm.py, in whose background loop it lives. It starts and ends no proces
 """
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.control_edge import MeshStats
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Role
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
+    Abort,
     Accepted,
     Detokenize,
     DetokenizeReply,
@@ -25,8 +26,16 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
+from meshlm.runtime.errors import LinkDown, LinkFull
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.outputs import CompletionOutput, RequestOutput, logprobs_of
+
+SENDS_A_TURN = 32  # between two looks at what came back
+
+
+def name_of(request_id: str, index: int) -> RequestId:
+    """Of one choice, in the mesh."""
+    return RequestId(f"{request_id}-{index}")
 
 
 class Client:
@@ -51,8 +60,10 @@ class Client:
                 for handle in message.handles:
                     if handle in self._rows:
                         request = self._rows[handle][0]
-                        request.prompt_token_ids = unpack_i32(message.prompt_token_ids).tolist()
-                        request.prompt = message.prompt_text
+                        if message.prompt_token_ids:
+                            request.prompt_token_ids = unpack_i32(message.prompt_token_ids).tolist()
+                        if message.prompt_text:
+                            request.prompt = message.prompt_text
             case Rejected():
                 for handle in message.handles:
                     self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
@@ -80,26 +91,52 @@ class Client:
     def flush(self) -> None:
         """Nothing is batched here."""
 
-    async def run(self, submits: list[tuple[Submit, RequestOutput]], bar: Any) -> None:
-        """Send all; return when all have ended. ValueError with the first refusal."""
+    def new_handle(self) -> Handle:
+        self._next = self._next % 0x7FFF_FFFF + 1
+        return Handle(self._next)
+
+    async def run(self, submits: Iterable[tuple[Submit, RequestOutput]], bar: Any) -> list[RequestOutput]:
+        """Send each as soon as it is made; return when all have ended. ValueError with the first refusal.
+
+        When one cannot be made, those before it end, and its error is raised.
+        """
         assert self.mesh is not None
         self._bar, self._errors = bar, []
-        self._all_done.clear()
-        peers = self.mesh.peers(Role.DETOKENIZER)
-        for number, (submit, request) in enumerate(submits):
-            handles = []
-            for output in request.outputs:
-                handles.append(self._new_handle())
-                self._rows[handles[-1]] = (request, output)
-            self.mesh.send(peers[number % len(peers)], msgspec.structs.replace(submit, handles=tuple(handles)))
+        sent: list[RequestOutput] = []
+        try:
+            await self._send(submits, sent)
+        except BaseException:
+            self._abort()
+            raise
         if self._rows:
+            self._all_done.clear()  # those that were sent may all have ended before the next ones were
             await self._all_done.wait()
         if self._errors:
             raise ValueError(self._errors[0])
+        return sent
+
+    async def _send(self, submits: Iterable[tuple[Submit, RequestOutput]], sent: list[RequestOutput]) -> None:
+        assert self.mesh is not None
+        peers = self.mesh.peers(Role.DETOKENIZER)
+        for number, (submit, request) in enumerate(submits):
+            self._rows |= {handle: (request, output) for handle, output in zip(submit.handles, request.outputs)}
+            sent.append(request)
+            self.mesh.send(peers[number % len(peers)], submit)
+            if number % SENDS_A_TURN == SENDS_A_TURN - 1:
+                await asyncio.sleep(0)
+
+    def _abort(self) -> None:
+        """Nobody waits for what was sent."""
+        assert self.mesh is not None
+        names = tuple(name_of(request.request_id, output.index) for request, output in self._rows.values())
+        self._rows.clear()
+        for peer in self.mesh.peers(Role.DETOKENIZER):
+            with contextlib.suppress(LinkDown, LinkFull):
+                self.mesh.send(peer, Abort(names))
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
-        replies = [self._ask(Tokenize(self._new_handle(), prompt)) for prompt in prompts]
+        replies = [self._ask(Tokenize(self.new_handle(), prompt)) for prompt in prompts]
         found = []
         for reply in replies:
             answer = await reply
@@ -111,7 +148,7 @@ class Client:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. ValueError for one that the vocabulary does not have."""
-        answer = await self._ask(Detokenize(self._new_handle(), pack_i32(token_ids)))
+        answer = await self._ask(Detokenize(self.new_handle(), pack_i32(token_ids)))
         assert isinstance(answer, DetokenizeReply)
         if answer.error:
             raise ValueError(answer.error)
@@ -123,10 +160,6 @@ class Client:
         self._asked[message.handle] = future = asyncio.get_running_loop().create_future()
         self.mesh.send(peer, message)
         return future
-
-    def _new_handle(self) -> Handle:
-        self._next = self._next % 0x7FFF_FFFF + 1
-        return Handle(self._next)
 
     def _deltas(self, message: TextDeltas) -> None:
         handles, tokens = unpack_i32(message.handles).tolist(), unpack_i32(message.token_ids)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +18,14 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, RequestId, Role
-from meshlm.protocol.text_edge import Prompt, Submit, TextPrompt, TokenPrompt
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import flags, io, layout, resolve, rundir
 from meshlm.supervisor.arguments import settings_of
-from meshlm.supervisor.client import Client
+from meshlm.supervisor.client import Client, name_of
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.outputs import CompletionOutput, Logprob, RequestOutput
@@ -69,7 +69,7 @@ class LLM:
         prompts. Without sampling_params the model's own are taken. ValueError for bad input."""
         single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
         items: list[Any] = [prompts] if single else list(prompts)
-        return self._run([_prompt(item) for item in items], sampling_params, use_tqdm, priority)
+        return self._run((_prompt(item) for item in items), len(items), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -85,13 +85,13 @@ class LLM:
         """Answer one conversation or several, with the model's chat template."""
         many = bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = list(messages) if many else [messages]
-        made: list[Prompt] = [
+        made = (
             chat_prompt(
                 conversation, tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message
             )
             for conversation in conversations
-        ]
-        return self._run(made, sampling_params, use_tqdm)
+        )
+        return self._run(made, len(conversations), sampling_params, use_tqdm)
 
     @property
     def vocab_size(self) -> int:
@@ -140,39 +140,47 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[Prompt],
+        prompts: Iterator[Prompt],
+        count: int,
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        """`prompts` are made one by one, in the loop: the first is on its way while the others are not."""
         params = params or self.get_default_sampling_params()
-        each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling_params")
-        ranks = [0] * len(prompts) if priority is None else list(priority)
-        if len(ranks) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(ranks)} of priority")
-        submits = [self._submit(*one) for one in zip(prompts, each, ranks, strict=True)]
-        total = sum(len(request.outputs) for _, request in submits)
-        with tqdm(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            self._call(self._client.run(submits, bar))
-        return [request for _, request in submits]
+        each = [params] * count if not isinstance(params, Sequence) else list(params)
+        if len(each) != count:
+            raise ValueError(f"{count} prompts and {len(each)} sampling_params")
+        ranks = [0] * count if priority is None else list(priority)
+        if len(ranks) != count:
+            raise ValueError(f"{count} prompts and {len(ranks)} of priority")
+        for one in {id(one): one for one in each}.values():
+            one.check(self.vocab_size)
+        with tqdm(total=sum(one.n for one in each), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            return self._call(self._client.run(self._submits(prompts, each, ranks), bar))
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> tuple[Submit, RequestOutput]:
+    def _submits(
+        self, prompts: Iterator[Prompt], each: list[SamplingParams], ranks: list[int]
+    ) -> Iterator[tuple[Submit, RequestOutput]]:
         assert self._config.resolved is not None
-        name = uuid.uuid4().hex
-        submit = Submit(
-            handles=(),
-            request_ids=tuple(RequestId(f"{name}-{index}") for index in range(params.n)),
-            prompt=prompt,
-            sampling=params.wire(self._config.resolved.eos_token_ids, self.vocab_size),
-            text=params.text(),
-            max_tokens=params.max_tokens,
-            want_prompt=True,
-            priority=priority,
-            arrival_s=time.time(),
-        )
-        return submit, RequestOutput(name, None, [], [CompletionOutput(index) for index in range(params.n)])
+        eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
+        for number, (prompt, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
+            name = f"{run}-{number}"
+            submit = Submit(
+                handles=tuple(self._client.new_handle() for _ in range(params.n)),
+                request_ids=tuple(name_of(name, index) for index in range(params.n)),
+                prompt=prompt,
+                sampling=params.wire(eos, self.vocab_size),
+                text=params.text(),
+                max_tokens=params.max_tokens,
+                want_ids=not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens),
+                want_text=isinstance(prompt, ChatPrompt),
+                priority=priority,
+                arrival_s=time.time(),
+            )
+            text = prompt.text if isinstance(prompt, TextPrompt) else None
+            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
+            yield submit, RequestOutput(name, text, ids, [CompletionOutput(index) for index in range(params.n)])
 
     # --- the background loop ---
 

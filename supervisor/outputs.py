@@ -40,7 +40,7 @@ class RequestOutput:
     """One prompt's sequences."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  # None for one of token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

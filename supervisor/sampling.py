@@ -38,8 +38,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def wire(self, eos: tuple[int, ...], vocab_size: int) -> WireParams:
-        """As the mesh knows them. ValueError names a value that is not allowed."""
-        self._check(vocab_size)
+        """As the mesh knows them, with a seed of its own at each call if none is given. `check` first."""
         return WireParams(
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -58,7 +57,9 @@ class SamplingParams:
             prompt_logprobs=_wanted(self.prompt_logprobs, vocab_size),
         )
 
-    def _check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int) -> None:
+        """ValueError names a value that is not allowed."""
+
         def known(ids: Iterable[int] | None) -> bool:
             return all(0 <= token < vocab_size for token in ids or ())
 

@@ -26,7 +26,7 @@ from meshlm.protocol.token_edge import First
 
 Json = dict[str, Any]
 FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}
-PROMPT_IDS, PROMPT_TEXT, PROMPT_STRINGS = [5, 6], "Hi you", ("Hi", " you")
+PROMPT_IDS, PROMPT_TEXT, FIRST_TEXT = [5, 6], "Hi you", "Hi"
 STOP = Finished(0, FinishReason.STOP)
 LENGTH = Finished(0, FinishReason.LENGTH)
 
@@ -77,7 +77,7 @@ def filled(answer: Kind, num_prompts: int = 1) -> Kind:
         submit = Submit((Handle(index + 1),), (RequestId(str(index)),), TextPrompt(PROMPT_TEXT), SamplingParams())
         answer.choices.append(Choice(answer, index, index // n, submit, Handle(index + 1)))  # type: ignore[arg-type]
     for choice in answer.choices[::n]:
-        answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32(PROMPT_IDS), PROMPT_TEXT, PROMPT_STRINGS))
+        answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32(PROMPT_IDS), PROMPT_TEXT, FIRST_TEXT))
     return answer
 
 

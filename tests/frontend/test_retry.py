@@ -141,7 +141,7 @@ def stream(ask: Ask, rows: list[Row], last_id: str = "") -> list[tuple[str, str]
     handles = iter(range(1, 100))
     build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts)
     for choice in answer.choices:
-        answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32([5, 6]), "Hi you", ("Hi", " you"), 99.0))
+        answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     for index, tokens, text, end in rows:
         choice = answer.choices[index]
         ids = unpack_i32(pack_i32(tokens))

@@ -178,7 +178,7 @@ def test_streamed_echo_with_logprobs_is_the_whole_one_in_parts() -> None:
 
 def test_streamed_echo_with_logprobs_of_a_prompt_of_one_token() -> None:
     answer, events, _ = streamed(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
-    answer.accepted(answer.choices[0], Accepted((Handle(1),), 1, pack_i32([5]), "Hi", ("Hi",)))
+    answer.accepted(answer.choices[0], Accepted((Handle(1),), 1, pack_i32([5]), "Hi", "Hi"))
     give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO])
     prompt, output = [chunk["choices"][0]["logprobs"] for chunk in chunks(events, False)]
     assert prompt == {"tokens": ["Hi"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}

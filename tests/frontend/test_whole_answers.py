@@ -147,7 +147,7 @@ def test_whole_echo_offsets_point_into_the_text() -> None:
 
 def test_whole_echo_with_logprobs_of_a_prompt_of_one_token() -> None:
     answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
-    answer.accepted(answer.choices[0], Accepted((Handle(1),), 1, pack_i32([5]), "Hi", ("Hi",)))
+    answer.accepted(answer.choices[0], Accepted((Handle(1),), 1, pack_i32([5]), "Hi", "Hi"))
     give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO])
     (choice,) = body(answer)["choices"]
     assert choice["text"] == "HiHé"

@@ -146,6 +146,7 @@ class Bench:
         while sends := self.core.plan(int(self.now * 1e9)):
             self.take(sends)
             self.core.check()
+        self.take(self.core.report())
 
     def step(self) -> None:
         self.event(Received(WORKER, LIFE, self.model.run(self.plans.popleft())))

@@ -230,7 +230,8 @@ def test_an_abort_of_a_request_that_waits_for_its_detokenizer_is_reported() -> N
     core = Scheduler(limits())
     work = Work(RequestId("r"), Handle(1), pack_i32([1]), SamplingParams(max_tokens=2))
     core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
-    (told,) = core.handle(Received(COORDINATOR, LIFE, AbortRequests((RequestId("r"), RequestId("s")))), 0.0)
+    assert core.handle(Received(COORDINATOR, LIFE, AbortRequests((RequestId("r"), RequestId("s")))), 0.0) == []
+    (told,) = core.report()
     assert isinstance(told.message, Load)
     assert told.message.ended == ("r",)
     assert core.handle(PeerUp(DETOKENIZER, LIFE), 0.0) == []
@@ -325,7 +326,8 @@ def test_what_waits_for_its_detokenizer_is_given_back_too() -> None:
     core = Scheduler(limits())
     work = Work(RequestId("r"), Handle(7), pack_i32([1]), SamplingParams(max_tokens=2), attempt=3)
     core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
-    (told,) = core.handle(Received(COORDINATOR, LIFE, GiveBack((RequestId("r"),))), 0.0)
+    assert core.handle(Received(COORDINATOR, LIFE, GiveBack((RequestId("r"),))), 0.0) == []
+    (told,) = core.report()
     assert isinstance(told.message, Load)
     assert told.message.returned == (Returned(RequestId("r"), 3, Handle(7), DETOKENIZER, LIFE),)
 
@@ -333,7 +335,6 @@ def test_what_waits_for_its_detokenizer_is_given_back_too() -> None:
 def test_a_detokenizer_hears_what_its_rank_does_not_have() -> None:
     bench = Bench(limits(), 64, 4)
     bench.assign(1, [1, 2], 5)
-    bench.core.handle(Received(DETOKENIZER, LIFE, StillThere(pack_i32([1]))), 0.0)  # and a first Load
     assert bench.core.handle(Received(DETOKENIZER, LIFE, StillThere(pack_i32([1]))), 0.0) == []
     (told,) = bench.core.handle(Received(DETOKENIZER, LIFE, StillThere(pack_i32([1, 8]))), 0.0)
     assert told == Send(DETOKENIZER, Readmit((Handle(8),)))
@@ -347,7 +348,8 @@ def test_graph_counts_go_to_the_coordinator_once_and_again_to_a_new_one() -> Non
     bench.core.handle(Received(WORKER, LIFE, WorkerStats(counts)), 0.0)
 
     def told(event: Tick | PeerUp) -> list[GraphCounts | None]:
-        return [send.message.graphs for send in bench.core.handle(event, 0.0) if isinstance(send.message, Load)]
+        bench.core.handle(event, 0.0)
+        return [send.message.graphs for send in bench.core.report() if isinstance(send.message, Load)]
 
     assert told(Tick(1.0)) == [counts]
     assert told(Tick(2.0)) == [None]

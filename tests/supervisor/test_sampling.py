@@ -19,5 +19,5 @@ from meshlm.supervisor.sampling import SamplingParams
 def test_values_that_no_worker_could_use(name: str, value: object, fine: object) -> None:
     """On a GPU an id outside the vocabulary would end the worker, and with it every other request's step."""
     with pytest.raises(ValueError, match=f"^SamplingParams.{name}: .* is not allowed"):
-        SamplingParams(**{name: value}).wire((), 100)  # type: ignore[arg-type]
-    SamplingParams(**{name: fine}).wire((), 100)  # type: ignore[arg-type]
+        SamplingParams(**{name: value}).check(100)  # type: ignore[arg-type]
+    SamplingParams(**{name: fine}).check(100)  # type: ignore[arg-type]
