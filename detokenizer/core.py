@@ -174,29 +174,42 @@ class Detokenizer(Attempts):
         self._settle()
         if not plain:
             self._handles_before.pop(sender, None)
-        handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
-        counts = unpack_i32(deltas.counts) if deltas.counts else None
-        if plain:
-            return self._plain_tokens(sender, deltas, handles, starts, tokens)
         for row in deltas.first:
-            self._heard(handles[row], SchedulerLife(sender, event.incarnation))
+            self._heard(unpack_i32(deltas.handles)[row], SchedulerLife(sender, event.incarnation))
+        return self._uneven(sender, deltas) if deltas.counts else self._one_each(sender, deltas, plain)
+
+    def _uneven(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
+        """Rows of any number of tokens: after a preemption, an end without a token, an Attach."""
+        starts, tokens = unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
         ended = {end.row: end for end in deltas.ended}
-        effects = []
+        effects: list[Effect] = []
         at = 0
-        for row, handle in enumerate(handles):
-            count = 1 if counts is None else counts[row]
+        for row, (handle, count) in enumerate(zip(unpack_i32(deltas.handles), unpack_i32(deltas.counts), strict=True)):
             stream = self.by_handle.get(handle)
             if stream is not None:
-                have, start = len(stream.emitted), starts[row]
-                if start > have:
-                    effects.append(Send(sender, AttachTokens(stream.handle, have)))
-                elif start + count > have or (row in ended and start + count == have):
-                    new = tokens[at + have - start : at + count]
-                    effects += self._new_tokens(stream, new, ended.get(row), row, deltas, have - start)
+                effects += self._known(sender, stream, starts[row], tokens[at : at + count], ended.get(row), row, deltas)
             elif row not in ended:
                 effects += self._stranger(sender, handle)
             at += count
         return effects
+
+    def _known(
+        self,
+        sender: Identity,
+        stream: Stream,
+        start: int,
+        tokens: memoryview,
+        ended: Ended | None,
+        row: int,
+        deltas: TokenDeltas,
+    ) -> list[Effect]:
+        """A row of a stream, from output token `start` on: what is new of it."""
+        skip = len(stream.emitted) - start
+        if skip < 0:
+            return [Send(sender, AttachTokens(stream.handle, len(stream.emitted)))]
+        if skip < len(tokens) or (ended is not None and skip == len(tokens)):
+            return self._new_tokens(stream, tokens[skip:], ended, row, deltas, skip)
+        return []
 
     def _columns(self, sender: Identity, deltas: TokenDeltas) -> list[Effect] | None:
         """The next token of each of the same streams as before; None when it is something else."""
@@ -240,10 +253,11 @@ class Detokenizer(Attempts):
             steady.check()
             assert all(self.by_handle.get(stream.handle) is stream for stream in steady.streams)
 
-    def _plain_tokens(
-        self, sender: Identity, deltas: TokenDeltas, handles: memoryview, starts: memoryview, tokens: memoryview
-    ) -> list[Effect]:
-        """A step of nothing but decodes: the hot loop. What needs more than a table look-up goes the general way."""
+    def _one_each(self, sender: Identity, deltas: TokenDeltas, plain: bool) -> list[Effect]:
+        """A token for each: the hot loop. What needs more than a table look-up goes the general way. `plain`: no row needs that."""
+        handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
+        ended = {end.row: end for end in deltas.ended}
+        special = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs}
         effects: list[Effect] = []
         by_handle, batches = self.by_handle, self._batches
         frontend: Identity | None = None
@@ -251,14 +265,11 @@ class Detokenizer(Attempts):
         for row, handle in enumerate(handles):
             stream = by_handle.get(handle)
             if stream is None:
-                effects += self._stranger(sender, handle)
+                effects += self._stranger(sender, handle) if row not in ended else ()
                 continue
             have, start = len(stream.emitted), starts[row]
-            if start != have or stream.slow:
-                if start > have:
-                    effects.append(Send(sender, AttachTokens(stream.handle, have)))
-                elif start == have:
-                    effects += self._new_tokens(stream, tokens[row : row + 1], None, row, deltas, 0)
+            if start != have or stream.slow or row in special:
+                effects += self._known(sender, stream, start, tokens[row : row + 1], ended.get(row), row, deltas)
                 continue
             if stream.frontend is not frontend:
                 frontend = stream.frontend
@@ -273,7 +284,7 @@ class Detokenizer(Attempts):
         self.num_tokens += len(handles)
         if deltas.timings_ns and batch is not None:
             batch.timings = deltas.timings_ns
-        if not effects:
+        if plain and not effects:
             self._watch(sender, deltas, handles)
         return effects
 
