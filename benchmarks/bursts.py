@@ -29,12 +29,12 @@ class Watch:
     def __init__(self, llm: LLM) -> None:
         self._deliver = llm._client.on_message
         llm._client.on_message = self.on_message  # type: ignore[method-assign]
-        self.first_plan_ns = self.last_token_ns = self.first_step = 0
+        self.first_plan_ns = self.last_token_ns = 0
 
     def on_message(self, peer: Any, message: Any) -> None:
         if isinstance(message, TextDeltas):
             if message.timings_ns and not self.first_plan_ns:
-                self.first_step, _, self.first_plan_ns, *_ = message.timings_ns
+                self.first_plan_ns = message.timings_ns[2]
             if message.first:
                 self.last_token_ns = time.monotonic_ns()
         self._deliver(peer, message)
@@ -81,7 +81,6 @@ def burst(llm: LLM, prompts: list[Any], tokens: int, pids: dict[str, int]) -> di
     llm._client.on_message = watch._deliver  # type: ignore[method-assign]
     used = {name: round((run_seconds(pid) - before[name]) * 1e3, 2) for name, pid in pids.items()}
     found = {"first_plan_ms": watch.first_plan_ns, "last_token_ms": watch.last_token_ns, "end_ms": ended}
-    print(watch.first_step, file=__import__("sys").stderr)
     return {**{name: round((at - begun) / 1e6, 2) for name, at in found.items()}, "cpu_ms": used}
 
 

@@ -35,16 +35,21 @@ class BlockPool:
         """`count` blocks with one reference each, least recently used first. NoFreeBlocks."""
         if count > self.num_free:
             raise NoFreeBlocks
+        end, after, before = self.num_blocks, self._next, self._previous
         blocks = []
+        block = after[end]
         for _ in range(count):
-            block = BlockId(self._next[self.num_blocks])
-            self._unlink(block)
             known = self._hash[block]
             if known is not None:
                 del self._by_hash[known]
-                self._hash[block] = self._changes[block] = None
+                self._hash[block] = self._changes[BlockId(block)] = None
             self._references[block] = 1
-            blocks.append(block)
+            blocks.append(BlockId(block))
+            following = after[block]
+            after[block] = before[block] = _NONE
+            block = following
+        after[end], before[block] = block, end
+        self.num_free -= count
         return blocks
 
     def share(self, blocks: Iterable[BlockId]) -> None:
