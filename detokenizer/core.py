@@ -187,7 +187,9 @@ class Detokenizer(Attempts):
         for row, (handle, count) in enumerate(zip(unpack_i32(deltas.handles), unpack_i32(deltas.counts), strict=True)):
             stream = self.by_handle.get(handle)
             if stream is not None:
-                effects += self._known(sender, stream, starts[row], tokens[at : at + count], ended.get(row), row, deltas)
+                effects += self._known(
+                    sender, stream, starts[row], tokens[at : at + count], ended.get(row), row, deltas
+                )
             elif row not in ended:
                 effects += self._stranger(sender, handle)
             at += count
