@@ -5,6 +5,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer.attempts import COORDINATOR
@@ -13,10 +14,10 @@ from meshlm.detokenizer.decode import TokenTable, _byte_alphabet
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received, Tick
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.protocol.token_edge import Ended, First, TokenDeltas
 
 FRONTENDS = [Identity(Role.FRONTEND, index) for index in range(2)]
 SCHEDULER, LIFE = Identity(Role.SCHEDULER), Incarnation(1)
@@ -108,3 +109,43 @@ def test_tokens_that_pile_up_share_a_row() -> None:
     assert isinstance(second, TextDeltas)
     assert (first.texts, ints(first.counts), ints(first.token_ids)) == (["aaa", "bbb"], [3, 3], [0] * 3 + [1] * 3)
     assert (second.texts, ints(second.starts)) == (["ccc", "ééé"], [3, 3])
+
+
+rows = st.lists(
+    st.tuples(
+        st.integers(0, NUM_STREAMS),  # the last one is nobody's
+        st.integers(-1, 1),  # of the stream's next token: one that came before, it, one behind a gap
+        st.integers(0, len(PIECES) - 1),
+        st.sampled_from(["", "", "", "first", "end"]),
+    ),
+    min_size=1,
+    max_size=NUM_STREAMS,
+    unique_by=lambda row: row[0],
+)
+
+
+@given(st.lists(rows, max_size=12))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_frame_of_a_token_each_gives_what_rows_of_any_number_give(
+    story: list[list[tuple[int, int, int, str]]],
+) -> None:
+    lean, general = Bench(10_000), Bench(10_000)
+    for frame in story:
+        streams = [lean.streams[number] if number < NUM_STREAMS else None for number, *_ in frame]
+        deltas = TokenDeltas(
+            pack_i32(stream.handle if stream else 99 for stream in streams),
+            pack_i32(
+                max(0, len(s.emitted) + off) if s else 0 for s, (_, off, _, _) in zip(streams, frame, strict=True)
+            ),
+            b"",
+            pack_i32(token for _, _, token, _ in frame),
+            ended=[Ended(row, FinishReason.LENGTH) for row, (*_, kind) in enumerate(frame) if kind == "end"],
+            first={row: First(0) for row, (*_, kind) in enumerate(frame) if kind == "first"},
+        )
+        counted = replace(deltas, counts=pack_i32([1] * len(frame)))
+        effects = lean.event(Received(SCHEDULER, LIFE, deltas))
+        assert effects == general.event(Received(SCHEDULER, LIFE, counted))
+        assert [stream.emitted for stream in lean.streams] == [stream.emitted for stream in general.streams]
+    lean.flush()
+    general.flush()
+    assert (lean.texts, lean.ends) == (general.texts, general.ends)

@@ -1,5 +1,6 @@
 """Decoding, stop strings and tokenizers: nothing is emitted half, and the whole is what the library decodes."""
 
+import threading
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.detokenizer.templates import ChatTemplate
-from meshlm.protocol.text_edge import ChatPrompt
+from meshlm.protocol.text_edge import ChatPrompt, TextPrompt
 from meshlm.runtime.errors import RequestError
 
 TEXTS = [
@@ -163,3 +164,15 @@ def test_arguments_that_are_no_text_are_refused(loaded: tokenizer_files.LoadedTo
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": 3}}]}
     with pytest.raises(RequestError, match="arguments of 'weather'"):
         Encoder(loaded, SHOW).render(ChatPrompt(msgspec.json.encode([message])))
+
+
+def test_other_threads_run_while_a_prompt_is_encoded(loaded: tokenizer_files.LoadedTokenizer) -> None:
+    """Else a long prompt would stop all streams."""
+    prompt = TextPrompt(" ".join(f"{number:x}" for number in range(100_000)))
+    thread = threading.Thread(target=Encoder(loaded, "").encode, args=(prompt,))
+    turns = 0
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.001)
+        turns += 1
+    assert turns > 10

@@ -43,6 +43,19 @@ except ValueError as error:
     assert "maximum context length is 512" in str(error)
 else:
     raise AssertionError("too long a prompt was taken")
+texts = [f"Once {number} upon a time" for number in range(40)]
+for text, output in zip(texts, llm.generate(texts, SamplingParams(max_tokens=2, ignore_eos=True))):
+    ids = output.prompt_token_ids
+    assert output.prompt == text and [ids] == llm.encode([text]), output
+    assert output.outputs[0].token_ids[0] == expected_token(ids, llm.vocab_size)
+try:
+    llm.generate([*[[300, 301]] * 40, ["no id"]], SamplingParams(max_tokens=400, ignore_eos=True))
+except TypeError:
+    assert not llm._client._rows
+else:
+    raise AssertionError("a prompt of anything was taken")
+(again,) = llm.generate([300, 301, 302], SamplingParams(max_tokens=6, ignore_eos=True))
+assert again.outputs[0].token_ids == tokens[3:] and again.prompt is None, again
 print("done")
 """
 

@@ -397,3 +397,15 @@ def test_prompt_logprobs_of_a_prompt_that_begins_anew(reason: str, num_before: i
         bench.core.batching.preempt(request)
     bench.finish()
     assert bench.of_prompts == [list(range(1, 10))]
+
+
+def test_a_burst_of_requests_is_reported_once_and_after_the_plan() -> None:
+    bench = Bench(limits(), 64, 4)
+    for number in range(1, 5):
+        work = Work(RequestId(f"r{number}"), Handle(number), pack_i32([1, 2]), SamplingParams(max_tokens=2))
+        assert bench.core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0) == []
+    assert bench.core.plan(0)
+    (told,) = bench.core.report()
+    assert isinstance(told.message, Load)
+    assert (told.message.num_running, told.message.num_waiting) == (4, 0)
+    assert bench.core.report() == []

@@ -1,0 +1,89 @@
+"""The detokenizer's threads: every prompt of a burst is encoded once, and what is wrong with one is said of it alone."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from msgspec import Struct
+
+from meshlm.detokenizer import tokenizer_files
+from meshlm.detokenizer.attempts import COORDINATOR
+from meshlm.detokenizer.io import DetokenizerApp
+from meshlm.protocol.admit_edge import Admit
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
+
+FRONTEND, LIFE = Identity(Role.FRONTEND), Incarnation(1)
+
+
+class StubMesh:
+    """What the app needs of its mesh; `all_answered` when so many requests were admitted or refused."""
+
+    def __init__(self, tokenizer: Path, flush: Callable[[], None], expected: int) -> None:
+        spec = SimpleNamespace(vocab_size=49152)
+        resolved = SimpleNamespace(tokenizer_path=str(tokenizer), chat_template="", spec=spec, max_model_len=1000)
+        self.config = SimpleNamespace(resolved=resolved, server=SimpleNamespace(retry_window=60.0))
+        self.incarnation = LIFE
+        self.admitted: dict[str, list[int]] = {}
+        self.refused: list[Rejected] = []
+        self.all_answered = asyncio.Event()
+        self._flush, self._expected, self._loop = flush, expected, asyncio.get_running_loop()
+
+    def send(self, to: Identity, message: Struct) -> None:
+        match message:
+            case Admit():
+                assert message.work.request_id not in self.admitted
+                self.admitted[message.work.request_id] = ints(message.work.prompt_token_ids)
+            case Rejected():
+                self.refused.append(message)
+        if len(self.admitted) + len(self.refused) == self._expected:
+            self.all_answered.set()
+
+    def incarnation_of(self, peer: Identity) -> Incarnation:
+        return LIFE
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Nothing here takes a second."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: object) -> None:
+        def run() -> None:
+            callback(*arguments)
+            self._flush()
+
+        self._loop.call_soon_threadsafe(run)
+
+
+def test_a_burst_of_prompts(smollm2: Path) -> None:
+    encode = tokenizer_files.load(smollm2).tokenizer.encode
+    prompts: list[Prompt] = [TextPrompt(f"prompt number {number}") for number in range(50)]
+    expected = {f"r{number}": encode(f"prompt number {number}").ids for number in range(50)}
+    prompts[17], prompts[30] = TextPrompt("\ud800"), TokenPrompt(pack_i32([7, 8, 9]))
+    del expected["r17"]
+    expected["r30"] = [7, 8, 9]
+
+    async def run() -> StubMesh:
+        app = DetokenizerApp()
+        mesh = StubMesh(smollm2, app.flush, len(prompts))
+        stub: Any = mesh
+        await app.start(stub)
+        app.on_peer_up(COORDINATOR, LIFE)
+        for number, prompt in enumerate(prompts):
+            submit = Submit((Handle(number),), (RequestId(f"r{number}"),), prompt, SamplingParams(), max_tokens=5)
+            app.on_message(FRONTEND, submit)
+            if number % 20 == 19:
+                app.flush()  # as after each batch of messages
+        assert list(mesh.admitted) == ["r30"], "token ids need no thread"
+        app.flush()
+        await asyncio.wait_for(mesh.all_answered.wait(), 30)
+        await app.stop()
+        return mesh
+
+    mesh = asyncio.run(run())
+    assert mesh.admitted == expected
+    (refused,) = mesh.refused
+    assert refused.handles == (Handle(17),)
+    assert (refused.param, refused.message[:28]) == ("prompt", "the prompt cannot be encoded")
