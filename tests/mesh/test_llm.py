@@ -50,8 +50,8 @@ for text, output in zip(texts, llm.generate(texts, SamplingParams(max_tokens=2, 
     assert output.outputs[0].token_ids[0] == expected_token(ids, llm.vocab_size)
 try:
     llm.generate([*[[300, 301]] * 40, ["no id"]], SamplingParams(max_tokens=400, ignore_eos=True))
-except TypeError:
-    assert not llm._client._rows
+except ValueError as error:
+    assert "a prompt is text, token ids" in str(error) and not llm._client._rows
 else:
     raise AssertionError("a prompt of anything was taken")
 (again,) = llm.generate([300, 301, 302], SamplingParams(max_tokens=6, ignore_eos=True))

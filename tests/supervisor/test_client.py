@@ -1,0 +1,87 @@
+"""The Python API's client: prompts leave one by one while answers come back, and none is left behind when one cannot be made."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Abort, Finished, Submit, TextDeltas, TextPrompt
+from meshlm.supervisor.client import SENDS_A_TURN, Client, name_of
+from meshlm.supervisor.outputs import CompletionOutput, RequestOutput
+
+DETOKENIZER = Identity(Role.DETOKENIZER)
+
+
+class StubMesh:
+    """Answers each Submit with one token and the end: at once, or from number `later` on in a turn of its own."""
+
+    def __init__(self, client: Client, later: int) -> None:
+        self.sent: list[Struct] = []
+        self._client, self._later = client, later
+
+    def peers(self, role: Role) -> list[Identity]:
+        return [DETOKENIZER]
+
+    def send(self, peer: Identity, message: Struct) -> None:
+        self.sent.append(message)
+        if isinstance(message, Submit):
+            answer = ended(message.handles[0])
+            if len(self.sent) <= self._later:
+                self._client.on_message(DETOKENIZER, answer)
+            else:
+                asyncio.get_running_loop().call_soon(self._client.on_message, DETOKENIZER, answer)
+
+
+def ended(handle: Handle) -> TextDeltas:
+    return TextDeltas(pack_i32([handle]), pack_i32([0]), b"", pack_i32([7]), ["x"], [Finished(0, FinishReason.LENGTH)])
+
+
+def asks(client: Client, count: int) -> Iterator[tuple[Submit, RequestOutput]]:
+    for number in range(count):
+        name, prompt = f"r{number}", TextPrompt("a")
+        submit = Submit((client.new_handle(),), (name_of(name, 0),), prompt, SamplingParams())
+        yield submit, RequestOutput(name, "a", [], [CompletionOutput(0)])
+
+
+def connected(later: int) -> tuple[Client, StubMesh]:
+    client = Client()
+    stub = StubMesh(client, later)
+    mesh: Any = stub
+    client.mesh = mesh
+    return client, stub
+
+
+@pytest.mark.parametrize("later", [0, SENDS_A_TURN, 1000], ids=["later", "the last later", "at once"])
+def test_all_answers_are_waited_for(later: int) -> None:
+    """Also when those that were sent have all ended before the next ones are sent."""
+
+    async def run() -> list[RequestOutput]:
+        client, _ = connected(later)
+        return await asyncio.wait_for(client.run(asks(client, SENDS_A_TURN + 5), None), 30)
+
+    outputs = asyncio.run(run())
+    assert [output.request_id for output in outputs] == [f"r{number}" for number in range(SENDS_A_TURN + 5)]
+    assert all(output.finished and output.outputs[0].token_ids == [7] for output in outputs)
+
+
+def test_a_prompt_that_cannot_be_made_ends_those_before_it() -> None:
+    async def run() -> None:
+        client, stub = connected(0)
+
+        def broken() -> Iterator[tuple[Submit, RequestOutput]]:
+            yield from asks(client, 3)
+            raise ValueError("no prompt")
+
+        with pytest.raises(ValueError, match="no prompt"):
+            await client.run(broken(), None)
+        assert stub.sent[-1] == Abort((name_of("r0", 0), name_of("r1", 0), name_of("r2", 0)))
+        await asyncio.sleep(0)  # the answers to them come nevertheless
+        (one,) = await asyncio.wait_for(client.run(asks(client, 1), None), 30)
+        assert one.finished
+
+    asyncio.run(run())
