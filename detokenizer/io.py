@@ -167,4 +167,5 @@ class DetokenizerApp:
         """Frontends end first and wait for their requests; nothing is left then."""
 
     async def stop(self) -> None:
+        self._to_encode.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
