@@ -30,7 +30,7 @@ FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
 PATIENCE_MIXED = 4  # and a mixed one, whose padding costs more
-WIDEST = 2  # times the requests of the graph of decodes that is missed
+WIDEST = 2  # times the tokens of the graph that is missed
 _log = structlog.get_logger()
 
 
@@ -103,8 +103,7 @@ class Dispatcher:
         if uniform:
             fitting = [key for key in self._decodes if key.requests >= num_requests]
             if fitting:
-                near = [key for key in fitting if key.requests <= WIDEST * fitting[0].requests]
-                return self._there(near, PATIENCE_DECODES) or fitting[0]
+                return self._there(fitting, PATIENCE_DECODES) or fitting[0]
         fitting = [key for key in self._mixed if key.tokens >= num_tokens and key.requests > num_requests]
         if fitting:
             key = self._there(fitting, PATIENCE_MIXED)
@@ -120,14 +119,14 @@ class Dispatcher:
         return None
 
     def _there(self, fitting: list[Key], patience: int) -> Key | None:
-        """The first, if it is captured or its turn has come; until then a larger one that is captured, if there is any."""
+        """The first, if it is captured or its turn has come; until then one not much larger that is captured, if there is any."""
         wanted = fitting[0]
         if wanted in self._graphs:
             return wanted
         self._missed[wanted] += 1
         if self._missed[wanted] > patience:
             return wanted
-        return next((key for key in fitting if key in self._graphs), None)
+        return next((key for key in fitting if key in self._graphs and key.tokens <= WIDEST * wanted.tokens), None)
 
     def miss(self, reason: str) -> None:
         """Count a step that is launched kernel by kernel."""
@@ -154,10 +153,13 @@ class Dispatcher:
         graph.replay()
 
     def first(self) -> list[Key]:
-        """Those from which no step is far: decodes of powers of two, and the longest mixed ones. The largest first."""
-        longest = {key.requests: key.tokens for key in self._mixed}
-        some = [key for key in self._decodes if key.requests & (key.requests - 1) == 0 or key == self._decodes[-1]]
-        return some[::-1] + [key for key in self._mixed if key.tokens == longest[key.requests]]
+        """Those from which no step is far: of powers of two, and the longest of decodes and for each number of requests.
+
+        Large ones first: the others fit in their memory.
+        """
+        longest = {key.requests: key for key in self._mixed}.values()
+        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {*self._decodes[-1:], *longest}
+        return sorted(some, key=lambda key: (not key.uniform, -key.tokens))
 
     def make(self, key: Key) -> None:
         """Capture its graph; if that fails, its steps do without from now on.
