@@ -158,9 +158,10 @@ class CudaEngine:
         most = self._rows.max_rows
         kv_heads = self._spec.num_key_value_heads
         group = self._spec.num_attention_heads // kv_heads
-        sizes = {*warm_sizes(kv_heads, most, longest, self._device, group), *warm_rows()}
-        prompt = min(self._resolved.max_num_batched_tokens, self._resolved.max_model_len)
-        for counts in warm_up.steps(sorted(size for size in sizes if size <= most), most, prompt):
+        decodes = warm_sizes(kv_heads, most, longest, self._device, group)
+        tokens = self._resolved.max_num_batched_tokens
+        prompt = min(tokens, self._resolved.max_model_len)
+        for counts in warm_up.steps(decodes, warm_rows(), most, prompt, tokens):
             self._dummy_step(counts)
         self._inbox.clear()
         with torch.inference_mode():

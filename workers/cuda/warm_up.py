@@ -5,13 +5,21 @@ from collections.abc import Iterator
 from meshlm.workers.cuda.graphs import Key
 
 
-def steps(decodes: list[int], max_rows: int, longest_prompt: int) -> Iterator[list[int]]:
-    """Token counts of steps by hand. decodes: numbers of requests whose decodes have all tiles of attention."""
+def steps(
+    decodes: list[int], rows: set[int], max_rows: int, longest_prompt: int, max_tokens: int
+) -> Iterator[list[int]]:
+    """Token counts of steps by hand. decodes: numbers of requests whose decodes have all tiles of attention. rows: numbers of tokens
+    which have all kinds of products between them, each up to so many.
+    """
     for count in decodes:  # each tile is a variant, and each has one beside prompts
         yield [1] * count
         yield [1] * min(count, max_rows - 1) + [3]
     for length in (3, longest_prompt):  # prompts of either shape of tile
         yield [length]
+    most = min(max_tokens, max_rows * longest_prompt)
+    for tokens in sorted({min(number, most) for number in rows}):  # prompts: few requests may have many tokens
+        rest = tokens % longest_prompt
+        yield [longest_prompt] * (tokens // longest_prompt) + ([rest] if rest else [])
 
 
 def graphs(keys: list[Key]) -> list[Key]:

@@ -14,6 +14,8 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention import tiles
+from meshlm.kernels.few_rows import kernel as few_rows
+from meshlm.kernels.few_rows.kernel import Shape
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
@@ -34,6 +36,8 @@ if torch.cuda.is_available():
 
 CPU = torch.device("cpu")
 LENGTH, BLOCK, TOKENS = 512, 16, 1024
+FEW = [Shape(16, 32, 16, 1, 4, 3), Shape(16, 32, 16, 1, 2, 3), Shape(32, 32, 16, 1, 4, 3), Shape(64, 32, 16, 1, 4, 3)]
+FEW_ROWS = list(zip([1, 8, 16, 192], [8, 16, 192, 256], FEW, strict=True))  # rows above, up to
 Variant = tuple[str, tuple[tuple[str, object], ...]]
 
 
@@ -104,6 +108,12 @@ class Case:
             LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
         ]
         self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6)
+        width = (heads[0] + 2 * heads[1]) * 16
+        sizes = [(64, heads[0] * 16, "parts"), (64, 96, "parts"), (192, 64, "gate"), (width, 64, "product")]
+        split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in FEW_ROWS]
+        table = {size: split if size[2] == "parts" else FEW_ROWS for size in sizes}
+        monkeypatch.setattr(few_rows, "_table", lambda: table)
+        few_rows.shape_for.cache_clear()
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
@@ -125,13 +135,13 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
 ) -> None:
     """With 16 rows and 2 kv heads, only the 17 requests of a mixed graph have contexts in 16 parts beside prompts."""
     case = Case(monkeypatch, max_rows, heads)
-    for counts in warm_up.steps(case.decodes, max_rows, LENGTH):
+    for counts in warm_up.steps(case.decodes, few_rows.warm_rows(), max_rows, LENGTH, TOKENS):
         case.by_hand(counts)
     for key in warm_up.graphs(case.keys):
         case.padded(key)
     known, case.launched = case.launched, set()
     assert len(known) > 15
-    for length in (1, 2, 16, 40, 100, 128, LENGTH):
+    for length in (1, 2, 7, 16, 40, 100, 128, 200, LENGTH):
         case.by_hand([length])
     for count in range(1, max_rows + 1):
         case.by_hand([1] * count)
@@ -140,3 +150,14 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
     for key in case.keys:
         case.padded(key)
     assert case.launched - known == set()
+    assert {name for name, _ in known} >= {"_few_rows", "_sum_add_norm"}
+    few_rows.shape_for.cache_clear()
+
+
+@pytest.mark.parametrize(("max_rows", "longest", "tokens"), [(4, 10, 64), (2, 64, 64), (64, 512, 512)])
+def test_prompts_of_as_many_rows_as_there_are_kinds(max_rows: int, longest: int, tokens: int) -> None:
+    """As far as steps have so many tokens; what is beyond that, by the most that they have."""
+    found = list(warm_up.steps([], {8, 48, 256}, max_rows, longest, tokens))
+    most = min(tokens, max_rows * longest)
+    assert {sum(counts) for counts in found} == {min(rows, most) for rows in (3, 8, 48, 256, longest)}
+    assert all(len(counts) <= max_rows and max(counts) <= longest for counts in found)
