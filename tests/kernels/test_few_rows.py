@@ -88,7 +88,7 @@ def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         x, residual = torch.randn(rows, 256, device=DEVICE).half(), torch.randn(rows, 64, device=DEVICE).half()
         made = ops.part(x, w, None, 64)
         assert (made.dim() == 3) == split
-        near(ops.whole(made), torch.nn.functional.linear(x, w), torch.float16, 4.0)
+        near(ops.whole(made, x.dtype), torch.nn.functional.linear(x, w), torch.float16, 4.0)
         expected_stream = residual + torch.nn.functional.linear(x, w)
         normed = torch.nn.functional.rms_norm(expected_stream.float(), (64,), eps=1e-6).half()
         out, stream = ops.norm_linear(made, residual, (norm, 1e-6), following, None, 128, gate=gate)
@@ -97,3 +97,16 @@ def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             out, reference.gate(normed, following) if gate else reference.product(normed, following), torch.float16, 8.0
         )
     kernel.shape_for.cache_clear()
+
+
+def test_a_stages_last_sum_is_rounded_as_the_norm_rounds_it() -> None:
+    """Before it is added. The parts are such that float32 has their sums exactly, in any order."""
+    from meshlm.workers.layers.triton_ops import TritonOps
+
+    parts = torch.randn(4, 8, 256, device=DEVICE).mul(4096).round() / 4096
+    stream = torch.randn(8, 256, device=DEVICE).half() * 16
+    other = stream.clone()
+    add_rms_norm(parts, stream, torch.ones(256, device=DEVICE).half(), 1e-6)
+    whole = TritonOps().whole(parts, other.dtype)
+    assert whole.dtype == other.dtype
+    assert torch.equal(other + whole, stream)

@@ -55,8 +55,8 @@ class Ops(Protocol):
         """
         ...
 
-    def whole(self, x: Tensor) -> Tensor:
-        """What `part` gave, [m, outputs]."""
+    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `part` gave, [m, outputs], of the stream's dtype."""
         ...
 
     def embed(
@@ -118,7 +118,7 @@ class Composed:
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
 
     def part(self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

@@ -3,6 +3,7 @@
 A product of one row with a weight that is not too large: one Triton kernel does norm, product and gate.
 """
 
+import torch
 from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
@@ -42,8 +43,8 @@ class TritonOps(Composed):
         shape = shape_for(x.shape[0], *packed.shape, "parts") if bias is None and x.is_contiguous() else None
         return self.linear(x, packed, bias, outputs) if shape is None else few_rows(x, packed, shape, "parts")
 
-    def whole(self, x: Tensor) -> Tensor:
-        return x if x.dim() == 2 else x.sum(dim=0)
+    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x if x.dim() == 2 else x.sum(dim=0).to(dtype)  # rounded before it is added, as the norm rounds it
 
     def norm_linear(
         self,

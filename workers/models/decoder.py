@@ -234,7 +234,7 @@ class Decoder(nn.Module):
             x, residual = layer.mlp(x, residual, layer.post_norm, ops)
         assert residual is not None
         if self.norm is None:
-            residual.add_(self.comm.all_reduce(ops.whole(x)))
+            residual.add_(self.comm.all_reduce(ops.whole(x, residual.dtype)))
             return residual
         return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
 
