@@ -70,13 +70,17 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, w, bias)
     outputs, inputs = w.shape
     this = (outputs, inputs, entry)
-    algorithm = None if this in _refused else _algorithm(x.device, x.dtype, *this)
-    if algorithm is None:
+    if this in _refused:
         return F.linear(x, w)
-    out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
     try:
+        algorithm = _algorithm(x.device, x.dtype, *this)
+        if algorithm is None:
+            return F.linear(x, w)
+        out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
         _products(x.device, x.dtype).run(x, w, out, algorithm)
-    except RuntimeError as error:  # it was found for entry.to rows; fewer may be another case for the library
+    except torch.OutOfMemoryError:  # a RuntimeError too, and not the library's
+        raise
+    except RuntimeError as error:  # another version of it; or for entry.to rows it was found, and fewer are another case
         _refused.add(this)
         _log.warning(
             "product of %d rows with [%d, %d]: %s; torch's own from now on", x.shape[0], outputs, inputs, error

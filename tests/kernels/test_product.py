@@ -85,6 +85,26 @@ def test_what_the_library_refuses_is_torchs_product(
     assert "product of 3 rows with [5, 8]: cublasLtMatmul failed with status 15" in caplog.text
 
 
+@pytest.mark.parametrize("error", [RuntimeError("cublasLtCreate failed with status 1"), torch.OutOfMemoryError("full")])
+def test_a_library_that_does_not_start_ends_nothing(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    """Nor one of another version, which does not know what it is asked; only for want of memory others must know."""
+
+    def products(*_: object) -> Products:
+        raise error
+
+    monkeypatch.setattr(kernel, "ALIGNED", 1)
+    monkeypatch.setattr(kernel, "_refused", set())
+    monkeypatch.setattr(kernel, "_table", lambda: {(5, 8): [kernel.Entry(2, 4, A)]})
+    monkeypatch.setattr(kernel, "_products", products)
+    kernel._algorithm.cache_clear()
+    x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16)
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            kernel.product(x, w)
+    else:
+        assert torch.equal(kernel.product(x, w), F.linear(x, w))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(16, 256, 128), (64, 6144, 1024), (1000, 1024, 3072)])
