@@ -18,7 +18,8 @@ import torch
 
 from meshlm.kernels import tables
 from meshlm.kernels.ahead import compiled_ahead
-from meshlm.kernels.attention.tiles import decode_tiles
+from meshlm.kernels.attention.tiles import MAX_SPLITS, decode_tiles
+from meshlm.kernels.attention.tune import SHORT_CONTEXT
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.measure import keep
 from meshlm.workers.attention import triton_backend
@@ -144,6 +145,21 @@ def descend(step: Step, passes: int) -> tuple[Choice, list[dict[str, Any]]]:
     return chosen, report
 
 
+def untuned() -> list[str]:
+    """Operations without a table of this GPU: what is found here only adds to one."""
+    return [op for op in ("gemv", "attention") if tables.own(op) is None]
+
+
+def lone(known: list[dict[str, Any]], parts: int) -> dict[str, Any] | None:
+    """Where an entry of attention is for requests that are as alone as the one of the step, whose context has so many parts.
+
+    None if it is not split at all: what suits one request need not suit many, and nothing would tell them apart.
+    """
+    usual = next((entry for entry in known if "splits_from" in entry), {"splits_from": MAX_SPLITS})
+    where = {"splits_from": min(usual["splits_from"], parts), "longest_to": usual.get("longest_to", SHORT_CONTEXT)}
+    return where if parts > 1 else None
+
+
 def write(chosen: Choice, group: int) -> None:
     """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these."""
     table = dict(tables.own("gemv") or {})
@@ -152,18 +168,25 @@ def write(chosen: Choice, group: int) -> None:
         if name != DECODE:
             outputs, inputs, gate = name
             kept[name] = {"outputs": outputs, "inputs": inputs, "gate": gate, "tile": list(tile)}
-    of_gemv = {key: value for key, value in table.items() if key not in ("gpu", "torch", "triton")}
-    tables.write("gemv", {**of_gemv, "in_steps": [kept[name] for name in sorted(kept)]})
+    tables.write("gemv", {**_values(table), "in_steps": [kept[name] for name in sorted(kept)]})
     table = dict(tables.own("attention") or {})
-    alone = next(entry for entry in table["decode"] if "splits_from" in entry)
-    tile = dict(zip(("block_n", "warps", "stages"), chosen[DECODE][1:], strict=True))
     others = [entry for entry in table["decode"] if entry.get("group_to") != group]
-    mine = {**alone, **tile, "group_to": group}
+    parts, *tile_of_part = chosen[DECODE]
+    where = lone([entry for entry in others if "group_to" not in entry], parts)
+    if where is None:
+        print("attention: a lone request's context is not split; its tiles stay", flush=True)
+        return
+    mine = {**where, **dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True)), "group_to": group}
     known = sorted(
         [mine, *(entry for entry in others if "group_to" in entry)], key=lambda entry: int(entry["group_to"])
     )
     table["decode"] = known + [entry for entry in others if "group_to" not in entry]
-    tables.write("attention", {key: value for key, value in table.items() if key not in ("gpu", "torch", "triton")})
+    tables.write("attention", _values(table))
+
+
+def _values(table: tables.Table) -> tables.Table:
+    """All but what `tables.write` adds."""
+    return {key: value for key, value in table.items() if key not in ("gpu", "torch", "triton")}
 
 
 def main() -> None:
@@ -174,6 +197,10 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--dry", action="store_true", help="write no table")
     arguments = parser.parse_args()
+    if not arguments.dry and (ops := untuned()):
+        parser.error(
+            f"no table of this GPU for {', '.join(ops)}: run python -P -m meshlm.kernels.{ops[0]}.tune, or --dry"
+        )
     step = Step(arguments.model, arguments.context)
     chosen, report = descend(step, arguments.passes)
     before, after = step.timed([step.start, chosen])

@@ -1,0 +1,141 @@
+"""What benchmarks/tune_step.py tries next and what it writes into the tables (no GPU: nothing is timed)."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from meshlm.kernels import tables
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tune_step.py"
+GPU = {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}
+MADE_BY = {"gpu": GPU, "torch": "1", "triton": "1"}
+ALONE = {"splits_from": 32, "longest_to": 8192, "block_n": 16, "warps": 1, "stages": 2}
+USUAL = {"block_n": 64, "warps": 2, "stages": 2}
+QKV, GATE = (4096, 1024, False), (3072, 1024, True)
+
+
+@pytest.fixture(scope="module")
+def tune_step() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tune_step", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module, path = importlib.util.module_from_spec(spec), list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+class Kept:
+    """The tables of a GPU, in memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, decode: list[dict[str, Any]], in_steps: list[Any]) -> None:
+        gemv = {"most_bytes": 9, "tiles": [{"tile": [1, 4, 2, 1]}], "in_steps": in_steps}
+        attention = {"programs_per_multiprocessor": 4.0, "decode": decode, "prefill": [{"rows": 64}]}
+        self.of: dict[str, dict[str, Any]] = {"gemv": {**MADE_BY, **gemv}, "attention": {**MADE_BY, **attention}}
+        monkeypatch.setattr(tables, "own", self.of.get)
+        monkeypatch.setattr(tables, "write", self.write)
+
+    def write(self, op: str, values: dict[str, Any]) -> None:
+        assert not MADE_BY.keys() & values.keys()
+        self.of[op] = {**MADE_BY, **values}
+
+
+def test_neighbours_of_a_tile_of_gemv(tune_step: ModuleType) -> None:
+    near = tune_step.near_gemv((4, 4, 3, 2))
+    assert near == sorted(set(near))
+    assert (4, 4, 3, 2) not in near
+    alone = {
+        (8, 4, 3, 2),
+        (2, 4, 3, 2),
+        (4, 8, 3, 2),
+        (4, 2, 3, 2),
+        (4, 4, 2, 2),
+        (4, 4, 4, 2),
+        (4, 4, 3, 4),
+        (4, 4, 3, 1),
+    }
+    rows_and_warps = {(8, 8, 3, 2), (2, 2, 3, 2)}
+    against_programs = {(8, 4, 3, 1), (2, 4, 3, 4), (4, 8, 3, 1), (4, 2, 3, 4), (8, 8, 3, 1), (2, 2, 3, 4)}
+    assert {*near} == alone | rows_and_warps | against_programs
+
+
+@pytest.mark.parametrize("tile", [(1, 1, 2, 1), (64, 8, 6, 16), (1, 8, 4, 16)])
+def test_no_neighbour_of_gemv_is_beyond_the_limits(tune_step: ModuleType, tile: tuple[int, int, int, int]) -> None:
+    near = tune_step.near_gemv(tile)
+    assert near
+    assert all(1 <= n <= 64 and 1 <= w <= 8 and 2 <= s <= 6 and 1 <= p <= 16 for n, w, s, p in near)
+    assert all(size & (size - 1) == 0 for n, w, _, p in near for size in (n, w, p))
+
+
+def test_neighbours_of_a_tile_of_attention(tune_step: ModuleType) -> None:
+    """The parts of a context are the table's; the smallest tile has no smaller one."""
+    assert tune_step.near_decode((32, 16, 1, 2)) == [(32, 16, 1, 3), (32, 16, 2, 2), (32, 32, 1, 2), (32, 32, 2, 2)]
+    near = tune_step.near_decode((16, 64, 4, 3))
+    assert {parts for parts, *_ in near} == {16}
+    assert (16, 64, 4, 3) not in near
+    assert {(16, 128, 4, 3), (16, 32, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2), (16, 64, 4, 4)} <= {*near}
+
+
+def test_what_is_chosen_is_added_to_the_tables(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes and groups stay; the same ones are replaced; the smallest group that fits comes first."""
+    other = {"outputs": 8192, "inputs": 1024, "gate": False, "tile": [1, 1, 2, 1]}
+    same = {"outputs": 4096, "inputs": 1024, "gate": False, "tile": [1, 1, 2, 1]}
+    groups = [{**ALONE, "group_to": 2}, {**ALONE, "group_to": 8, "warps": 4}]
+    kept = Kept(monkeypatch, [*groups, ALONE, USUAL], [same, other])
+    tune_step.write({tune_step.DECODE: (32, 32, 2, 3), QKV: (4, 1, 4, 16), GATE: (1, 1, 3, 8)}, 4)
+    assert kept.of["gemv"]["in_steps"] == [
+        {"outputs": 3072, "inputs": 1024, "gate": True, "tile": [1, 1, 3, 8]},
+        {"outputs": 4096, "inputs": 1024, "gate": False, "tile": [4, 1, 4, 16]},
+        other,
+    ]
+    assert kept.of["gemv"]["tiles"] == [{"tile": [1, 4, 2, 1]}]
+    mine = {**ALONE, "block_n": 32, "warps": 2, "stages": 3, "group_to": 4}
+    assert kept.of["attention"]["decode"] == [groups[0], mine, groups[1], ALONE, USUAL]
+    tune_step.write({tune_step.DECODE: (32, 16, 1, 2)}, 4)
+    assert kept.of["attention"]["decode"] == [groups[0], {**ALONE, "group_to": 4}, groups[1], ALONE, USUAL]
+    assert kept.of["attention"]["prefill"] == [{"rows": 64}]
+
+
+def test_it_is_of_use_to_the_step_that_was_timed(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with many kv heads has few parts: an entry from 32 on would never be met."""
+    kept = Kept(monkeypatch, [ALONE, USUAL], [])
+    tune_step.write({tune_step.DECODE: (16, 32, 2, 2)}, 1)
+    found = kept.of["attention"]["decode"][0]
+    assert (found["splits_from"], found["longest_to"], found["group_to"], found["block_n"]) == (16, 8192, 1, 32)
+    assert kept.of["attention"]["decode"][1:] == [ALONE, USUAL]
+
+
+def test_a_table_without_an_entry_for_lone_requests(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of few multiprocessors."""
+    kept = Kept(monkeypatch, [USUAL], [])
+    tune_step.write({tune_step.DECODE: (8, 32, 2, 2)}, 4)
+    mine = {"splits_from": 8, "longest_to": 8192, "block_n": 32, "warps": 2, "stages": 2, "group_to": 4}
+    assert kept.of["attention"]["decode"] == [mine, USUAL]
+
+
+def test_contexts_in_one_part_say_nothing_of_lone_requests(
+    tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(monkeypatch, [ALONE, USUAL], [])
+    tune_step.write({tune_step.DECODE: (1, 32, 2, 2), QKV: (4, 1, 4, 16)}, 1)
+    assert kept.of["attention"]["decode"] == [ALONE, USUAL]
+    assert len(kept.of["gemv"]["in_steps"]) == 1
+
+
+def test_a_gpu_without_tables_is_told_what_to_run_first(
+    tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table with nothing but these entries would keep every later start from finding the rest."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU["name"])
+    monkeypatch.setattr(sys, "argv", ["tune_step.py", "model"])
+    with pytest.raises(SystemExit) as ended:
+        tune_step.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "no table of this GPU for gemv, attention: run python -P -m meshlm.kernels.gemv.tune" in told
