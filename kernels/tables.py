@@ -47,6 +47,11 @@ def own(op: str) -> Table | None:
     return _load(path) if path.exists() else None
 
 
+def is_own(table: Table) -> bool:
+    """Whether it is of this very GPU. Without a GPU any is."""
+    return not torch.cuda.is_available() or name_of(table["gpu"]["name"]) == name_of(torch.cuda.get_device_name())
+
+
 def nearest(known: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> str:
     """Of the same compute capability if there is one, then with the most similar number of multiprocessors."""
 

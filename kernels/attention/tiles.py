@@ -14,9 +14,14 @@ Tile = tuple[int, int, int, int]
 
 @cache
 def _table() -> tuple[float, list[dict[str, int]], list[dict[str, int]]]:
-    """This GPU's: programs per multiprocessor and tiles of a decode, tiles of a prompt. The first that fits is used."""
+    """Programs per multiprocessor and tiles of a decode, tiles of a prompt. The first that fits is used.
+
+    Those that a whole step has chosen (`group_to`, benchmarks/tune_step.py) are for the very GPU.
+    """
     table = tables.read("attention")
-    return table["programs_per_multiprocessor"], table["decode"], table["prefill"]
+    own = tables.is_own(table)
+    decode = [entry for entry in table["decode"] if own or "group_to" not in entry]
+    return table["programs_per_multiprocessor"], decode, table["prefill"]
 
 
 def prefill_tiles(work: int) -> Tile:

@@ -171,24 +171,24 @@ def pays(weight: Tensor, rows: int) -> bool:
     return rows == 1 and weight.numel() * weight.element_size() <= most_bytes()
 
 
-@cache
-def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> tuple[int, int, int, int]:
-    """BLOCK_N, warps, stages, programs per multiprocessor.
+Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
+BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
-    As chosen in whole steps (benchmarks/tune_step.py), else the first entry of this GPU's table that fits.
+
+@cache
+def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
+    """As chosen in whole steps on this very GPU (benchmarks/tune_step.py), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
     """
     table = tables.read("gemv")
-    for entry in [] if way else table.get("in_steps", []):
+    for entry in table.get("in_steps", []) if not way and tables.is_own(table) else []:
         if (entry["outputs"], entry["inputs"], entry["gate"]) == (outputs, inputs, gate):
-            block_n, warps, stages, programs = entry["tile"]
-            return block_n, warps, stages, programs
+            return _with_room(entry["tile"], inputs, 2 if gate else 1)
     for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):
-            block_n, warps, stages, programs = entry["tile"]
-            return block_n, warps, stages, programs
+            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1)
     if way:  # a table made before there were such
         block_n, warps, stages, programs = shape_of(outputs, inputs, gate)
         return (
@@ -197,6 +197,27 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> tuple[int,
             else (max(1, block_n // 2), warps, stages, max(1, programs // 2))
         )
     raise AssertionError("the last entry of a table fits all")
+
+
+def _with_room(tile: list[int], inputs: int, lines: int) -> Tile:
+    """The tile of a table, or less of it where that is of a GPU with more shared memory. lines: of the weight for each of BLOCK_N."""
+    block_n, warps, stages, programs = tile
+    line = lines * triton.next_power_of_2(inputs) * 2
+    room = shared_bytes() - BESIDE
+    while stages > 2 and block_n * line * (stages - 1) > room:
+        stages -= 1
+    while block_n > 1 and block_n * line * (stages - 1) > room:
+        block_n //= 2
+    return block_n, warps, stages, programs
+
+
+@cache
+def shared_bytes() -> int:
+    """Of this GPU, for one program; an H200's without a GPU."""
+    if not torch.cuda.is_available():
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def gemv(

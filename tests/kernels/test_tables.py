@@ -2,7 +2,10 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +18,13 @@ from meshlm.kernels.gemv import tune as gemv_tune
 
 OPS = ["attention", "gemv"]
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132}
+INPUTS = (64, 1024, 3072, 4096, 8192, 14336, 16384)
 MINE = {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    for cached in (tables.read, tiles._table, gemv.most_bytes, gemv.shape_of):
+    for cached in (tables.read, tiles._table, gemv.most_bytes, gemv.shape_of, gemv.shared_bytes):
         cached.cache_clear()
 
 
@@ -55,6 +59,53 @@ def test_a_gpu_without_a_table_runs_with_anothers_and_says_so_once(
         tables.read("gemv")
     (record,) = caplog.records
     assert "has no table for NVIDIA New 7" in record.message
+
+
+def another_gpu(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], shared: int) -> None:
+    properties = SimpleNamespace(
+        multi_processor_count=facts["multiprocessors"],
+        shared_memory_per_block_optin=shared,
+        shared_memory_per_block=48 << 10,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: facts["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tables, "this_gpu", lambda: facts)
+
+
+def test_what_whole_steps_have_chosen_is_for_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There kernels overlap as nowhere else; elsewhere the tiles that are the best alone."""
+    in_steps = {"outputs": 64, "inputs": 32, "gate": False, "tile": [8, 1, 4, 16]}
+    of_gemv = {"gpu": H200, "tiles": [{"tile": [1, 4, 2, 1]}], "in_steps": [in_steps]}
+    usual = {"block_n": 64, "warps": 2, "stages": 2}
+    of_attention = {"gpu": H200, "programs_per_multiprocessor": 4.0, "prefill": [], "decode": []}
+    of_attention["decode"] = [{**usual, "block_n": 16, "group_to": 4}, usual]
+    monkeypatch.setattr(tables, "read", {"gemv": of_gemv, "attention": of_attention}.__getitem__)
+    for facts, tile, block_n in ((H200, (8, 1, 4, 16), 16), (MINE, (1, 4, 2, 1), 64)):
+        another_gpu(monkeypatch, facts, 227 << 10)
+        gemv.shape_of.cache_clear()
+        tiles._table.cache_clear()
+        assert gemv.shape_of(64, 32, False) == tile
+        assert tiles.decode_tiles(8, 512, torch.device("cuda", 0), 4)[1] == block_n
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_of_a_large_gpu_fit_a_small_one(monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
+    """One that is compiled but has no room ends a start. On an H200 nothing is cut but for streams that no tuner has seen."""
+    table = tables._load(tables.FOLDER / "gemv" / "tables" / "nvidia_h200.json")
+    known = [entry["tile"] for entry in table["tiles"] + table["in_steps"]]
+    another_gpu(monkeypatch, MINE if shared < 227 << 10 else H200, shared)
+    shapes = [
+        (way, outputs, inputs) for way in ("", "sends", "receives") for outputs in (1024, 10**5) for inputs in INPUTS
+    ]
+    for way, outputs, inputs in shapes:
+        for gate in (False, True) if way != "sends" else (False,):
+            block_n, warps, stages, programs = gemv.shape_of(outputs, inputs, gate, way)
+            lines = block_n * (2 if gate or way == "sends" else 1)
+            assert lines * (1 << (inputs - 1).bit_length()) * 2 * (stages - 1) < shared
+            if shared == 227 << 10 and (inputs <= 8192 or not (gate or way)):
+                assert [block_n, warps, stages, programs] in known
 
 
 @pytest.mark.parametrize(("work", "tile"), [(1, (64, 64, 4, 3)), (10**6, (64, 64, 4, 3))])
@@ -119,3 +170,45 @@ def test_the_tuner_of_gemv() -> None:
     ]
     assert gemv_tune.most_bytes({10: True, 20: True, 40: False, 80: False}) == 30
     assert gemv_tune.most_bytes({10: True}) == 15
+
+
+def run_tune(monkeypatch: pytest.MonkeyPatch, tuner: Any, known: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
+    monkeypatch.setattr(tables, "own", lambda op: known)
+    monkeypatch.setattr(tables, "this_gpu", lambda: MINE)
+    monkeypatch.setattr(sys, "argv", ["tune", "--folder", str(folder)])
+    tuner.main()
+    (path,) = folder.iterdir()
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "known", [None, {}, {"in_steps": [{"outputs": 8, "inputs": 4, "gate": True, "tile": [1, 1, 2, 1]}]}]
+)
+def test_the_tuner_of_gemv_keeps_what_steps_have_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: dict[str, Any] | None
+) -> None:
+    a = (1, 4, 2, 1)
+    monkeypatch.setattr(gemv_tune, "SHAPES", [(64, 512, False, True)])
+    monkeypatch.setattr(gemv_tune, "PARTS", [])
+    monkeypatch.setattr(gemv_tune, "time_shape", lambda shape: ({a: 1.0}, 2.0))
+    found = run_tune(monkeypatch, gemv_tune, known, tmp_path)
+    assert found["in_steps"] == (known or {}).get("in_steps", [])
+    assert found["tiles"][-1]["tile"] == list(a)
+
+
+@pytest.mark.parametrize("groups", [[], [2, 4]])
+def test_the_tuner_of_attention_keeps_what_steps_have_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: list[int]
+) -> None:
+    """In front: the first entry that fits is used."""
+    tile = (64, 2, 2)
+    of_groups = [{"splits_from": 32, "block_n": 16, "warps": 1, "stages": 2, "group_to": group} for group in groups]
+    known = {"decode": [*of_groups, {"block_n": 128, "warps": 8, "stages": 2}]} if groups else None
+    monkeypatch.setattr(attention_tune.bench, "HEADS", [(32, 8, 128)])
+    monkeypatch.setattr(attention_tune.bench, "DECODES", [(64, 1024)])
+    monkeypatch.setattr(attention_tune.bench, "PREFILLS", [(1, 512)])
+    monkeypatch.setattr(attention_tune, "time_decode", lambda *_: {(2.0, tile): 1.0})
+    monkeypatch.setattr(attention_tune, "time_prefill", lambda *_: {(64, (64, 4, 3)): 1.0, (128, (64, 4, 3)): 2.0})
+    found = run_tune(monkeypatch, attention_tune, known, tmp_path)
+    assert found["decode"] == [*of_groups, {"block_n": 64, "warps": 2, "stages": 2}]
