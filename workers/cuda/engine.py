@@ -167,6 +167,8 @@ class CudaEngine:
         with torch.inference_mode():
             for key in warm_up.graphs(self.graphs.keys):
                 self._compute.padded(key)
+            if self._shard.is_last:
+                self.head.one_line()
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._inbox.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()

@@ -124,6 +124,10 @@ class Head:
         packed = logprobs.in_chunks(hidden, following, width, self._model.logits)
         return Details(packed, [Part(place, 0, count, width)])
 
+    def one_line(self) -> None:
+        """The logits of one line as `by_torch` and log-probabilities make them, by another kernel than `choose`: compiled here."""
+        self._model.logits(self.hidden[:1])
+
     def warm_up(self) -> None:
         """The largest log-probability chunk that a step may need beside its own, so that memory is profiled with it."""
         lines = min(len(self.hidden), logprobs.LINES)

@@ -30,6 +30,7 @@ from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.parallel.shard import WHOLE
+from meshlm.workers.sampling import logprobs
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where nothing is compiled", allow_module_level=True)
@@ -102,8 +103,8 @@ class Case:
         model.prepare(CPU, torch.bfloat16)
         self.rows = DeviceRows(max_rows, LENGTH, BLOCK, CPU)
         self.inbox = Inbox(self.rows, staging(), CPU)
-        head = Head(model, self.rows, torch.bfloat16, CPU)
-        self.compute = Compute(model, TritonBackend(), WHOLE, self.rows, self.inbox, head, torch.empty(0))
+        self.model, self.head = model, Head(model, self.rows, torch.bfloat16, CPU)
+        self.compute = Compute(model, TritonBackend(), WHOLE, self.rows, self.inbox, self.head, torch.empty(0))
         self.compute.caches = [
             LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
         ]
@@ -139,6 +140,7 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
         case.by_hand(counts)
     for key in warm_up.graphs(case.keys):
         case.padded(key)
+    case.head.one_line()
     known, case.launched = case.launched, set()
     assert len(known) > 15
     for length in (1, 2, 7, 16, 40, 100, 128, 200, LENGTH):
@@ -149,6 +151,8 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
         case.by_hand([5] * min(2, max_rows) + [1] * (count - 2))
     for key in case.keys:
         case.padded(key)
+    for count in range(1, max_rows + 1):  # lines whose log-probabilities are asked for
+        logprobs.in_chunks(case.head.hidden[:count], case.head.sampled[:count].long(), 2, case.model.logits)
     assert case.launched - known == set()
     assert {name for name, _ in known} >= {"_few_rows", "_sum_add_norm"}
     few_rows.shape_for.cache_clear()
