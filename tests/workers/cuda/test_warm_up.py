@@ -1,6 +1,7 @@
 """What a start runs has every variant of a kernel that a step or a graph launches (nothing is launched here, no GPU)."""
 
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,6 @@ class Case:
         split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in FEW_ROWS]
         table = {size: split if size[2] == "parts" else FEW_ROWS for size in sizes}
         monkeypatch.setattr(few_rows, "_table", lambda: table)
-        few_rows.shape_for.cache_clear()
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
@@ -128,6 +128,13 @@ class Case:
     def padded(self, key: Key) -> None:
         self.inbox.clear()
         self.compute.padded(key)
+
+
+@pytest.fixture(autouse=True)
+def no_shapes_of_other_tables() -> Iterator[None]:
+    few_rows.shape_for.cache_clear()
+    yield
+    few_rows.shape_for.cache_clear()
 
 
 @pytest.mark.parametrize(("max_rows", "heads"), [(16, (8, 2)), (1, (4, 4)), (48, (8, 8)), (73, (4, 1))])
@@ -155,7 +162,6 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
         logprobs.in_chunks(case.head.hidden[:count], case.head.sampled[:count].long(), 2, case.model.logits)
     assert case.launched - known == set()
     assert {name for name, _ in known} >= {"_few_rows", "_sum_add_norm"}
-    few_rows.shape_for.cache_clear()
 
 
 @pytest.mark.parametrize(("max_rows", "longest", "tokens"), [(4, 10, 64), (2, 64, 64), (64, 512, 512)])
