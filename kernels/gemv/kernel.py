@@ -172,6 +172,7 @@ def pays(weight: Tensor, rows: int) -> bool:
 
 
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
+SHARED_BYTES = 227 << 10  # of an H200, for one program
 BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
 
@@ -213,11 +214,11 @@ def _with_room(tile: list[int], inputs: int, lines: int) -> Tile:
 
 @cache
 def shared_bytes() -> int:
-    """Of this GPU, for one program; an H200's without a GPU."""
+    """Of this GPU, for one program; an H200's without a GPU, and where torch does not tell."""
     if not torch.cuda.is_available():
-        return 227 << 10
+        return SHARED_BYTES
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+    return int(getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES))
 
 
 def gemv(
