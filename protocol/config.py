@@ -108,6 +108,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
     ] = ()
+    cudagraph_capture: Annotated[
+        Literal["behind", "start"],
+        Meta(
+            description="behind: a few CUDA graphs before the worker is ready, the others in idle time; start: all before"
+        ),
+    ] = "behind"
     compile: Annotated[
         Literal["none", "inductor"],
         Meta(description="inductor: torch.compile what stands between attention calls, instead of our fused kernels"),

@@ -40,7 +40,8 @@ class LLM:
     """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores."""
 
     def __init__(self, model: str = "", **settings: Any) -> None:
-        given = {"standby_roles": ["none"], **settings_of(settings), "model": model}
+        usual = {"standby_roles": ["none"], "cudagraph_capture": "start"}  # work comes at once, and nothing idles then
+        given = {**usual, **settings_of(settings), "model": model}
         config = flags.build(given, None)
         self._folder = tempfile.TemporaryDirectory(prefix="mlm")
         run_dir = Path(self._folder.name) / "run"

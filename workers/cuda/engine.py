@@ -204,8 +204,8 @@ class CudaEngine:
             report("CUDA graphs", done + 1, total, "")
 
     def _capture_first(self, report: ProgressReport) -> None:
-        """What no request should meet being captured."""
-        first = self.graphs.first()
+        """What no request should meet being captured; all of them where requests leave no idle time for it."""
+        first = self.graphs.first(everything=self._config.worker.cudagraph_capture == "start")
         self._inbox.clear()
         try:
             with torch.inference_mode():

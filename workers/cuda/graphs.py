@@ -152,14 +152,15 @@ class Dispatcher:
         self.replays["decode" if key.uniform else "mixed"] += 1
         graph.replay()
 
-    def first(self) -> list[Key]:
-        """Those from which no step is far: of powers of two, and the longest of decodes and for each number of requests.
+    def first(self, *, everything: bool = False) -> list[Key]:
+        """What to capture at the start: keys from which no step is far, or all.
 
-        Large ones first: the others fit in their memory.
+        Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
+        their memory.
         """
         longest = {key.requests: key for key in self._mixed}.values()
         some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {*self._decodes[-1:], *longest}
-        return sorted(some, key=lambda key: (not key.uniform, -key.tokens))
+        return sorted(self.keys if everything else some, key=lambda key: (not key.uniform, -key.tokens))
 
     def make(self, key: Key) -> None:
         """Capture its graph; if that fails, its steps do without from now on.

@@ -135,6 +135,7 @@ def test_with_the_first_graphs_every_step_has_one(max_num_seqs: int, num_tokens:
     steps = Dispatcher(graph_keys("FULL", max_num_seqs, 8192, (), SMALL_MODEL), lambda key: None)
     first = steps.first()
     assert set(first) <= set(steps.keys)
+    assert sorted(steps.first(everything=True)) == steps.keys
     assert len(first) <= 29
     steps._graphs.update({key: object() for key in first})  # type: ignore[misc]
     num_requests = data.draw(st.integers(1, min(max_num_seqs, num_tokens)))
