@@ -236,7 +236,11 @@ class Frontend(FrontendApp):
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
         self.life = mesh.incarnation
-        nothing: Any = SimpleNamespace(flush=lambda intervals: intervals.clear(), mesh=lambda stats: None)
+        nothing: Any = SimpleNamespace(
+            flush=lambda intervals: intervals.clear(),
+            mesh=lambda stats: None,
+            generation_tokens=SimpleNamespace(inc=lambda count: None),
+        )
         self._metrics = nothing
         self._desk.num_detokenizers = mesh.config.server.detokenizers
         self._tick()
