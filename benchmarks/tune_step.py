@@ -21,7 +21,7 @@ from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import MAX_SPLITS, decode_tiles
 from meshlm.kernels.attention.tune import SHORT_CONTEXT
 from meshlm.kernels.gemv import kernel as gemv
-from meshlm.kernels.measure import keep
+from meshlm.kernels.measure import keep, replay_us
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.cuda.graphs import Key
 
@@ -116,13 +116,7 @@ class Step:
     def _replays(self, graph: torch.cuda.CUDAGraph | None) -> float:
         if graph is None:
             return float("inf")
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / REPLAYS
+        return replay_us(graph, REPLAYS)
 
 
 def descend(step: Step, passes: int) -> tuple[Choice, list[dict[str, Any]]]:

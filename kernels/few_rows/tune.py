@@ -24,10 +24,10 @@ from meshlm.kernels.attention.bench import PAGE, columns
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.tiles import decode_tiles
 from meshlm.kernels.few_rows.kernel import Key, Shape, few_rows
-from meshlm.kernels.measure import keep
+from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.product import kernel as whole
-from meshlm.kernels.product.tune import replay_us, shapes
+from meshlm.kernels.product.tune import shapes
 from meshlm.kernels.silu_mul.kernel import silu_mul
 
 ROWS = [8, 16, 32, 48, 64, 96, 128, 192, 256]

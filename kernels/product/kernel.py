@@ -80,9 +80,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         _products(x.device, x.dtype).run(x, w, out, algorithm)
     except torch.OutOfMemoryError:  # a RuntimeError too, and not the library's
         raise
-    except (
-        RuntimeError
-    ) as error:  # another version of it; or for entry.to rows it was found, and fewer are another case
+    except RuntimeError as error:  # another version of it; or fewer rows than entry.to are another case for it
         _refused.add(this)
         _log.warning(
             "product of %d rows with [%d, %d]: %s; torch's own from now on", x.shape[0], outputs, inputs, error

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels import tables
-from meshlm.kernels.measure import keep
+from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.product.cublaslt import Products
 
 ROWS = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
@@ -95,16 +95,6 @@ def captured(run: Callable[[Tensor], object], weights: list[Tensor]) -> torch.cu
         for weight in weights:
             run(weight)
     return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / repeats
 
 
 def main() -> None:

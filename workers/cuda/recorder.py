@@ -16,9 +16,7 @@ class Recorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: Any = None
-        self._broken: list[
-            torch.cuda.CUDAGraph
-        ] = []  # their captures could not be ended: an allocator still knows them
+        self._broken: list[torch.cuda.CUDAGraph] = []  # whose captures could not be ended: an allocator knows them
 
     def record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Not by torch.cuda.graph: that waits for the device, collects garbage and empties the allocator's cache for every graph."""
