@@ -334,8 +334,7 @@ class Mesh:
         link.outbox = outbox
 
     def _on_died(self, died: control.Died) -> None:
-        link = self._peers.get(died.identity)
-        if link is None:
+        if (link := self._peers.get(died.identity)) is None:
             return
         life = link.session.peer_incarnation  # maybe an earlier one, of whose death nobody told
         if link.session.close(died.incarnation):

@@ -12,48 +12,45 @@ from typing import Any, NoReturn
 from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED
 
 
-class _Needless(argparse.Action):
+class _Flag(argparse.Action):
+    """One of vLLM's, by its table."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        self.take(parser, option_string, values)
+
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        """Say what there is to say."""
+        raise NotImplementedError
+
+
+class _Needless(_Flag):
     """Says once that the flag is not needed, and why."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        print(f"meshlm: {option_string} is not needed: {NEEDLESS[option_string][1]}", file=sys.stderr)
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        print(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", file=sys.stderr)
 
 
-class _Absent(argparse.Action):
+class _Absent(_Flag):
     """Ends with what to do instead."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        assert option_string is not None
-        parser.error(f"{option_string}: {ABSENT[option_string]}")
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> NoReturn:
+        parser.error(f"{flag}: {ABSENT[flag]}")
 
 
-class _Only(argparse.Action):
+class _Only(_Flag):
     """Takes the values that name what is done anyway, and refuses the others."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        allowed, why = ONLY[option_string]
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        allowed, why = ONLY[flag]
         if values not in allowed:
-            parser.error(f"{option_string} {values}: {why}")
+            parser.error(f"{flag} {values}: {why}")
 
 
 class _Nothing(argparse.Action):
