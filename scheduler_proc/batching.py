@@ -27,6 +27,7 @@ OrderKey = tuple[int, float, str]
 # How often full blocks are remembered while results come as columns, in the time in which one fills: those of one step alone are hashed
 # with cold caches, at four times the cost.
 REMEMBERS_IN_A_BLOCK = 2
+QUEUE_SAMPLE = 64  # waiting requests that are looked at to know how much work waits
 
 
 class Batching:
@@ -58,6 +59,8 @@ class Batching:
     def remove(self, request: Request) -> None:
         """Take a finished request out and free what it holds."""
         self.settle()
+        if request.num_reused >= 0:
+            self.budget.ended(request.num_prompt - request.num_reused, len(request.tokens) - request.num_prompt)
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
             self.waiting.remove(request)
         else:
@@ -93,9 +96,12 @@ class Batching:
             self.settle()
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1)
         before = self.num_preemptions
-        self._plan_running(builder)
-        if self.num_preemptions == before:
-            self._plan_waiting(builder)
+        prompts = self._plan_decodes(builder)
+        if prompts or self.waiting:
+            left = self.budget.prefill_limit(builder.num_decodes, self._outstanding(prompts))
+            left = self._plan_prompts(builder, prompts, left)
+            if self.num_preemptions == before:
+                self._plan_waiting(builder, left)
         if not len(builder):
             return None
         self._removed_rows = []
@@ -128,8 +134,9 @@ class Batching:
         if self.steady is not None:
             self.steady.catch_up()
 
-    def _plan_running(self, builder: PlanBuilder) -> None:
-        """Decodes first, in one lean loop: with hundreds of them its length is the scheduler's cost. Then prompts."""
+    def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
+        """In one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with more than
+        one token to compute."""
         running, left = self.running, self.limits.max_num_batched_tokens
         stages = self.limits.num_stages
         if stages > 1:
@@ -158,12 +165,18 @@ class Batching:
             request.num_computed = virtual
             request.num_inflight += 1
         builder.num_tokens = len(decodes)
-        if prompts:
-            self._plan_prompts(builder, prompts)
+        return prompts
 
-    def _plan_prompts(self, builder: PlanBuilder, prompts: list[Request]) -> None:
-        """Running requests with more than one token to compute, within what the budget leaves for prompts."""
-        left = self.budget.prefill_limit(builder.num_decodes, len(self.waiting))
+    def _outstanding(self, prompts: list[Request]) -> int:
+        """Prompt tokens that these and the waiting have to compute, but for what the cache has; the first of a queue stand for all."""
+        tokens = sum(len(request.tokens) + request.num_inflight - request.num_computed for request in prompts)
+        if self.waiting and self._free_rows:
+            first = self.waiting[:QUEUE_SAMPLE]
+            tokens += sum([len(request.tokens) for request in first]) * len(self.waiting) // len(first)
+        return tokens
+
+    def _plan_prompts(self, builder: PlanBuilder, prompts: list[Request], left: int) -> int:
+        """Running requests with more than one token to compute, within `left` tokens; returns what is left of these."""
         for place, request in enumerate(prompts):
             virtual = len(request.tokens) + request.num_inflight
             count = min(virtual - request.num_computed, left)
@@ -176,6 +189,7 @@ class Batching:
                 self._take_blocks(builder, request, needed)
             left -= count
             self._advance(builder, request, count, virtual)
+        return left
 
     def _grow(self, builder: PlanBuilder, request: Request, needed: int) -> bool:
         """Blocks for `needed` tokens, by preempting from the end of the order: nothing there is planned yet, as planning goes
@@ -238,11 +252,8 @@ class Batching:
     def _seed(self, request: Request) -> bytes:
         return prefix.seed_hash(request.work.cache_salt)
 
-    def _plan_waiting(self, builder: PlanBuilder) -> None:
+    def _plan_waiting(self, builder: PlanBuilder, left: int) -> None:
         at = 0
-        left = self.budget.prefill_limit(builder.num_decodes, len(self.waiting)) - (
-            builder.num_tokens - builder.num_decodes
-        )
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
             if request.num_inflight:
@@ -288,7 +299,7 @@ class Batching:
         request.num_remembered = len(cached)
         if request.num_cached == -1:
             request.started_ns = builder.now_ns
-            request.num_cached = min(request.num_computed, request.num_prompt)
+            request.num_cached = request.num_reused = min(request.num_computed, request.num_prompt)
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed
         request.move(RequestState.RUNNING)

@@ -1,42 +1,42 @@
 """How many tokens a step may compute while others wait for their next token, and how many steps may be on their way.
 
-A step that holds a long prompt makes every running stream wait for it; steps of nothing but prompts waste the weights' reading that
-decodes could have shared. So prompt tokens beside running decodes are limited to what makes the step a few times as long as one of
-decodes alone, and to the longest that is bearable while many requests wait (chunked prefill as in Agrawal et al. 2024,
-"Sarathi-Serve", with the step's length as the budget), and to as many as the GPU needs to be busy. Both rates are learned from finished
-steps.
+A step that holds a long prompt makes every running stream wait for it (chunked prefill as in Agrawal et al. 2024, "Sarathi-Serve").
+Every stream needs its steps anyway, and a step's cost is flat up to some hundred tokens and a straight line beyond: for the same tokens
+in the same number of steps, even steps take the least time. So prompts are spread: a step holds as many prompt tokens as come in for
+each output token, and at least so many that the GPU is busy; more when they pile up. The longest bearable step is the limit, by rates
+that are learned from finished steps. benchmarks/step_budget.py tries the constants.
 """
 
 import math
 
-STRETCH = 4.0  # a mixed step, in decode steps; 2.2 starved prompts at 64 streams of Llama-3.1-8B on an H200
-SHORTEST_TARGET_S, LONGEST_TARGET_S = 0.012, 0.055
+EVEN_TOKENS = 1024  # steps with prompts hold so many; fewer leave the products short of work, more make streams wait
+EVEN_PROMPT_S = (
+    0.008  # ... or prompts for so long: what a step with prompts costs besides counts where tokens are quick
+)
+KEEP_UP = 1.15  # ... or so many times what comes in
+PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
+REQUESTS_REMEMBERED = 32  # what comes in is known from about so many that ended
+LONGEST_TARGET_S = 0.055
 LONGEST_STRETCH = 7.0  # where decodes alone take long (a large model), the longest grows with them
 MANY_DECODES = 128  # ... and with their number beyond this: each step reads the cache of all of them
-LONG_QUEUE = 0.2  # waiting requests for each running one, from which on steps are as long as they may be
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
 MOST_MIXED_TOKENS = 3072  # with decodes among them: more make the products no faster, and who decodes waits for them
 GRID = 128  # steps of more than a few end at a multiple of this; at coarser ones the larger they are
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
+LEAST_PROMPT_SHARE = 0.5  # of a mixed step's time, whatever decodes took lately
 SMOOTHING = 0.3
 SHORTEST_STEP_S = 1e-6  # what is shorter was not measured
 QUICK_STEP_S = 0.002  # shorter steps end before the next plan can arrive, unless one more is on its way
 
 
 class StepBudget:
-    """Pure: fed with finished steps, asked before each plan."""
+    """Pure: fed with finished steps and requests, asked before each plan."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.tokens_per_s = 0.0  # of steps with prompts; 0: not measured yet
-        self.decode_s = 0.0  # of steps without
-
-    def target_step_s(self, num_decodes: int, num_waiting: int) -> float:
-        """How long a step with prompts and decodes should take."""
-        longest = max(LONGEST_TARGET_S * max(1.0, num_decodes / MANY_DECODES), LONGEST_STRETCH * self.decode_s)
-        if num_waiting > LONG_QUEUE * num_decodes:
-            return longest
-        return min(longest, max(SHORTEST_TARGET_S, STRETCH * self.decode_s))
+        self.prompt_s = 0.0  # what a prompt token adds to a step; 0: not measured yet
+        self.decode_s = 0.0  # of steps without prompts
+        self._prompt_tokens = self._output_tokens = 0.0  # of requests that ended, the older the less
 
     def learn(self, num_tokens: int, num_decodes: int, duration_s: float) -> None:
         """A step of so many tokens, so many of them decodes, took so long on the device."""
@@ -45,17 +45,35 @@ class StepBudget:
         if num_tokens == num_decodes:
             self.decode_s += SMOOTHING * (duration_s - self.decode_s) if self.decode_s else duration_s
         elif num_tokens - num_decodes >= MEASURE_FROM_TOKENS:
-            rate = num_tokens / duration_s
-            self.tokens_per_s += SMOOTHING * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+            decodes_s = self.decode_s if num_decodes else 0.0
+            each_s = max(duration_s - decodes_s, LEAST_PROMPT_SHARE * duration_s) / (num_tokens - num_decodes)
+            self.prompt_s += SMOOTHING * (each_s - self.prompt_s) if self.prompt_s else each_s
 
-    def prefill_limit(self, num_decodes: int, num_waiting: int) -> int:
-        """Prompt tokens that the next step may hold beside `num_decodes` running decodes."""
+    def ended(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A request is over, for which so many prompt tokens were computed."""
+        self._prompt_tokens += prompt_tokens - self._prompt_tokens / REQUESTS_REMEMBERED
+        self._output_tokens += output_tokens - self._output_tokens / REQUESTS_REMEMBERED
+
+    def prefill_limit(self, num_decodes: int, outstanding: int) -> int:
+        """Prompt tokens that the next step may hold beside `num_decodes` running decodes; so many are to be computed."""
         room = self.max_num_batched_tokens - num_decodes
-        if not num_decodes or not self.tokens_per_s:
+        if not num_decodes or not self.prompt_s:
             return room
-        affordable = int(self.tokens_per_s * self.target_step_s(num_decodes, num_waiting))
-        affordable = on_grid(min(affordable, MOST_MIXED_TOKENS)) - num_decodes
-        return max(0, min(room, max(affordable, MIN_PREFILL_TOKENS)))
+        tokens = min(self._even(num_decodes, outstanding), self._bearable(num_decodes))
+        return max(0, min(room, max(tokens - num_decodes, MIN_PREFILL_TOKENS)))
+
+    def _even(self, num_decodes: int, outstanding: int) -> int:
+        """Tokens of a step such that all steps hold about the same."""
+        arriving = KEEP_UP * num_decodes * self._prompt_tokens / max(1.0, self._output_tokens)
+        prompts = max(arriving, outstanding / PATIENCE_STEPS, EVEN_PROMPT_S / self.prompt_s)
+        tokens = max(EVEN_TOKENS, num_decodes + int(prompts))
+        return on_grid(tokens + _grid(tokens) // 2)
+
+    def _bearable(self, num_decodes: int) -> int:
+        """Tokens of the longest step."""
+        longest_s = max(LONGEST_TARGET_S * max(1.0, num_decodes / MANY_DECODES), LONGEST_STRETCH * self.decode_s)
+        affordable = int(max(0.0, longest_s - self.decode_s) / self.prompt_s)
+        return on_grid(min(num_decodes + affordable, MOST_MIXED_TOKENS))
 
     def depth(self, async_depth: int) -> int:
         """Steps that may be in flight."""
@@ -66,5 +84,9 @@ def on_grid(num_tokens: int) -> int:
     """The most tokens up to so many that a CUDA graph holds without padding (workers/cuda/graphs.py): up to a fifth fewer."""
     if num_tokens <= 4 * GRID:
         return num_tokens
-    step = max(GRID, 1 << ((num_tokens - 1).bit_length() - 3))
+    step = _grid(num_tokens)
     return num_tokens // step * step
+
+
+def _grid(num_tokens: int) -> int:
+    return max(GRID, 1 << ((num_tokens - 1).bit_length() - 3))

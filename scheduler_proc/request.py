@@ -54,6 +54,7 @@ class Request:
         "num_inflight",
         "num_prompt",
         "num_remembered",
+        "num_reused",
         "prompt_logprobs",
         "row",
         "started_ns",
@@ -85,6 +86,7 @@ class Request:
         self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
         self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
+        self.num_reused = -1  # the same; stays
         self.prompt_logprobs: list[LogprobColumns] = []
 
     @property

@@ -22,7 +22,7 @@ MIXED_TOKENS = [
     *range(2560, 4097, 512),
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
-LAUNCHES_S = 0.012  # what the host needs to launch a step kernel by kernel: longer steps need no graph, and no padding
+LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
