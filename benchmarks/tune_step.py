@@ -1,10 +1,11 @@
 """Tiles of a decode step of one request, chosen by what the whole step takes; kept in the kernels' tables of this GPU.
 
-    python -P benchmarks/tune_step.py MODEL [--context 576] [--passes 3] [--json FILE] [--dry]
+    python -P benchmarks/tune_step.py MODEL [--tp 1] [--context 576] [--passes 3] [--json FILE] [--dry]
 
 What a kernel costs depends on those around it: with PDL each begins while the one before still runs, and the space that it leaves on
 the multiprocessors decides how much of that comes true. So tiles that are the best alone (kernels/gemv/tune.py, attention/tune.py) are
-only the beginning: attention, then one product after the other, tries its tiles' neighbours, and the best stays. Dummy weights.
+only the beginning: attention, then one product after the other, tries its tiles' neighbours, and the best stays.
+Dummy weights. --tp: the products of one of so many ranks, on one GPU (echo.py).
 """
 
 import argparse
@@ -26,6 +27,7 @@ from meshlm.workers.attention import triton_backend
 from meshlm.workers.cuda.graphs import Key
 
 sys.path.insert(0, str(Path(__file__).parent))
+import echo
 import engine_step
 
 TURNS, REPLAYS = 5, 20
@@ -33,7 +35,7 @@ GAIN = 0.998  # of the step's time, at most
 DECODE = "decode"
 KEY = Key(1, 1)
 Tile = tuple[int, int, int, int]
-Choice = dict[Any, Tile]  # by (outputs, inputs, gate), and DECODE
+Choice = dict[Any, Tile]  # by (outputs, inputs, gate, way), and DECODE
 
 
 def near_gemv(tile: Tile) -> list[Tile]:
@@ -70,27 +72,27 @@ def near_decode(tile: Tile) -> list[Tile]:
 class Step:
     """A decode step of one request, of which tiles can be chosen."""
 
-    def __init__(self, model: str, context: int) -> None:
+    def __init__(self, model: str, context: int, ranks: int = 1) -> None:
         self._choice: Choice = {}
-        self._seen: dict[tuple[int, int, bool], Tile] = {}
+        self._seen: dict[tuple[int, int, bool, str], Tile] = {}
         self._usual = gemv.shape_of
         gemv.shape_of = self._shape_of  # type: ignore[assignment]
         triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
-        self.engine = engine_step.make_engine(model, [])
+        seat = echo.EchoSeat(ranks) if ranks > 1 else None
+        self.engine = engine_step.make_engine(model, ["--max-num-seqs", 8] if seat else [], seat)
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
         longest = self.engine._rows.blocks.shape[1] * self.engine.facts.block_size
         device, spec = self.engine._device, self.engine._spec
         self.group = spec.num_attention_heads // spec.num_key_value_heads
-        self.start: Choice = {
-            DECODE: decode_tiles(spec.num_key_value_heads, longest, device, self.group),
-            **self._seen,
-        }
+        self.start: Choice = dict(self._seen)
+        if ranks == 1:  # the attention of a rank's few heads is not what the table's entries tell apart
+            self.start = {DECODE: decode_tiles(spec.num_key_value_heads, longest, device, self.group), **self.start}
 
     def _shape_of(self, outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
-        chosen = self._choice.get((outputs, inputs, gate)) or self._usual(outputs, inputs, gate, way)
-        self._seen[outputs, inputs, gate] = chosen
+        chosen = self._choice.get((outputs, inputs, gate, way)) or self._usual(outputs, inputs, gate, way)
+        self._seen[outputs, inputs, gate, way] = chosen
         return chosen
 
     def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int) -> Tile:
@@ -157,12 +159,14 @@ def lone(known: list[dict[str, Any]], parts: int) -> dict[str, Any] | None:
 def write(chosen: Choice, group: int) -> None:
     """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these."""
     table = dict(tables.own("gemv") or {})
-    kept = {(each["outputs"], each["inputs"], each["gate"]): each for each in table.get("in_steps", [])}
+    kept = {tuple(each.get(name, "") for name in gemv.EXACT): each for each in table.get("in_steps", [])}
     for name, tile in chosen.items():
         if name != DECODE:
-            outputs, inputs, gate = name
-            kept[name] = {"outputs": outputs, "inputs": inputs, "gate": gate, "tile": list(tile)}
+            entry = dict(zip(gemv.EXACT, name, strict=True))
+            kept[name] = {**{key: value for key, value in entry.items() if value != ""}, "tile": list(tile)}
     tables.write("gemv", {**_values(table), "in_steps": [kept[name] for name in sorted(kept)]})
+    if DECODE not in chosen:
+        return
     table = dict(tables.own("attention") or {})
     others = [entry for entry in table["decode"] if entry.get("group_to") != group]
     parts, *tile_of_part = chosen[DECODE]
@@ -186,6 +190,7 @@ def _values(table: tables.Table) -> tables.Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, of which one is tuned")
     parser.add_argument("--context", type=int, default=576)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--json")
@@ -195,13 +200,13 @@ def main() -> None:
         parser.error(
             f"no table of this GPU for {', '.join(ops)}: run python -P -m meshlm.kernels.{ops[0]}.tune, or --dry"
         )
-    step = Step(arguments.model, arguments.context)
+    step = Step(arguments.model, arguments.context, arguments.tp)
     chosen, report = descend(step, arguments.passes)
     before, after = step.timed([step.start, chosen])
     print(f"step {before:.1f} -> {after:.1f} us: {chosen}", flush=True)
     if not arguments.dry:
         write(chosen, step.group)
-    facts = {"model": Path(arguments.model).name, "context": arguments.context}
+    facts = {"model": Path(arguments.model).name, "tp": arguments.tp, "context": arguments.context}
     keep(report, arguments.json, **facts, before_us=round(before, 1), after_us=round(after, 1))
 
 

@@ -173,6 +173,7 @@ def pays(weight: Tensor, rows: int) -> bool:
 
 Tile = tuple[int, int, int, int]  # BLOCK_N, warps, stages, programs per multiprocessor
 SHARED_BYTES = 227 << 10  # of an H200, for one program
+EXACT = ("outputs", "inputs", "gate", "way")  # what a tile was chosen for in whole steps
 BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles of the weight, at most
 
 
@@ -183,9 +184,9 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
     way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
     """
     table = tables.read("gemv")
-    for entry in table.get("in_steps", []) if not way and tables.is_own(table) else []:
-        if (entry["outputs"], entry["inputs"], entry["gate"]) == (outputs, inputs, gate):
-            return _with_room(entry["tile"], inputs, 2 if gate else 1)
+    for entry in table.get("in_steps", []) if tables.is_own(table) else []:
+        if tuple(entry.get(name, "") for name in EXACT) == (outputs, inputs, gate, way):
+            return _with_room(entry["tile"], inputs, 2 if gate or way == "sends" else 1)
     for entry in table["tiles"]:
         fits = inputs <= entry.get("inputs_to", inputs) and outputs <= entry.get("outputs_to", outputs)
         if fits and gate == entry.get("gate", gate) and way == entry.get("way", ""):

@@ -17,7 +17,8 @@ GPU = {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}
 MADE_BY = {"gpu": GPU, "torch": "1", "triton": "1"}
 ALONE = {"splits_from": 32, "longest_to": 8192, "block_n": 16, "warps": 1, "stages": 2}
 USUAL = {"block_n": 64, "warps": 2, "stages": 2}
-QKV, GATE = (4096, 1024, False), (3072, 1024, True)
+QKV, GATE = (4096, 1024, False, ""), (3072, 1024, True, "")
+OUT = (4096, 1024, False, "sends")  # of one of several ranks
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,17 @@ def test_what_is_chosen_is_added_to_the_tables(tune_step: ModuleType, monkeypatc
     tune_step.write({tune_step.DECODE: (32, 16, 1, 2)}, 4)
     assert kept.of["attention"]["decode"] == [groups[0], {**ALONE, "group_to": 4}, groups[1], ALONE, USUAL]
     assert kept.of["attention"]["prefill"] == [{"rows": 64}]
+
+
+def test_what_one_of_several_ranks_chose(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products of the same sizes are others: they send or receive. Attention keeps what a lone GPU chose."""
+    alone = {"outputs": 4096, "inputs": 1024, "gate": False, "tile": [1, 1, 2, 1]}
+    kept = Kept(monkeypatch, [ALONE, USUAL], [alone])
+    tune_step.write({OUT: (2, 4, 4, 2)}, 4)
+    tune_step.write({OUT: (2, 4, 3, 2)}, 4)
+    sends = {"outputs": 4096, "inputs": 1024, "gate": False, "way": "sends", "tile": [2, 4, 3, 2]}
+    assert kept.of["gemv"]["in_steps"] == [alone, sends]
+    assert kept.of["attention"]["decode"] == [ALONE, USUAL]
 
 
 def test_it_is_of_use_to_the_step_that_was_timed(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,8 @@ def another_gpu(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], shared: 
 def test_what_whole_steps_have_chosen_is_for_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There kernels overlap as nowhere else; elsewhere the tiles that are the best alone."""
     in_steps = {"outputs": 64, "inputs": 32, "gate": False, "tile": [8, 1, 4, 16]}
-    of_gemv = {"gpu": H200, "tiles": [{"tile": [1, 4, 2, 1]}], "in_steps": [in_steps]}
+    sends = {**in_steps, "way": "sends", "tile": [4, 1, 3, 8]}
+    of_gemv = {"gpu": H200, "tiles": [{"tile": [1, 4, 2, 1]}], "in_steps": [sends, in_steps]}
     usual = {"block_n": 64, "warps": 2, "stages": 2}
     of_attention = {"gpu": H200, "programs_per_multiprocessor": 4.0, "prefill": [], "decode": []}
     of_attention["decode"] = [{**usual, "block_n": 16, "group_to": 4}, usual]
@@ -87,6 +88,7 @@ def test_what_whole_steps_have_chosen_is_for_that_gpu(monkeypatch: pytest.Monkey
         gemv.shape_of.cache_clear()
         tiles._table.cache_clear()
         assert gemv.shape_of(64, 32, False) == tile
+        assert gemv.shape_of(64, 32, False, "sends")[1:] == ((1, 3, 8) if facts is H200 else (4, 2, 1))
         assert tiles.decode_tiles(8, 512, torch.device("cuda", 0), 4)[1] == block_n
 
 
