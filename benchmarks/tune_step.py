@@ -80,6 +80,7 @@ class Step:
         triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
         seat = echo.EchoSeat(ranks) if ranks > 1 else None
         self.engine = engine_step.make_engine(model, ["--max-num-seqs", 8] if seat else [], seat)
+        self.engine.graphs._agree = None  # a tile that does not fit the GPU is no reason to end, as it is in a group
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()

@@ -60,8 +60,9 @@ def answers(model: str, **layout: int) -> list[Answer]:
         llm.shutdown()
     found = []
     for one, other in zip(first, second, strict=True):
-        logprobs = [position.token.logprob for position in one.outputs[0].logprobs or []]
-        found.append((one.outputs[0].token_ids, logprobs, other.outputs[0].token_ids))
+        tokens, positions = one.outputs[0].token_ids, one.outputs[0].logprobs or []
+        logprobs = [position[token].logprob for token, position in zip(tokens, positions, strict=True)]
+        found.append((tokens, logprobs, other.outputs[0].token_ids))
     return found
 
 
