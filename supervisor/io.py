@@ -17,7 +17,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import control, events, network, report, rolling, rundir
+from meshlm.supervisor import clock, control, events, network, report, rolling, rundir
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.layout import identities
@@ -51,6 +51,7 @@ class Supervisor:
         )
         self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
         self._loop = asyncio.get_running_loop()
+        self._clock = clock.steady()  # the group's
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
         self._status: asyncio.Server | None = None
@@ -190,7 +191,7 @@ class Supervisor:
     def _do(self, event: rolling.Event) -> None:
         if isinstance(event, rolling.Restart):
             self._lives.end_warm()
-        for effect in self._group.roll(event, time.time()):
+        for effect in self._group.roll(event, self._clock()):
             self._perform(effect)
 
     def _perform(self, effect: rolling.Effect) -> None:
@@ -308,12 +309,12 @@ class Supervisor:
             self._network.refused(reason)
 
     def _tick(self) -> None:
+        self._timer = self._loop.call_later(TICK_S, self._tick)  # first: a turn that fails is not the last
         if self._begun:
             self._do(events.Tick())
             self._keep_warm()
         if self._network is not None:
             self._network.tick()
-        self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _keep_warm(self) -> None:
         """Standbys of --standby-roles, for as long as all is as it should be."""
@@ -351,7 +352,7 @@ class Supervisor:
             if change.added:
                 self._do(events.Add(change.added))
             else:
-                self._do(events.Retire(change.removed, time.time() + change.drain_s))
+                self._do(events.Retire(change.removed, self._clock() + change.drain_s))
         return ""
 
     def _changed(self, failure: str) -> None:
@@ -395,4 +396,5 @@ class Supervisor:
             self._network,
             self._scaling,
             was_ready=self.ready.is_set(),
+            now=self._clock(),
         )

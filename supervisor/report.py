@@ -27,11 +27,12 @@ def mesh_status(
     scaling: Scaling,
     *,
     was_ready: bool,
+    now: float,
 ) -> MeshStatus:
-    """The supervisor first, then this host's, then other nodes'."""
+    """The supervisor first, then this host's, then other nodes'. `now` is of the group's clock."""
     host = config.node.host if config.node else ""
     pids = lives.pids()  # of those that are alive
-    rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host) for process in processes)]
+    rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host, now) for process in processes)]
     rows += network.rows() if network is not None else []
     standbys = [_standby(child, host) for child in lives.standbys()]
     standbys += network.standbys() if network is not None else []
@@ -65,14 +66,14 @@ def _own(config: MeshConfig, host: str) -> ProcessStatus:
     )
 
 
-def _child(process: Process, pid: int, host: str) -> ProcessStatus:
+def _child(process: Process, pid: int, host: str, now: float) -> ProcessStatus:
     return ProcessStatus(
         role=process.identity.role.value,
         index=process.identity.index,
         pid=pid,
         incarnation=process.incarnation,
         state=process.state.value,
-        uptime_s=round(time.time() - process.started_at, 3) if pid else 0.0,
+        uptime_s=round(now - process.started_at, 3) if pid else 0.0,
         restarts=process.restarts,
         phase=process.phase,
         rss_bytes=_rss(pid) if pid else 0,
