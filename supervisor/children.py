@@ -47,6 +47,7 @@ class Child:
     def __init__(
         self, identity: Identity, incarnation: Incarnation, config_file: Path, *, standby: bool = False
     ) -> None:
+        """OSError when there can be no more processes."""
         self.identity = identity
         self.incarnation = incarnation
         self.loaded = False  # of a standby: it waits for its turn
@@ -60,17 +61,30 @@ class Child:
         environment.pop("MESHLM_API_KEY", None)  # it is in mesh.json, for the frontends
         if identity.role is Role.WORKER and "OMP_WAIT_POLICY" not in environment:
             environment.setdefault("GOMP_SPINCOUNT", SPINS)
-        self._process = subprocess.Popen(
-            command(config_file, identity, incarnation, *descriptors),
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment,
-        )
-        if theirs is not None:
-            theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                command(config_file, identity, incarnation, *descriptors),
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+            )
+        except OSError:
+            if self._turn is not None:
+                self._turn.close()
+            raise
+        finally:
+            if theirs is not None:
+                theirs.close()
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left: nobody would see its end
+            self._process.kill()
+            self._process.wait()
+            if self._turn is not None:
+                self._turn.close()
+            raise
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[["Child", int], None]) -> None:
         """Call on_exit(self, code) once, when the process is gone and reaped; code < 0 is a signal."""

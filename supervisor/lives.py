@@ -46,16 +46,35 @@ class Lives:
         if standby is not None and standby.take_turn(self._loop, identity, incarnation):
             self._children[identity] = standby
             return
-        self._children[identity] = child = Child(identity, incarnation, self._config_file)
+        child = self._started(identity, incarnation, lambda why: self._no_life(identity, incarnation, why))
+        if child is not None:
+            self._children[identity] = child
+
+    def _no_life(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
+        self._do(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
+
+    def _started(
+        self, identity: Identity, incarnation: Incarnation, failed: Callable[[str], None], *, standby: bool = False
+    ) -> Child | None:
+        """A new process. Where the system has none to give (processes, descriptors, memory), `failed` hears why a moment later."""
+        try:
+            child = Child(identity, incarnation, self._config_file, standby=standby)
+        except OSError as error:
+            self._loop.call_soon(failed, error.strerror or str(error))
+            return None
         child.watch(self._loop, self._exited)
+        return child
 
     def keep_warm(self, roles: Iterable[Role], now: float) -> None:
         """Load a standby for each of these roles, if there is none and it is time. `now` is of the loop."""
         for role in roles:
             if role not in self._warm and now >= self._warm_at.setdefault(role, now + WARM_AFTER_S):
-                self._warm[role] = child = Child(Identity(role), Incarnation(0), self._config_file, standby=True)
-                child.watch(self._loop, self._exited)
-                child.when_loaded(self._loop, lambda _: None)
+                child = self._started(Identity(role), Incarnation(0), lambda _: None, standby=True)
+                if child is None:
+                    self._warm_at[role] = now + WARM_AGAIN_S
+                else:
+                    self._warm[role] = child
+                    child.when_loaded(self._loop, lambda _: None)
 
     def warm(self) -> dict[Role, int]:
         """Pids of those that wait."""
@@ -82,9 +101,12 @@ class Lives:
 
     def prepare(self, identity: Identity) -> None:
         """Load a standby."""
-        self._standbys[identity] = child = Child(identity, Incarnation(0), self._config_file, standby=True)
-        child.watch(self._loop, self._exited)
-        child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
+        child = self._started(
+            identity, Incarnation(0), lambda why: self._do(rolling.Prepared(identity, why)), standby=True
+        )
+        if child is not None:
+            self._standbys[identity] = child
+            child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
 
     def end_stuck(self, identity: Identity) -> bool:
         """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far. Was it stopped?"""

@@ -1,8 +1,10 @@
 """The lives of processes, with small programs in the place of the mesh's."""
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor import children, events, lives, rolling
-from meshlm.supervisor.lives import WARM_AFTER_S, Lives
+from meshlm.supervisor.lives import WARM_AFTER_S, WARM_AGAIN_S, Lives
 
 WORKER = Identity(Role.WORKER, 0)
 LIMIT_S = 20.0
@@ -178,3 +180,31 @@ async def test_warm_standbys_are_ended_when_what_they_loaded_is_old(seen: Seen) 
     assert seen.lives.pids()[WORKER] != pid
     seen.lives.keep_warm([Role.WORKER], asyncio.get_running_loop().time() + 1.0)
     assert seen.lives.warm().keys() == {Role.WORKER}
+
+
+async def test_what_cannot_be_started_is_told_and_tried_again(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is left to have: the group hears of it as of a death, and no descriptor stays open."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        seen.lives.spawn(WORKER, Incarnation(5))
+        seen.lives.prepare(WORKER)
+        why = "Resource temporarily unavailable"
+        told = f"worker/0 could not be started: {why}"
+        assert await seen.next() == events.Exited(WORKER, Incarnation(5), 1, told)
+        assert await seen.next() == rolling.Prepared(WORKER, why)
+        seen.lives.keep_warm([Role.WORKER], 0.0)
+        seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S)
+        assert seen.lives.standbys() == []
+        assert seen.lives.of(WORKER) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S + 1.0)
+    assert seen.lives.warm() == {}, "it is not tried again at once"
+    seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S + WARM_AGAIN_S)
+    assert seen.lives.warm().keys() == {Role.WORKER}
+    seen.lives.spawn(WORKER, Incarnation(6))
+    assert seen.lives.pids().keys() == {WORKER}
