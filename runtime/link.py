@@ -39,13 +39,16 @@ class Inbox:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # flow control is the sessions'
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.address = address
-        if bind is None:
-            self._socket.bind(address)
-        else:
-            self.address = bind(self._socket)
+        try:
+            if bind is None:
+                self._socket.bind(address)
+            else:
+                self.address = bind(self._socket)
+        except zmq.ZMQError:
+            self._socket.close(0)  # the context's end would wait for it
+            raise
         self._on_frame, self._on_drained = on_frame, on_drained
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._scheduled = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read whenever something is there; what came before is read at once."""

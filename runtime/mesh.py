@@ -36,13 +36,11 @@ from meshlm.protocol.session import (
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
 from meshlm.runtime.logs import Limited
-from meshlm.runtime.remote import Remote
+from meshlm.runtime.remote import COORDINATOR, Remote
 
 TICK_S = 0.2  # acks leave well before the peer's replay
 TICK_REMOTE_S = 0.1  # links between nodes also count for how long a peer is silent
 TICK_CONNECTING_S = 0.02  # while a session is not open yet
-COORDINATOR = Identity(Role.COORDINATOR, 0)
-SUPERVISOR = Identity(Role.SUPERVISOR, 0)  # the head's; each node has its own
 
 _encode = msgspec.msgpack.Encoder().encode
 _log = structlog.get_logger()
@@ -304,8 +302,7 @@ class Mesh:
         self.send(COORDINATOR, control.Join(member))
 
     def _on_members(self, members: control.Members) -> None:
-        epoch = (self.incarnation_of(COORDINATOR), members.epoch)
-        if epoch <= self._epoch:
+        if (epoch := (self.incarnation_of(COORDINATOR), members.epoch)) <= self._epoch:
             return
         self._epoch = epoch
         for member in members.members:
@@ -379,13 +376,16 @@ class Mesh:
 
     def _tick(self) -> None:
         assert self._loop is not None
-        now = self._loop.time()
-        delay = TICK_S if self._remote is None else TICK_REMOTE_S
+        usual_s = TICK_S if self._remote is None else TICK_REMOTE_S
+        self._timer = self._loop.call_later(
+            usual_s, self._tick
+        )  # first: without ticks nothing is acknowledged any more
+        now, impatient = self._loop.time(), False
         for link in list(self._peers.values()):
             session = link.session
             session.tick(now)
             if session.state is not SessionState.OPEN:
-                delay = TICK_CONNECTING_S if session.impatient else delay
+                impatient |= session.impatient
             elif session.silent:
                 self._drop(link, f"silent for {session.silence_s:g} s (--peer-timeout)")
                 self._listener.flush()
@@ -395,6 +395,6 @@ class Mesh:
                 link.outbox.flush(session.wire)
         if self._remote is not None:
             self._remote.tick(now)
-        if self._closed:
-            return
-        self._timer = self._loop.call_later(delay, self._tick)
+        if impatient:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(TICK_CONNECTING_S, self._tick)

@@ -18,8 +18,9 @@ from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.frontend.desk import Desk
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.session import SessionState
-from meshlm.runtime.mesh import COORDINATOR, SUPERVISOR
 from meshlm.runtime.process import App
+from meshlm.runtime.remote import COORDINATOR
+from meshlm.runtime.remote import HEAD as SUPERVISOR
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.io import SchedulerApp
 from meshlm.scheduler_proc.steady import FEWEST

@@ -14,7 +14,7 @@ from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import tcp
-from meshlm.runtime.mesh import SUPERVISOR
+from meshlm.runtime.remote import HEAD as SUPERVISOR
 from meshlm.supervisor import layout
 
 BLOCK_SIZE = 2
