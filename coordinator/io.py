@@ -39,9 +39,9 @@ class CoordinatorApp:
 
     def _tick(self) -> None:
         assert self._mesh is not None
+        self._mesh.call_later(STATS_EVERY_S, self._tick)  # first: one that fails is not the last
         self._ticks += 1
         self._do(Tick(time.time()))
-        self._mesh.call_later(STATS_EVERY_S, self._tick)
 
     def _do(self, event: Event) -> None:
         assert self._mesh is not None

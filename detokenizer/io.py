@@ -75,8 +75,8 @@ class DetokenizerApp:
 
     def _tick(self) -> None:
         assert self._mesh is not None
+        self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         self._do(Tick(asyncio.get_running_loop().time()))
-        self._mesh.call_later(TICK_S, self._tick)
 
     def _do(self, event: Event) -> None:
         if self._core is None:
@@ -138,7 +138,7 @@ class DetokenizerApp:
             return Encoded(ask.job, self._encoder.encode(ask.prompt))
         except RequestError as error:
             return Encoded(ask.job, error=error)
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
             text = f"the prompt cannot be encoded: {error}"
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
 

@@ -52,6 +52,8 @@ class Detokenizers:
 
     def take_early(self, request_ids: Collection[RequestId] | None = None) -> list[Assign]:
         """What waits, of these requests or all, and waits no more."""
-        taken = [one for one in self._early if request_ids is None or one.work.request_id in request_ids]
-        self._early = [one for one in self._early if one not in taken]
+        early, self._early = self._early, []
+        taken: list[Assign] = []
+        for one in early:
+            (taken if request_ids is None or one.work.request_id in request_ids else self._early).append(one)
         return taken

@@ -52,8 +52,8 @@ class SchedulerApp:
 
     def _tick(self) -> None:
         assert self._mesh is not None
+        self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         self._do(Tick(time.time()))
-        self._mesh.call_later(TICK_S, self._tick)
 
     def _do(self, event: Event) -> None:
         if self._core is None:

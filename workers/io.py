@@ -223,11 +223,11 @@ class WorkerApp:
     def _stats(self) -> None:
         """Tell the scheduler what has changed since it was told."""
         assert self._engine is not None and self._mesh is not None  # noqa: PT018
+        self._mesh.call_later(STATS_S, self._stats)
         counts = self._engine.graph_counts()
         if counts != self._counts:
             self._counts = counts
             self._send(WorkerStats(counts))
-        self._mesh.call_later(STATS_S, self._stats)
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:

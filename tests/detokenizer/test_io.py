@@ -1,21 +1,29 @@
 """The detokenizer's threads: every prompt of a burst is encoded once, and what is wrong with one is said of it alone."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec import Struct
 
 from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.attempts import COORDINATOR
+from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException."""
+
 
 FRONTEND, LIFE = Identity(Role.FRONTEND), Incarnation(1)
 
@@ -87,3 +95,28 @@ def test_a_burst_of_prompts(smollm2: Path) -> None:
     (refused,) = mesh.refused
     assert refused.handles == (Handle(17),)
     assert (refused.param, refused.message[:28]) == ("prompt", "the prompt cannot be encoded")
+
+
+async def test_a_panic_of_the_tokenizer_is_answered(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no Exception, and must not take with it what the same thread encoded before."""
+    real = Encoder.encode
+
+    def encode(self: Encoder, prompt: Prompt) -> "array[int]":
+        if prompt == TextPrompt("panic"):
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        return real(self, prompt)
+
+    monkeypatch.setattr(Encoder, "encode", encode)
+    app = DetokenizerApp()
+    mesh = StubMesh(smollm2, app.flush, 3)
+    stub: Any = mesh
+    await app.start(stub)
+    app.on_peer_up(COORDINATOR, LIFE)
+    for number, text in enumerate(("one", "panic", "two")):
+        submit = Submit((Handle(number),), (RequestId(f"r{number}"),), TextPrompt(text), SamplingParams(), max_tokens=5)
+        app.on_message(FRONTEND, submit)
+    app.flush()
+    await asyncio.wait_for(mesh.all_answered.wait(), 30)
+    await app.stop()
+    assert mesh.admitted.keys() == {"r0", "r2"}
+    assert [refused.handles for refused in mesh.refused] == [(Handle(1),)]
