@@ -31,6 +31,7 @@ from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.outputs import CompletionOutput, RequestOutput, logprobs_of
 
 SENDS_A_TURN = 32  # between two looks at what came back
+HOLD_S = 60.0  # how long a question waits for a detokenizer that is started again
 
 
 def name_of(request_id: str, index: int) -> RequestId:
@@ -39,7 +40,7 @@ def name_of(request_id: str, index: int) -> RequestId:
 
 
 class Client:
-    """All requests of one `LLM`. `serving` is set once requests can be served."""
+    """All requests of one `LLM`. `serving` is set while requests can be served."""
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
@@ -47,7 +48,7 @@ class Client:
         self._mesh_serves = False
         self._rows: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self._errors: list[str] = []
-        self._asked: dict[int, asyncio.Future[TokenizeReply | DetokenizeReply]] = {}
+        self._asked: dict[int, tuple[Identity, asyncio.Future[TokenizeReply | DetokenizeReply]]] = {}
         self._next = 0
         self._bar: Any = None
         self._all_done: asyncio.Event = asyncio.Event()
@@ -69,7 +70,9 @@ class Client:
                     self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
                     self._end(handle)
             case TokenizeReply() | DetokenizeReply():
-                self._asked.pop(message.handle).set_result(message)
+                _, future = self._asked.pop(message.handle, (peer, None))
+                if future is not None and not future.done():
+                    future.set_result(message)
             case MeshStats():
                 self._mesh_serves = message.serving
                 self._note_serving()
@@ -81,12 +84,23 @@ class Client:
         """Requests can be served once the coordinator says so and a detokenizer can be reached from here."""
         if self._mesh_serves and self.mesh is not None and self.mesh.peers(Role.DETOKENIZER):
             self.serving.set()
+        else:
+            self.serving.clear()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        if peer.role is Role.DETOKENIZER and self._rows:
+        """What a detokenizer was asked nobody answers any more; the others' part of it is not wanted either."""
+        self._note_serving()
+        if peer.role is not Role.DETOKENIZER:
+            return
+        for handle, (asked, future) in list(self._asked.items()):
+            if asked == peer:
+                del self._asked[handle]
+                if not future.done():
+                    future.set_exception(ValueError(f"{peer}: {reason}"))
+        if self._rows:
             self._errors.append(f"{peer}: {reason}")
-            for handle in list(self._rows):
-                self._end(handle)
+            self._abort()
+            self._all_done.set()
 
     def flush(self) -> None:
         """Nothing is batched here."""
@@ -98,32 +112,46 @@ class Client:
     async def run(self, submits: Iterable[tuple[Submit, RequestOutput]], bar: Any) -> list[RequestOutput]:
         """Send each as soon as it is made; return when all have ended. ValueError with the first refusal.
 
-        When one cannot be made, those before it end, and its error is raised.
+        When one cannot be made, or nobody waits any more, those before it end, and the error is raised.
         """
         assert self.mesh is not None
         self._bar, self._errors = bar, []
         sent: list[RequestOutput] = []
         try:
             await self._send(submits, sent)
+            if self._rows:
+                self._all_done.clear()  # those that were sent may all have ended before the next ones were
+                await self._all_done.wait()
         except BaseException:
             self._abort()
             raise
-        if self._rows:
-            self._all_done.clear()  # those that were sent may all have ended before the next ones were
-            await self._all_done.wait()
         if self._errors:
             raise ValueError(self._errors[0])
         return sent
 
+    async def _detokenizers(self) -> list[Identity]:
+        """Those that can be reached, once there is one. ValueError when none is in time."""
+        assert self.mesh is not None
+        try:
+            async with asyncio.timeout(HOLD_S):
+                while not (peers := self.mesh.peers(Role.DETOKENIZER)):
+                    self.serving.clear()
+                    await self.serving.wait()
+        except TimeoutError:
+            raise ValueError(f"no detokenizer was there for {HOLD_S:.0f} s") from None
+        return peers
+
     async def _send(self, submits: Iterable[tuple[Submit, RequestOutput]], sent: list[RequestOutput]) -> None:
         assert self.mesh is not None
-        peers = self.mesh.peers(Role.DETOKENIZER)
+        peers = await self._detokenizers()
         for number, (submit, request) in enumerate(submits):
             self._rows |= {handle: (request, output) for handle, output in zip(submit.handles, request.outputs)}
             sent.append(request)
             self.mesh.send(peers[number % len(peers)], submit)
             if number % SENDS_A_TURN == SENDS_A_TURN - 1:
                 await asyncio.sleep(0)
+                if self._errors:
+                    return  # the caller gets the first one, and no answer
 
     def _abort(self) -> None:
         """Nobody waits for what was sent."""
@@ -136,7 +164,8 @@ class Client:
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
-        replies = [self._ask(Tokenize(self.new_handle(), prompt)) for prompt in prompts]
+        (peer, *_) = await self._detokenizers()
+        replies = [self._ask(peer, Tokenize(self.new_handle(), prompt)) for prompt in prompts]
         found = []
         for reply in replies:
             answer = await reply
@@ -148,17 +177,18 @@ class Client:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. ValueError for one that the vocabulary does not have."""
-        answer = await self._ask(Detokenize(self.new_handle(), pack_i32(token_ids)))
+        (peer, *_) = await self._detokenizers()
+        answer = await self._ask(peer, Detokenize(self.new_handle(), pack_i32(token_ids)))
         assert isinstance(answer, DetokenizeReply)
         if answer.error:
             raise ValueError(answer.error)
         return answer.text
 
-    def _ask(self, message: Tokenize | Detokenize) -> "asyncio.Future[TokenizeReply | DetokenizeReply]":
+    def _ask(self, peer: Identity, message: Tokenize | Detokenize) -> "asyncio.Future[TokenizeReply | DetokenizeReply]":
         assert self.mesh is not None
-        (peer, *_) = self.mesh.peers(Role.DETOKENIZER)
-        self._asked[message.handle] = future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[TokenizeReply | DetokenizeReply] = asyncio.get_running_loop().create_future()
         self.mesh.send(peer, message)
+        self._asked[message.handle] = (peer, future)
         return future
 
     def _deltas(self, message: TextDeltas) -> None:

@@ -43,10 +43,10 @@ class LLM:
         usual = {"standby_roles": ["none"], "cudagraph_capture": "start"}  # work comes at once, and nothing idles then
         given = {**usual, **settings_of(settings), "model": model}
         config = flags.build(given, None)
+        config = resolve.resolve(config)
         self._folder = tempfile.TemporaryDirectory(prefix="mlm")
         run_dir = Path(self._folder.name) / "run"
         rundir.create(run_dir)
-        config = resolve.resolve(config)
         run = msgspec.structs.replace(config.run, run_dir=str(run_dir))
         self._config: MeshConfig = msgspec.structs.replace(config, run=run)
         self._loop = uvloop.new_event_loop()
@@ -102,16 +102,16 @@ class LLM:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, by the mesh's own tokenizer."""
-        return self._call(self._client.tokenize([TextPrompt(text) for text in texts]))
+        return self._ask(self._client.tokenize([TextPrompt(text) for text in texts]))
 
     def get_tokenizer(self) -> Tokenizer:
         """The mesh's tokenizer, with its chat template."""
 
         def ids(prompt: Prompt) -> list[int]:
-            (found,) = self._call(self._client.tokenize([prompt]))
+            (found,) = self._ask(self._client.tokenize([prompt]))
             return found
 
-        return Tokenizer(ids, lambda token_ids: self._call(self._client.detokenize(token_ids)), self.vocab_size)
+        return Tokenizer(ids, lambda token_ids: self._ask(self._client.detokenize(token_ids)), self.vocab_size)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """With the defaults of the model's generation_config.json."""
@@ -127,7 +127,7 @@ class LLM:
         return self._profile(start=False)
 
     def _profile(self, *, start: bool) -> tuple[str, ...]:
-        answer = self._call(self._supervisor.profile(start=start))
+        answer = self._ask(self._supervisor.profile(start=start))
         if answer.error:
             raise ValueError(answer.error)
         return answer.paths
@@ -137,7 +137,6 @@ class LLM:
         if self._loop.is_running():
             self._call(self._stop())
             self._stop_loop()
-            self._folder.cleanup()
 
     def _run(
         self,
@@ -158,7 +157,7 @@ class LLM:
         for one in {id(one): one for one in each}.values():
             one.check(self.vocab_size)
         with tqdm(total=sum(one.n for one in each), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            return self._call(self._client.run(self._submits(prompts, each, ranks), bar))
+            return self._ask(self._client.run(self._submits(prompts, each, ranks), bar))
 
     def _submits(
         self, prompts: Iterator[Prompt], each: list[SamplingParams], ranks: list[int]
@@ -186,24 +185,30 @@ class LLM:
     # --- the background loop ---
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: nobody waits for it any more
+            future.cancel()
+            raise
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Of the mesh. StartError when that ends first, with its reason: nobody would answer any more."""
+        return self._call(_unless_ended(self._supervisor, work))
 
     async def _start(self) -> tuple[io.Supervisor, Client]:
         members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
         supervisor = io.Supervisor(self._config, members, StartDisplay())
         client = Client()
-        await supervisor.start()
         client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self._config, client)
-        await client.mesh.open()
-        serving = asyncio.ensure_future(client.serving.wait())
-        either: set[asyncio.Future[Any]] = {serving, supervisor.ended}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if supervisor.ended.done():
-            serving.cancel()
-            await supervisor.close()
+        try:
+            await supervisor.start()
+            await client.mesh.open()
+            await _unless_ended(supervisor, client.serving.wait())
+        except BaseException:
             await client.mesh.close()
-            supervisor.ended.result()
-            raise StartError("the mesh ended while it started")
+            await supervisor.close()
+            raise
         return supervisor, client
 
     async def _stop(self) -> None:
@@ -216,7 +221,24 @@ class LLM:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._folder.cleanup()
         atexit.unregister(self.shutdown)
+
+
+async def _unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, or StartError with the reason when the mesh ends before."""
+    task = asyncio.ensure_future(work)
+    either: set[asyncio.Future[Any]] = {task, supervisor.ended}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    supervisor.ended.result()
+    raise StartError("the mesh has ended")
 
 
 def _prompt(item: Any) -> Prompt:

@@ -66,3 +66,30 @@ def test_a_plain_script(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("done\n")
+
+
+GIVEN_UP = """
+import os, signal, threading
+from meshlm import LLM, SamplingParams
+from meshlm.supervisor.errors import StartError
+llm = LLM(device="fake", fake_step_ms=5, max_restarts=0)
+(worker,) = [pid for identity, pid in llm._supervisor._lives.pids().items() if identity.role.value == "worker"]
+threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
+try:
+    llm.generate([300, 301], SamplingParams(max_tokens=8000, ignore_eos=True), use_tqdm=False)
+except StartError as error:
+    assert "worker/0 died 1 times" in str(error), error
+else:
+    raise AssertionError("an answer without a worker")
+llm.shutdown()
+print("done")
+"""
+
+
+def test_a_mesh_that_gives_up_ends_the_call(tmp_path: Path) -> None:
+    """With its reason: nobody would answer any more."""
+    script = tmp_path / "script.py"
+    script.write_text(GIVEN_UP)
+    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("done\n")
