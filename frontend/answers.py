@@ -12,7 +12,7 @@ import msgspec
 from meshlm.frontend import reading, reasoning
 from meshlm.frontend.burst import Form, Line
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.errors import STATUS, HttpError, error_object
+from meshlm.frontend.errors import HttpError, error_object
 from meshlm.frontend.logprobs import (
     Position,
     by_id,
@@ -51,7 +51,7 @@ class Answer:
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         if self.error is None:
-            self.error = HttpError(STATUS[kind], message, self.ask.client_names.get(param, param), kind.value)
+            self.error = self._as_client_knows(kind, message, param)
         self.ended()
 
     def ended(self) -> None:
@@ -65,8 +65,10 @@ class Answer:
             choice.first = first
             self.num_cached.setdefault(choice.prompt_index, first.num_cached_tokens)
         if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
-            param = self.ask.client_names.get(finished.param, finished.param)
-            self.error = HttpError(STATUS[finished.kind], finished.message, param, finished.kind.value)
+            self.error = self._as_client_knows(finished.kind, finished.message, finished.param)
+
+    def _as_client_knows(self, kind: ErrorKind, message: str, param: str) -> HttpError:
+        return HttpError.of(kind, message, self.ask.client_names.get(param, param))
 
     def num_prompt_tokens(self) -> int:
         return sum(accepted.num_prompt_tokens for accepted in self.prompt.values())

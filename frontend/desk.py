@@ -102,11 +102,12 @@ class Desk:
     def _target(self, submit: Submit) -> Identity | None:
         """The detokenizer for it; None while it is not there."""
         if submit.retry is None:
-            return self._least_loaded()
+            return self.least_loaded()
         home = Identity(Role.DETOKENIZER, int(submit.retry.key[:8], 16) % self.num_detokenizers)
         return home if home in self.load else None
 
-    def _least_loaded(self) -> Identity | None:
+    def least_loaded(self) -> Identity | None:
+        """The detokenizer with the fewest open choices; None while there is none."""
         return min(self.load, key=lambda identity: (self.load[identity], identity.index), default=None)
 
     def _assign(self, choice: Choice, target: Identity) -> None:

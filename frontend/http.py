@@ -23,7 +23,6 @@ from meshlm.frontend.burst import Direct
 EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
 FRESH_S = 1.0  # a connection that brought no request yet is not idle for so long
-HIGH_WATER = 1 << 20  # bytes that a slow client may leave in our buffers before its chunks wait here
 
 _OFFER = b"upgrade:"
 _UPGRADE = re.compile(rb"\nupgrade:", re.IGNORECASE)
@@ -137,7 +136,8 @@ class EventWriter:
         await self._send({"type": "http.response.start", "status": 200, "headers": base + headers})
         if self._transport is not None:
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
-            if self._transport.get_extra_info("sslcontext") is None:
+            plain = self._transport.get_extra_info("sslcontext") is None
+            if plain and not self._transport.is_closing():  # the client that left has no socket any more
                 self._direct = partial(os.write, self._transport.get_extra_info("socket").fileno())
                 self._lost.append(self._take_back)
         self.started = True

@@ -15,7 +15,7 @@ from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.server import Routes
 from meshlm.protocol.control_edge import MeshStats, OpenRequests, Profile, Profiled, QueueFull, Refuse, Shutdown
-from meshlm.protocol.ids import Handle, Identity, Incarnation, Role
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
     Detokenize,
@@ -34,6 +34,7 @@ TICK_S = 1.0
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 ASK_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
+FULL = "the queue is full; try again"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
 
 
@@ -46,7 +47,7 @@ class FrontendApp:
         self._desk = Desk()
         self._mesh: Mesh | None = None
         self._stats = MeshStats(False, "starting")
-        self._asked: dict[int, asyncio.Future[TokenizeReply | DetokenizeReply]] = {}
+        self._asked: dict[int, tuple[Identity, asyncio.Future[TokenizeReply | DetokenizeReply | None]]] = {}
         self._profiles: dict[int, asyncio.Future[Profiled]] = {}
         self._server: http.Server | None = None
         self._listener: socket.socket | None = None
@@ -81,17 +82,22 @@ class FrontendApp:
         self._listener = sock
         self._server = http.make_server(Routes(self).app())
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
+        self._serving.add_done_callback(self._served)
         self._tick()
         return {"listening on": f"{server.host}:{server.port}"}
 
+    def _served(self, serving: "asyncio.Task[None]") -> None:
+        """Without its server this process would be alive and do nothing."""
+        error = None if serving.cancelled() else serving.exception()
+        if self._mesh is not None and not (self._server is not None and self._server.should_exit and error is None):
+            self._mesh.fatal(f"the HTTP server ended: {error or 'nobody asked it to'}")
+
     def _tick(self) -> None:
         assert self._mesh is not None
+        self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         self._ticks += 1
         self._flush()
-        with contextlib.suppress(
-            HttpError
-        ):  # a full queue: its detokenizer has the deadline too, and the frontend looks again
-            self._send(self._desk.expire(time.time()))
+        self._send(self._desk.expire(time.time()))
         if self._desk.orphans:
             now = time.monotonic()
             self._orphaned_at = self._orphaned_at or now
@@ -99,7 +105,6 @@ class FrontendApp:
                 self._desk.expire_orphans(f"no detokenizer was there for {ORPHAN_S:.0f} s")
         else:
             self._orphaned_at = None
-        self._mesh.call_later(TICK_S, self._tick)
 
     def _send(self, sends: list[Send]) -> None:
         assert self._mesh is not None
@@ -110,7 +115,9 @@ class FrontendApp:
                 # Its down-event follows and the choices go elsewhere.
                 self._mesh.log.debug("not delivered", to=str(send.to), message=type(send.message).__name__)
             except LinkFull:
-                raise HttpError(503, "the queue is full; try again", kind="overloaded_error") from None
+                self._mesh.log.warning("queue full", to=str(send.to), message=type(send.message).__name__)
+                if isinstance(send.message, Submit):
+                    self._desk.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL))
 
     # --- Backend ---
 
@@ -175,17 +182,27 @@ class FrontendApp:
             self._mesh.tell_supervisor(OpenRequests(self.num_open))
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
-        assert self._mesh is not None
-        peers = self._mesh.peers(Role.DETOKENIZER)
-        if not peers:
-            raise HttpError(503, "no detokenizer is ready", kind="overloaded_error")
-        future: asyncio.Future[TokenizeReply | DetokenizeReply] = asyncio.get_running_loop().create_future()
-        self._asked[message.handle] = future
         try:
-            self._send([Send(peers[0], message)])
-            return await asyncio.wait_for(future, ASK_TIMEOUT_S)
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                while (reply := await self._ask_one(message)) is None:
+                    pass  # its detokenizer died: another one knows the same
+                return reply
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
+
+    async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
+        """None when the detokenizer died before it answered."""
+        assert self._mesh is not None
+        target = self._desk.least_loaded()
+        if target is None:
+            raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready")
+        future: asyncio.Future[TokenizeReply | DetokenizeReply | None] = asyncio.get_running_loop().create_future()
+        self._asked[message.handle] = (target, future)
+        try:
+            self._mesh.send(target, message)
+            return await future
+        except (LinkDown, LinkFull):
+            raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
         finally:
             del self._asked[message.handle]
 
@@ -212,7 +229,7 @@ class FrontendApp:
         self._metrics.generation.observe(usage["completion_tokens"])
         self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
         for choice in answer.choices:
-            self._metrics.finished(choice.finished.reason.value if choice.finished else "abort")
+            self._metrics.finished((choice.finished.reason if choice.finished else FinishReason.ABORT).value)
             if choice.first_at:
                 self._metrics.ttft.observe(choice.first_at - started)
                 self._metrics.phases(choice.first, choice.last_at - choice.first_at)
@@ -227,7 +244,8 @@ class FrontendApp:
                 self._unknown_seen.add(name)
                 self._mesh.log.warning("unknown request field ignored", field=name, path=path)
         if not self.config.server.disable_log_requests:
-            reasons = [choice.finished.reason.value if choice.finished else "abort" for choice in answer.choices]
+            ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
+            reasons = [reason.value for reason in ended]
             self._mesh.log.info(
                 "request",
                 id=answer.request_id,
@@ -266,7 +284,7 @@ class FrontendApp:
             case Rejected():
                 self._desk.rejected(message)
             case TokenizeReply() | DetokenizeReply():
-                future = self._asked.get(message.handle)
+                _, future = self._asked.get(message.handle, (peer, None))
                 if future is not None and not future.done():
                     future.set_result(message)
             case Profiled():
@@ -297,6 +315,9 @@ class FrontendApp:
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
             self._send(self._desk.detokenizer_down(peer))
+            for asked, future in self._asked.values():
+                if asked == peer and not future.done():
+                    future.set_result(None)
         elif peer.role is Role.COORDINATOR:
             self._queue_full = False
 

@@ -42,7 +42,10 @@ def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes
     (key,) = keys
     if not 1 <= len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
         raise HttpError(400, f"{KEY}: must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", KEY)
-    asked = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
+    try:
+        asked = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
+    except RecursionError:  # parse.py took it with a little less below it on the stack
+        raise HttpError(400, "the body is nested too deeply") from None
     name = hashlib.sha256(b"\0".join((path.encode(), api_key.encode(), key.encode()))).hexdigest()[:32]
     return Again(name, hashlib.sha256(asked).digest()[:16], last_id)
 

@@ -70,6 +70,12 @@ def test_a_key_that_is_not_allowed_is_named(keys: list[str]) -> None:
     assert (caught.value.status, caught.value.param) == (400, "Idempotency-Key")
 
 
+def test_a_body_that_is_nested_too_deeply_for_the_stack() -> None:
+    with pytest.raises(HttpError, match="nested too deeply") as caught:
+        retry.read(["a"], "", PATH, "", b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}")
+    assert caught.value.status == 400
+
+
 def test_what_makes_a_request_the_same() -> None:
     same = read("x" * 255, body=b'{"a": 1, "b": [2]}')
     assert same == read("x" * 255, body=b'{"b":[2],"a":1}')

@@ -45,6 +45,7 @@ class Connection:
         self._ours.setblocking(False)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self._held = b""
+        self.gone = False
         self.num_writes = 0
         self.lost: list[Callable[[], None]] = []
         scope = {"extensions": {EXTENSION: {"transport": self, "flow": self.flow, "lost": self.lost}}}
@@ -84,10 +85,10 @@ class Connection:
         self._held += data[taken:]
 
     def is_closing(self) -> bool:
-        return False
+        return self.gone
 
     def get_extra_info(self, name: str) -> socket.socket | None:
-        return self._ours if name == "socket" else None
+        return self._ours if name == "socket" and not self.gone else None
 
     def get_write_buffer_size(self) -> int:
         return len(self._held)
@@ -127,6 +128,15 @@ async def stop(pump: "asyncio.Task[None]") -> None:
     pump.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await pump
+
+
+async def test_a_response_to_a_client_that_left(connection: Connection) -> None:
+    """It left before the first event, and its transport has no socket any more."""
+    connection.gone = True
+    await connection.writer.start([])
+    connection.writer.write(b"A")
+    await connection.writer.finish()
+    assert connection.lost == []
 
 
 async def test_what_waits_is_sent_in_order(connection: Connection) -> None:

@@ -1,0 +1,155 @@
+"""The frontend's links: what happens to requests whose detokenizer dies or takes no more."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.io import FULL, FrontendApp
+from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Abort, Detokenize, DetokenizeReply, Submit, TextPrompt
+from meshlm.runtime.errors import LinkDown, LinkFull
+
+ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
+LIFE = Incarnation(1)
+LIMIT_S = 10
+
+
+class StubMesh:
+    """Keeps what is sent; some peers take no more, others are gone."""
+
+    def __init__(self) -> None:
+        self.log = SimpleNamespace(warning=lambda *_, **__: None, debug=lambda *_, **__: None)
+        self.sent: asyncio.Queue[tuple[Identity, Struct]] = asyncio.Queue()
+        self.full: set[Identity] = set()
+        self.down: set[Identity] = set()
+        self.failure = ""
+
+    def send(self, peer: Identity, message: Struct) -> None:
+        if peer in self.full:
+            raise LinkFull(peer)
+        if peer in self.down:
+            raise LinkDown(peer)
+        self.sent.put_nowait((peer, message))
+
+    def fatal(self, message: str) -> None:
+        self.failure = message
+
+    async def next(self) -> tuple[Identity, Struct]:
+        return await asyncio.wait_for(self.sent.get(), LIMIT_S)
+
+
+class Exchange:
+    """Of one choice: how it failed."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[ErrorKind, str]] = []
+
+    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
+        self.failures.append((kind, message))
+
+
+def started(*detokenizers: Identity) -> tuple[FrontendApp, StubMesh]:
+    app, mesh = FrontendApp(), StubMesh()
+    stub: Any = mesh
+    app._mesh = stub
+    for identity in detokenizers:
+        app.on_peer_up(identity, LIFE)
+    return app, mesh
+
+
+def asking(app: FrontendApp) -> tuple[list[Choice], Submit, Exchange]:
+    handle = app.new_handle()
+    submit = Submit((handle,), (RequestId("r"),), TextPrompt("a"), SamplingParams())
+    exchange = Exchange()
+    stub: Any = exchange
+    return [Choice(stub, 0, 0, submit, handle)], submit, exchange
+
+
+async def test_a_question_goes_on_at_another_detokenizer() -> None:
+    app, mesh = started(ONE, OTHER)
+    question = Detokenize(Handle(7), b"")
+    asked = asyncio.ensure_future(app.ask(question))
+    assert await mesh.next() == (ONE, question)
+    app.on_peer_down(ONE, LIFE, "the process died")
+    assert await mesh.next() == (OTHER, question)
+    app.on_message(OTHER, reply := DetokenizeReply(Handle(7), "text"))
+    assert await asyncio.wait_for(asked, LIMIT_S) == reply
+    app.on_message(OTHER, reply)  # once more: for nobody
+
+
+async def test_questions_go_where_the_fewest_requests_are() -> None:
+    app, mesh = started(ONE, OTHER)
+    choices, submit, _ = asking(app)
+    app.open(choices, submit)
+    assert await mesh.next() == (ONE, submit)
+    asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"")))
+    assert (await mesh.next())[0] == OTHER
+    asked.cancel()
+
+
+@pytest.mark.parametrize("why", ["none", "full", "down"])
+async def test_a_question_that_nobody_takes(why: str) -> None:
+    app, mesh = started(*(() if why == "none" else (ONE,)))
+    mesh.full, mesh.down = {ONE} if why == "full" else set(), {ONE} if why == "down" else set()
+    with pytest.raises(HttpError) as told:
+        await asyncio.wait_for(app.ask(Detokenize(Handle(7), b"")), LIMIT_S)
+    assert told.value.status == 503
+
+
+async def test_a_full_queue_ends_a_request_and_no_other() -> None:
+    """Also where it is not the request's own call that meets it, but another detokenizer's death."""
+    app, mesh = started(ONE)
+    choices, submit, exchange = asking(app)
+    app.open(choices, submit)
+    assert await mesh.next() == (ONE, submit)
+    app.on_peer_up(OTHER, LIFE)
+    mesh.full.add(OTHER)
+    app.on_peer_down(ONE, LIFE, "the process died")
+    assert exchange.failures == [(ErrorKind.OVERLOADED, FULL)]
+    app.close(choices)
+    more, submit, exchange = asking(app)
+    app.open(more, submit)
+    assert exchange.failures == [(ErrorKind.OVERLOADED, FULL)]
+    app.close(more)
+    app._desk.check()
+    assert app.num_open == 0
+    assert mesh.sent.empty()
+
+
+async def test_an_abort_that_finds_a_full_queue_is_left_out() -> None:
+    """The detokenizer does not read: it will be replaced, and then nobody asks for the request again."""
+    app, mesh = started(ONE)
+    choices, submit, _ = asking(app)
+    app.open(choices, submit)
+    mesh.full.add(ONE)
+    app.close(choices)
+    mesh.full.clear()
+    assert await mesh.next() == (ONE, submit)
+    assert mesh.sent.empty()
+    choices, submit, _ = asking(app)
+    app.open(choices, submit)
+    app.close(choices)
+    await mesh.next()
+    assert await mesh.next() == (ONE, Abort((RequestId("r"),)))
+
+
+@pytest.mark.parametrize("error", [OSError("no sockets"), None])
+async def test_a_server_that_ends_by_itself_ends_the_process(error: OSError | None) -> None:
+    async def serve() -> None:
+        if error is not None:
+            raise error
+
+    for asked in (True, False):
+        app, mesh = started()
+        server: Any = SimpleNamespace(should_exit=asked)
+        app._server = server
+        serving = asyncio.ensure_future(serve())
+        await asyncio.wait({serving})
+        app._served(serving)
+        assert bool(mesh.failure) == (not asked or error is not None)
