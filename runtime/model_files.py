@@ -106,7 +106,7 @@ def _template(value: str) -> str:
     """A template's text, from a file or as it is."""
     if "{" in value or "\n" in value:
         return value
-    return _existing(Path(value), "--chat-template").read_text("utf-8")
+    return _read_text(_existing(Path(value), "--chat-template"))
 
 
 def _locate(model: str, revision: str, download_dir: str) -> Path:
@@ -134,12 +134,16 @@ def _from_hub(model: str, revision: str, download_dir: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-    try:
-        found = snapshot_download(
-            model, revision=revision or None, cache_dir=download_dir or None, allow_patterns=patterns
+    def fetched(*patterns: str) -> Path:
+        return Path(
+            snapshot_download(
+                model, revision=revision or None, cache_dir=download_dir or None, allow_patterns=list(patterns)
+            )
         )
-        return Path(found)
+
+    try:
+        found = fetched("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+        return found if any(found.glob("*.safetensors")) else fetched("*.bin")
     except HFValidationError:
         raise ModelFilesError(f"MODEL {model}: neither a file or folder nor a hub name (owner/name)") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
@@ -162,10 +166,17 @@ def _from_gguf(path: Path, name: str) -> ModelFiles:
     )
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFilesError(f"{path}: {error}") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: not a JSON object")
@@ -180,24 +191,36 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
         raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
     config = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
     return ModelFiles(
         name=name,
         path=path,
         tokenizer_path=path,
         load_format="dummy" if load_format == "dummy" else _weights_format(path),
         spec=parse_config(config, path),
-        eos_token_ids=eos_ids,
+        eos_token_ids=_eos_ids(generation.get("eos_token_id", config.get("eos_token_id")), path),
         chat_template=_chat_template(path),
-        generation_defaults=_defaults(generation),
+        generation_defaults=_defaults(generation, str(path / "generation_config.json")),
     )
 
 
-def _defaults(generation: dict[str, Any]) -> dict[str, float | int]:
+def _eos_ids(given: Any, path: Path) -> tuple[int, ...]:
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int for token in ids):
+        raise ModelFilesError(f"{path}: eos_token_id must be a token id or a list of them, got {given!r}")
+    return tuple(ids)
+
+
+def _defaults(settings: dict[str, Any], where: str) -> dict[str, float | int]:
     """The sampling defaults among the settings of a generation_config.json."""
-    found = {name: generation[name] for name in GENERATION_KEYS if generation.get(name) is not None}
+    found = {name: settings[name] for name in GENERATION_KEYS if settings.get(name) is not None}
+    for name, value in found.items():
+        _check_number(value, name, where)
     return {("max_tokens" if name == "max_new_tokens" else name): value for name, value in found.items()}
+
+
+def _check_number(value: Any, name: str, where: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelFilesError(f"{where}: {name} must be a number, got {value!r}")
 
 
 def generation_defaults(of_model: dict[str, float | int], source: str, override: str) -> dict[str, float | int]:
@@ -207,8 +230,9 @@ def generation_defaults(of_model: dict[str, float | int], source: str, override:
     elif source == "auto":
         found = dict(of_model)
     else:
-        folder = _existing(Path(source), "--generation-config")
-        found = _defaults(_read_json(folder / "generation_config.json" if folder.is_dir() else folder))
+        path = _existing(Path(source), "--generation-config")
+        file = path / "generation_config.json" if path.is_dir() else path
+        found = _defaults(_read_json(file), str(file))
     if not override:
         return found
     try:
@@ -220,9 +244,8 @@ def generation_defaults(of_model: dict[str, float | int], source: str, override:
     for name, value in changes.items():
         if name not in GENERATION_KEYS:
             raise ModelFilesError(f"--override-generation-config: {name!r} is none of {', '.join(GENERATION_KEYS)}")
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelFilesError(f"--override-generation-config: {name} must be a number, got {value!r}")
-    return found | _defaults(changes)
+        _check_number(value, name, "--override-generation-config")
+    return found | _defaults(changes, "--override-generation-config")
 
 
 def _weights_format(path: Path) -> LoadFormat:
@@ -235,18 +258,19 @@ def _weights_format(path: Path) -> LoadFormat:
 
 def _chat_template(path: Path) -> str:
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text("utf-8")
+        return _read_text(path / "chat_template.jinja")
     file = path / "tokenizer_config.json"
     template = _read_json(file).get("chat_template") if file.is_file() else None
     if isinstance(template, list):  # named templates
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[0] if named else None
     return template if isinstance(template, str) else ""
 
 
 def parse_config(config: dict[str, Any], path: Path) -> ModelSpec:
     """A Hugging Face config.json as a ModelSpec. ModelFilesError names the missing key."""
     names = config.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     architecture = next((name for name in names if name in SUPPORTED), None)
     if architecture is None:
         shown = ", ".join(map(str, names)) or "none"

@@ -1,11 +1,12 @@
-"""The sampling defaults of requests that say nothing: of the model, of a folder, of a flag."""
+"""What a model's files say: the sampling defaults of requests that say nothing, and what is wrong with a file, in one line."""
 
+import fnmatch
 import json
 from pathlib import Path
 
 import pytest
 
-from meshlm.runtime.model_files import ModelFilesError, generation_defaults
+from meshlm.runtime.model_files import ModelFilesError, generation_defaults, resolve_model
 
 OF_MODEL: dict[str, float | int] = {"temperature": 0.6, "top_k": 20}
 
@@ -28,3 +29,72 @@ def test_what_is_no_default_is_refused(override: str) -> None:
 def test_a_folder_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelFilesError, match="--generation-config"):
         generation_defaults(OF_MODEL, "/nowhere", "")
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+
+
+def folder_with(folder: Path, **files: object) -> str:
+    """A model's folder. Bytes are written as they are, all else as JSON."""
+    for name, content in {"config.json": CONFIG, "model.safetensors": b"", **files}.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return str(folder)
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(None, ()), (2, (2,)), ([2, 7], (2, 7))])
+def test_which_tokens_end_a_text(tmp_path: Path, eos: object, ids: tuple[int, ...]) -> None:
+    found = resolve_model(folder_with(tmp_path, **{"config.json": {**CONFIG, "eos_token_id": eos}}))
+    assert found.eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", {**CONFIG, "eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ("config.json", {**CONFIG, "eos_token_id": [1, "x"]}, "eos_token_id must be a token id"),
+        ("config.json", {**CONFIG, "architectures": 5}, "architecture 5 is not supported"),
+        ("config.json", b"[" * 5000 + b"]" * 5000, "recursion"),
+        ("generation_config.json", {"temperature": "hot"}, "generation_config.json: temperature must be a number"),
+        ("generation_config.json", {"top_k": [1]}, "generation_config.json: top_k must be a number"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja: 'utf-8' codec"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_of_it(tmp_path: Path, name: str, content: object, said: str) -> None:
+    with pytest.raises(ModelFilesError, match=said) as told:
+        resolve_model(folder_with(tmp_path, **{name: content}))
+    assert str(tmp_path) in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    templates = [{"name": ["x"], "template": "a"}, {"name": "tool_use", "template": "b"}, {"name": "default"}]
+    folder = folder_with(tmp_path, **{"tokenizer_config.json": {"chat_template": templates}})
+    assert resolve_model(folder).chat_template == ""
+    templates[-1]["template"] = "c"
+    folder = folder_with(tmp_path, **{"tokenizer_config.json": {"chat_template": templates}})
+    assert resolve_model(folder).chat_template == "c"
+
+
+@pytest.mark.parametrize(("weights", "asked"), [("model.safetensors", 1), ("pytorch_model.bin", 2)])
+def test_weights_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, asked: int) -> None:
+    """Both formats are often there, so .bin is fetched only where there is nothing else."""
+    calls: list[list[str]] = []
+
+    def snapshot_download(model: str, allow_patterns: list[str], **_: object) -> str:
+        calls.append(allow_patterns)
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        if any(fnmatch.fnmatch(weights, pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("owner/name").load_format == ("safetensors" if asked == 1 else "pt")
+    assert len(calls) == asked
