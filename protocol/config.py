@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 
 from meshlm.protocol.model import ModelSpec
 
-Positive = Meta(ge=1)
 PER_NODE = {"per_node": True}  # of a setting in which the nodes of one mesh may differ
 
 

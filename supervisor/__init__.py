@@ -1,0 +1,1 @@
+"""The supervisor: the command line, the process group and its restarts, and the Python API."""

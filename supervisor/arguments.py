@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_origin
 
 from meshlm.supervisor import flags
-from meshlm.supervisor.sizes import parse_bytes, parse_count
+from meshlm.supervisor.sizes import size_parser
 from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, VALUES
 
 
@@ -47,10 +47,8 @@ def _value(setting: flags.Setting, value: Any) -> object:
     if get_origin(setting.kind) is tuple:
         return [value]
     try:
-        if extra.get("bytes"):
-            return parse_bytes(value)
-        if extra.get("count"):
-            return parse_count(value)
+        if parse := size_parser(extra):
+            return parse(value)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"LLM: {setting.name}: {error}") from None
     return VALUES.get(setting.name, {}).get(value, value)

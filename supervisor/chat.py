@@ -74,7 +74,7 @@ def _stream(arguments: argparse.Namespace, body: dict[str, object]) -> Iterator[
                 raise StartError(event["error"].get("message", "the server gave up"))
             for choice in event.get("choices", []):
                 yield choice.get("delta", {}).get("content") or ""
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # the latter when an answer breaks off
         raise StartError(f"no answer from {arguments.host}:{arguments.port}: {error}") from None
     finally:
         connection.close()

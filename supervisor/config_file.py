@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from msgspec import Meta
 
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.sizes import parse_bytes
+from meshlm.supervisor.sizes import size_parser
 
 YAML = (".yaml", ".yml")
 
@@ -89,10 +89,11 @@ def read_toml(file: str | None, known: Mapping[str, Setting]) -> dict[str, objec
         for name, setting_value in inner:
             found[_known(name, known, file)] = setting_value
     for name, value in found.items():
-        extra = known[name].meta
-        if isinstance(value, str) and extra is not None and (extra.extra or {}).get("bytes"):
+        meta = known[name].meta
+        parse = size_parser((meta.extra or {}) if meta else {})
+        if isinstance(value, str) and parse is not None:
             try:
-                found[name] = parse_bytes(value)
+                found[name] = parse(value)
             except argparse.ArgumentTypeError as error:
                 raise UsageError(f"--config {file}: {name}: {error}") from None
     return found

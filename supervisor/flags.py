@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from meshlm.protocol.config import MeshConfig
 from meshlm.supervisor import config_file, vllm_flags
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.sizes import parse_bytes, parse_count
+from meshlm.supervisor.sizes import size_parser
 from meshlm.supervisor.vllm_table import VALUES
 
 
@@ -84,10 +84,8 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     """The argparse keywords for this setting's type."""
     kind = setting.kind
     metavar = setting.name.upper()
-    if extra.get("bytes"):
-        return {"type": parse_bytes, "metavar": "BYTES"}
-    if extra.get("count"):
-        return {"type": parse_count, "metavar": metavar}
+    if parse := size_parser(extra):
+        return {"type": parse, "metavar": "BYTES" if extra.get("bytes") else metavar}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:

@@ -1,6 +1,8 @@
-"""Sizes and counts as people write them: 4G, 32k. Used by flags.py and config_file.py."""
+"""Sizes and counts as people write them: 4G, 32k. Used by flags.py, config_file.py and arguments.py."""
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -24,3 +26,8 @@ def parse_count(text: str) -> int:
         return int(number) if factor == 1 else int(float(number) * factor)  # type: ignore[operator]
     except (ValueError, TypeError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k") from None
+
+
+def size_parser(extra: Mapping[str, Any]) -> Callable[[str], int] | None:
+    """What reads the words of a setting with this `extra` (protocol/config.py); None when it is neither a size nor a count."""
+    return parse_bytes if extra.get("bytes") else parse_count if extra.get("count") else None

@@ -36,9 +36,10 @@ def test_several_of_a_choice() -> None:
 
 def test_flags_win_over_toml(tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
-    file.write_text('port = 9000\nmax-num-seqs = 7\n[cache]\nkv-cache-memory = "1G"\n')
+    file.write_text('port = 9000\nmax-num-seqs = 7\nmax-model-len = "32k"\n[cache]\nkv-cache-memory = "1G"\n')
     config = flags.build(vars(parse("--port", "9001")), str(file))
     assert (config.server.port, config.scheduler.max_num_seqs, config.cache.kv_cache_memory) == (9001, 7, 1 << 30)
+    assert config.model.max_model_len == 32000
 
 
 @pytest.mark.parametrize(
