@@ -1,6 +1,6 @@
 """The writer of event streams when its client's socket is full: nothing is lost, nothing overtakes.
 
-Exact orders of events that a real socket shows only at times; tests/mesh/test_bad_input.py has the real one.
+Exact orders of events that a real socket shows only at times; tests/mesh/test_bad_clients.py has the real one.
 """
 
 import asyncio

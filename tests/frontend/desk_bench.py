@@ -1,0 +1,106 @@
+"""A desk and its clients without HTTP, fed by hand: shared by test_desk.py and test_desk_deaths.py."""
+
+import msgspec
+
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.desk import Desk, Send
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit, TextDeltas, TextPrompt
+from meshlm.protocol.token_edge import First
+
+D0, D1, D2 = (Identity(Role.DETOKENIZER, index) for index in range(3))
+
+
+def truth(request_id: str, index: int) -> int:
+    """Output token `index` of a request, whoever computes it."""
+    return sum(map(ord, request_id)) * 31 + index
+
+
+def word(token: int) -> str:
+    return f" {token}"
+
+
+class Client:
+    """An Exchange that writes down what it is told, and accepts nothing after an end."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.ends: dict[int, FinishReason] = {}
+        self.errors: dict[int, tuple[ErrorKind, str, str]] = {}
+        self.num_accepted = 0
+        self.rows: list[tuple[object, ...]] = []
+        self.closed = False
+
+    def accepted(self, choice: Choice, accepted: Accepted) -> None:
+        assert not self.closed
+        self.num_accepted += 1
+
+    def row(
+        self,
+        choice: Choice,
+        token_ids: memoryview,
+        text: str,
+        finished: Finished | None,
+        logprobs: list[PositionLogprobs] | None,
+        prompt_logprobs: list[PositionLogprobs | None] | None,
+        first: First | None,
+    ) -> None:
+        self.text(choice, token_ids, text)
+        self.rows.append((choice.index, finished, logprobs, prompt_logprobs, first))
+        if finished is not None:
+            self.ends[choice.index] = finished.reason
+
+    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+        assert not self.closed, "news for a client that left"
+        assert choice.index not in self.ends, "news after the end"
+        self.tokens.setdefault(choice.index, []).extend(token_ids.tolist())
+        self.texts[choice.index] = self.texts.get(choice.index, "") + text
+
+    def plain(self, choice: Choice) -> None:
+        """Its rows are looked at one by one."""
+
+    def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
+        assert not self.closed, "news for a client that left"
+        assert choice.index not in self.ends, "two ends"
+        self.ends[choice.index] = FinishReason.ERROR
+        self.errors[choice.index] = (kind, message, param)
+
+
+def opened(desk: Desk, name: str = "r", n: int = 1) -> tuple[Client, list[Send]]:
+    """A client with one prompt and n choices, as submits.py makes them."""
+    client = Client()
+    handles = tuple(desk.new_handle() for _ in range(n))
+    names = tuple(RequestId(f"{name}-{index}") for index in range(n))
+    submit = Submit(handles, names, TextPrompt("hi"), SamplingParams(seed=7))
+    for index, (handle, request_id) in enumerate(zip(handles, names, strict=True)):
+        own = msgspec.structs.replace(
+            submit, handles=(handle,), request_ids=(request_id,), sampling=SamplingParams(seed=7 + index)
+        )
+        client.choices.append(Choice(client, index, 0, own, handle))
+    sends = desk.open(client.choices, submit)
+    desk.check()
+    return client, sends
+
+
+def deltas(*rows: tuple[Choice | int, int, list[int]], **more: object) -> TextDeltas:
+    """Rows of (choice or handle, start, tokens)."""
+    handles = [row[0].handle if isinstance(row[0], Choice) else row[0] for row in rows]
+    found = TextDeltas(
+        pack_i32(handles),
+        pack_i32([start for _, start, _ in rows]),
+        pack_i32([len(tokens) for _, _, tokens in rows]),
+        pack_i32([token for _, _, tokens in rows for token in tokens]),
+        ["".join(map(word, tokens)) for _, _, tokens in rows],
+    )
+    return msgspec.structs.replace(found, **more)
+
+
+def a_desk(*detokenizers: Identity) -> Desk:
+    desk = Desk()
+    for identity in detokenizers or (D0,):
+        assert desk.detokenizer_up(identity) == []
+    return desk

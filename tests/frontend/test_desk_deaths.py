@@ -1,0 +1,250 @@
+"""The desk against detokenizers that die: choices go on elsewhere or wait, and any history gives each client its tokens once."""
+
+import msgspec
+from desk_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.frontend.desk import MAX_ATTEMPTS, Desk, Send
+from meshlm.protocol.columns import ints
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
+from meshlm.protocol.text_edge import Abort, Attach, Finished, Rejected, Submit, TextDeltas
+
+# --- detokenizers come and go ---
+
+
+def test_a_dead_detokenizers_choices_go_on_elsewhere() -> None:
+    desk = a_desk(D0, D1)
+    client, _ = opened(desk, n=2)
+    first, second = client.choices
+    old = second.handle
+    desk.deltas(deltas((second, 0, [1, 2])), D0, 1.0)
+    sends = desk.detokenizer_down(D0)
+    desk.check()
+    assert [send.to for send in sends] == [D1, D1]
+    submits = [send.message for send in sends]
+    for choice, submit, delivered in zip((first, second), submits, ([], [1, 2]), strict=True):
+        assert isinstance(submit, Submit)
+        assert submit.handles == (choice.handle,)
+        assert submit.request_ids == (f"r-{choice.index}",)
+        assert submit.attempt == 1
+        assert submit.sampling.seed == 7 + choice.index
+        assert ints(submit.delivered) == delivered
+    assert second.handle != old
+    desk.deltas(deltas((old, 2, [99])), D0, 2.0)  # the dead one's last words
+    desk.deltas(deltas((second, 2, [3])), D1, 3.0)
+    assert client.tokens == {1: [1, 2, 3]}
+
+
+def test_without_a_detokenizer_requests_wait() -> None:
+    desk = Desk()
+    client, sends = opened(desk, n=2)
+    assert sends == []
+    assert desk.orphans == client.choices
+    sends = desk.detokenizer_up(D2)
+    assert [(send.to, type(send.message)) for send in sends] == [(D2, Submit), (D2, Submit)]
+    assert desk.orphans == []
+    assert desk.load == {D2: 2}
+    desk.check()
+    assert desk.detokenizer_up(D2) == [], "said twice is heard once"
+    assert desk.load == {D2: 2}
+
+
+def test_orphans_expire_in_words() -> None:
+    desk = Desk()
+    client, _ = opened(desk)
+    desk.expire_orphans("nobody came")
+    desk.expire_orphans("nobody came")
+    assert client.errors == {0: (ErrorKind.OVERLOADED, "nobody came", "")}
+    assert desk.detokenizer_up(D0) == []
+
+
+def test_a_client_that_leaves_takes_its_orphans_along() -> None:
+    desk = Desk()
+    client, _ = opened(desk, "a")
+    other, _ = opened(desk, "b")
+    assert desk.close(client.choices) == []
+    assert desk.orphans == other.choices
+    assert len(desk.detokenizer_up(D0)) == 1
+
+
+def test_a_deadline_holds_whoever_is_stuck() -> None:
+    desk = a_desk(D0)
+    client, orphan, other = (opened(desk, name)[0] for name in ("a", "b", "c"))
+    for late in (client, orphan):
+        late.choices[0].submit = msgspec.structs.replace(late.choices[0].submit, deadline_s=100.0)
+    assert desk.expire(100.5) == [], "its scheduler's to say"
+    desk.detokenizer_down(D0)
+    desk.detokenizer_up(D1)
+    (abort,) = desk.expire(102.0)
+    assert abort == Send(D1, Abort((RequestId("a-0"), RequestId("b-0"))))
+    assert [late.errors[0][0] for late in (client, orphan)] == [ErrorKind.TIMEOUT] * 2
+    assert not other.errors
+    desk.check()
+    desk.detokenizer_down(D1)
+    waiting, _ = opened(desk, "d")
+    waiting.choices[0].submit = msgspec.structs.replace(waiting.choices[0].submit, deadline_s=100.0)
+    assert desk.expire(102.0) == []
+    assert waiting.errors[0][0] is ErrorKind.TIMEOUT
+    assert waiting.choices[0] not in desk.orphans
+
+
+def test_a_request_that_kills_detokenizers_is_given_up() -> None:
+    desk = a_desk(D0)
+    client, _ = opened(desk)
+    num_sent = 1
+    for _ in range(MAX_ATTEMPTS + 2):
+        num_sent += len(desk.detokenizer_down(D0)) + len(desk.detokenizer_up(D0))
+        desk.check()
+    assert num_sent == MAX_ATTEMPTS
+    kind, text, _ = client.errors[0]
+    assert kind is ErrorKind.INTERNAL
+    assert f"died {MAX_ATTEMPTS} times" in text
+
+
+def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
+    desk = a_desk(D0)
+    client, _ = opened(desk)
+    choice = client.choices[0]
+    for number in range(3 * MAX_ATTEMPTS):
+        desk.deltas(deltas((choice, number, [truth("r-0", number)])), D0, 0.0)
+        desk.detokenizer_down(D0)
+        (send,) = desk.detokenizer_up(D0)
+        assert isinstance(send.message, Submit)
+        assert (send.message.attempt, len(ints(send.message.delivered))) == (number + 1, number + 1)
+    assert not client.errors
+
+
+def test_waiting_is_no_attempt() -> None:
+    desk = Desk()
+    opened(desk)
+    (send,) = desk.detokenizer_up(D0)
+    assert isinstance(send.message, Submit)
+    assert send.message.attempt == 0
+    assert desk.detokenizer_down(D0) == []
+    (send,) = desk.detokenizer_up(D1)
+    assert isinstance(send.message, Submit)
+    assert send.message.attempt == 1
+
+
+# --- any history ---
+
+
+class Mesh:
+    """Detokenizers that know each request's true tokens, and a desk between them and its clients."""
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+        self.clients: list[Client] = []
+        self.up: set[Identity] = set()
+        self.streams: dict[Identity, dict[int, tuple[str, int]]] = {}  # handle -> request, tokens generated
+        self.said: list[tuple[Identity, TextDeltas]] = []  # everything ever said, to be said again
+        self.now = 0.0
+
+    def take(self, sends: list[Send]) -> None:
+        self.desk.check()
+        for send in sends:
+            assert send.to in self.up, "a message to nobody"
+            streams = self.streams[send.to]
+            match send.message:
+                case Submit() as submit:
+                    delivered = ints(submit.delivered)
+                    for handle, name in zip(submit.handles, submit.request_ids, strict=True):
+                        assert handle not in streams
+                        assert delivered == [truth(name, index) for index in range(len(delivered))]
+                        streams[handle] = (name, len(delivered))
+                case Abort(request_ids=names):
+                    self.streams[send.to] = {h: stream for h, stream in streams.items() if stream[0] not in names}
+                case Attach() as attach:
+                    if attach.handle in streams:
+                        self.say(send.to, attach.handle, attach.from_index, streams[attach.handle][1])
+
+    def say(self, sender: Identity, handle: int, start: int, stop: int, end: bool = False) -> None:
+        name = self.streams[sender][handle][0]
+        row = (handle, start, [truth(name, index) for index in range(start, stop)])
+        finished = [Finished(0, FinishReason.LENGTH)] if end else []
+        batch = deltas((78, 0, [0]), row) if not end else deltas(row, finished=finished)
+        self.said.append((sender, batch))
+        self.hear(sender, batch)
+
+    def hear(self, sender: Identity, batch: TextDeltas) -> None:
+        self.now += 1.0
+        self.take(self.desk.deltas(batch, sender, self.now))
+
+    def step(self, sender: Identity, handle: int, count: int, lost: bool) -> None:
+        name, at = self.streams[sender][handle]
+        self.streams[sender][handle] = (name, at + count)
+        if not lost:
+            self.say(sender, handle, at, at + count)
+
+    def finish(self, sender: Identity, handle: int) -> None:
+        at = self.streams[sender][handle][1]
+        self.say(sender, handle, at, at)  # shows a gap, if there is one
+        self.say(sender, handle, at, at, end=True)
+        del self.streams[sender][handle]
+
+    def rise(self, identity: Identity) -> None:
+        if identity not in self.up:
+            self.up.add(identity)
+            self.streams[identity] = {}
+            self.take(self.desk.detokenizer_up(identity))
+
+    def fall(self, identity: Identity) -> None:
+        if identity in self.up:
+            self.up.remove(identity)
+            del self.streams[identity]
+            self.take(self.desk.detokenizer_down(identity))
+
+    def open_streams(self) -> list[tuple[Identity, int]]:
+        return [(identity, handle) for identity, streams in sorted(self.streams.items()) for handle in streams]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.DataObject) -> None:
+    draw = data.draw
+    mesh = Mesh()
+    actions = ["open", "step", "step", "step", "lose", "again", "finish", "reject", "close", "rise", "fall", "expire"]
+    mesh.rise(D0)
+    for number in range(draw(st.integers(1, 40))):
+        action = draw(st.sampled_from(actions))
+        streams = mesh.open_streams()
+        if action == "open":
+            client, sends = opened(mesh.desk, f"r{number}", draw(st.integers(1, 3)))
+            mesh.clients.append(client)
+            mesh.take(sends)
+        elif action in ("rise", "fall"):
+            getattr(mesh, action)(draw(st.sampled_from([D0, D1, D2])))
+        elif action == "expire":
+            mesh.desk.expire_orphans("nobody came")
+        elif action == "close" and (here := [client for client in mesh.clients if not client.closed]):
+            client = draw(st.sampled_from(here))
+            sends = mesh.desk.close(client.choices)
+            client.closed = True
+            mesh.take(sends)
+        elif action == "again" and mesh.said:
+            mesh.hear(*draw(st.sampled_from(mesh.said)))
+        elif streams:
+            sender, handle = draw(st.sampled_from(streams))
+            if action == "finish":
+                mesh.finish(sender, handle)
+            elif action == "reject":
+                del mesh.streams[sender][handle]
+                mesh.desk.rejected(Rejected((Handle(handle),), ErrorKind.INTERNAL, "no"))
+            elif action in ("step", "lose"):
+                mesh.step(sender, handle, draw(st.integers(1, 3)), lost=action == "lose")
+    mesh.rise(D0)
+    for sender, handle in mesh.open_streams():
+        mesh.finish(sender, handle)
+    mesh.desk.check()
+    assert not mesh.desk.by_handle
+    assert not mesh.desk.orphans
+    assert set(mesh.desk.load.values()) <= {0}
+    for client in mesh.clients:
+        for choice in client.choices:
+            got = client.tokens.get(choice.index, [])
+            expected = [truth(choice.submit.request_ids[0], index) for index in range(len(got))]
+            assert got == choice.token_ids.tolist() == expected
+            assert client.texts.get(choice.index, "") == "".join(map(word, expected))
+            assert client.closed or choice.index in client.ends
+            assert (choice.index in client.ends) == (choice.finished is not None)
