@@ -1,10 +1,17 @@
-"""Steady streams as columns: all tests here hold with them, whatever the number of requests, and without."""
+"""Steady streams as columns: all tests here hold with them, whatever the number of requests, and without.
 
+Tests here share journal_bench.py.
+"""
+
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from meshlm.detokenizer.core import Detokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="module", params=[1, 10_000], ids=["columns", "loops"])

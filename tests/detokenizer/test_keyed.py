@@ -5,14 +5,12 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from journal_bench import LETTERS, TABLE, token_ids
 
 from meshlm.detokenizer import keyed
 from meshlm.detokenizer.attempts import COORDINATOR
 from meshlm.detokenizer.core import Detokenizer
-from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Work
 from meshlm.protocol.columns import ints, pack_f32, pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -33,19 +31,9 @@ from meshlm.protocol.text_edge import (
 from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
 
 F0, F1, S0 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1), Identity(Role.SCHEDULER)
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-TABLE = TokenTable(
-    LoadedTokenizer(
-        Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, "a")), {}, frozenset(), True
-    )
-)
 WINDOW_S = 60.0
 ANSWER = "thequickbrownfox"  # what the scheduler says
 LIFE = Incarnation(1)
-
-
-def token_ids(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
 
 
 class Connection:

@@ -9,16 +9,14 @@ from typing import Protocol
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journal_bench import TABLE
 from msgspec import Struct
-from tokenizers import Tokenizer, models
 
 from meshlm.coordinator import events as coordinator_events
 from meshlm.coordinator.core import Coordinator
 from meshlm.detokenizer.attempts import COORDINATOR, MAX_ATTEMPTS
 from meshlm.detokenizer.core import Detokenizer
-from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
 from meshlm.protocol.columns import ints, pack_i32
@@ -31,8 +29,6 @@ FRONTEND, DETOKENIZER = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER)
 SCHEDULERS = (Identity(Role.SCHEDULER, 0), Identity(Role.SCHEDULER, 1))
 MORTALS = (COORDINATOR, *SCHEDULERS)
 LIFE = Incarnation(1)
-LETTERS = {letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
-TABLE = TokenTable(LoadedTokenizer(Tokenizer(models.WordLevel(LETTERS, "a")), {}, frozenset(), byte_level=True))
 Sends = list[tuple[Identity, Struct]]
 
 

@@ -13,6 +13,7 @@ from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Sen
 from meshlm.workers.directory import Directory
 
 DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)
+OTHER = Identity(Role.DETOKENIZER, 1)
 COORDINATOR = Identity(Role.COORDINATOR)
 LIFE = Incarnation(1)
 VOCAB = 997
