@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from http_clients import FLAGS
 from serving import Serving, serving
 
 
@@ -23,3 +24,11 @@ def smol() -> Iterator[Serving]:
     """The whole mesh with SmolLM2 on the CPU."""
     with serving("--device", "cpu", "--kv-cache-memory", "1G", "--max-num-batched-tokens", "256") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def keyed() -> Iterator[Serving]:
+    """The whole mesh with the fake device and an API key, for clients that do all that they should not."""
+    with serving(*FLAGS) as server:
+        yield server
+    assert server.process.returncode == 0

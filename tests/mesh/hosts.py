@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
+from fake_answers import reference
 from serving import MESHLM, Serving
-
-from meshlm.workers.fake import expected_token
 
 HEAD, HEAD_SEEN, NODE, NODE_SEEN = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"
 PORTS = 12
-VOCAB = 49152
 LIMIT_S = 40
 
 
@@ -233,13 +231,6 @@ def node(link: Link, key_file: str, *flags: str) -> Serving:
 def made_keys(path: Path) -> str:
     subprocess.run([MESHLM, "keys", str(path)], check=True, capture_output=True, cwd="/")
     return str(path)
-
-
-def reference(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(expected_token(tokens, VOCAB))
-    return tokens[len(prompt) :]
 
 
 def stream(

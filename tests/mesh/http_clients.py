@@ -13,22 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fake_answers import reference
 from serving import Serving
 
-from meshlm.workers.fake import expected_token
-
-VOCAB, KEY = 49152, "secret"
+KEY = "secret"
+CONTEXT, STEP_MS = 4096, 2
 STREAM_TOKENS = 16
 AUTH = {"Authorization": f"Bearer {KEY}"}
 COMPLETIONS = "/v1/completions"
 MB = 1 << 20
-
-
-def reference(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(expected_token(tokens, VOCAB))
-    return tokens[len(prompt) :]
+FLAGS = (
+    *("--device", "fake", "--max-model-len", str(CONTEXT), "--fake-step-ms", str(STEP_MS)),
+    *("--api-key", KEY, "--drain-timeout", "0.5", "--trust-request-chat-template"),
+)
 
 
 @contextlib.contextmanager

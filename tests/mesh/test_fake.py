@@ -10,42 +10,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fake_answers import complete, reference, stream_ids
 from http_clients import error_of
 from serving import Serving, serving
 
-from meshlm.workers.fake import expected_token
-
 pytestmark = pytest.mark.mesh
-VOCAB = 49152
-
-
-def reference(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(expected_token(tokens, VOCAB))
-    return tokens[len(prompt) :]
-
-
-def complete(server: Serving, prompt: list[int], count: int, **extra: Any) -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, **extra}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def stream_ids(server: Serving, prompt: list[int], count: int) -> tuple[list[int], list[str]]:
-    """Token ids and finish reasons of a streamed completion."""
-    body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    ids: list[int] = []
-    reasons: list[str] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line[6:])["choices"]
-                ids += choice["token_ids"]
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return ids, reasons
 
 
 def test_tokens_prove_the_cache(fake: Serving) -> None:

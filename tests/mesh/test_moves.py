@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
+from fake_answers import reference
 from serving import Serving, serving
-from test_fake import reference
 
 pytestmark = pytest.mark.mesh
 NUM_STREAMS, NUM_TOKENS = 12, 300

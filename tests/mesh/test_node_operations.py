@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hosts import LoopbackLink, head, made_keys, node, on_rank, reference, states, stream, until
+from fake_answers import reference
+from hosts import LoopbackLink, head, made_keys, node, on_rank, states, stream, until
 from serving import MESHLM, Serving
 
 pytestmark = pytest.mark.mesh

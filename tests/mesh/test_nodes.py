@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fake_answers import reference
 from hosts import (
     LINKS,
     Link,
@@ -22,7 +23,6 @@ from hosts import (
     made_keys,
     node,
     on_rank,
-    reference,
     states,
     stream,
     until,

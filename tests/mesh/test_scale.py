@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fake_answers import complete, reference, stream_ids
 from serving import MESHLM, Serving, serving
-from test_fake import complete, reference, stream_ids
 
 pytestmark = pytest.mark.mesh
 
