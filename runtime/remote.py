@@ -69,13 +69,18 @@ class Remote:
             self._inbox = Inbox(context, "", on_frame, on_drained, lambda sock: self._tcp.bind(sock, self._port))
         except zmq.ZMQError as error:
             self._doorman.close()
-            flag = "--listen" if self._port else "--mesh-port-range" if error.errno == zmq.EADDRINUSE else "--listen"
-            where = tcp.join(self.node.address, self._port or "*")
-            raise ProcessFatal(f"{flag} {where} ({self.identity}): {error.strerror}") from None
+            raise ProcessFatal(f"{self._wanted(error)} ({self.identity})") from None
         self._inbox.start(loop)
         self.address = self._inbox.address
         if self._network.advertise_host:
             self.address = tcp.join(self._network.advertise_host, self.address.rpartition(":")[2])
+
+    def _wanted(self, error: zmq.ZMQError) -> str:
+        """What could not be bound, and why."""
+        if self._port or not self._network.mesh_port_range:
+            return f"--listen {tcp.join(self.node.address, self._port or '*')}: {error.strerror}"
+        reason = "no port is free" if error.errno == zmq.EADDRINUSE else error.strerror
+        return f"--mesh-port-range {self._network.mesh_port_range} on {self.node.address}: {reason}"
 
     def well_known(self) -> dict[Identity, str]:
         """Processes of the head that this one looks for."""

@@ -80,7 +80,7 @@ class Tcp:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE:
                     raise
-        raise zmq.ZMQError(zmq.EADDRINUSE, f"--mesh-port-range {first}-{last} on {self._host}: no port is free")
+        raise zmq.ZMQError(zmq.EADDRINUSE)
 
     def prepare(self, sock: "zmq.Socket[bytes]") -> None:
         """Before an outgoing socket connects."""

@@ -56,6 +56,7 @@ class MeshStatus(Struct, frozen=True):
     data_parallel_size: int = 1
     scaling: str = ""  # what is being changed
     scaling_failed: str = ""  # why the last change was undone
+    missing: str = ""  # ranks or workers that no node of the mesh has now
 
 
 async def serve(run_dir: Path, answer: Callable[[dict[str, object]], object]) -> asyncio.Server:

@@ -233,7 +233,8 @@ class Supervisor:
                     self._network.ended()
                 self._finish(None)
             case events.GiveUp():
-                self._finish(effect.message)
+                missing = self._network.missing() if self._network is not None and not self.ready.is_set() else ""
+                self._finish(f"{effect.message}; no node has {missing}" if missing else effect.message)
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         self.operations.num_open.pop(identity, None)

@@ -1,4 +1,4 @@
-"""Before a node starts anything: can the head be reached, and does it take this node's key? Called by serve.py; blocks."""
+"""Before a node starts anything: can the head be found and reached, does it take this node's key? Called by serve.py; blocks."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ from meshlm.runtime import keys, tcp
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError
 
-SAY_AGAIN_S = 10.0
+SAY_AGAIN_S, NAME_AGAIN_S = 10.0, 0.5
 REFUSALS, REFUSED_S = 3, 2.0  # so many failed handshakes, over so long: not a connection that broke by chance
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -21,27 +21,49 @@ _REFUSED = (
 )
 
 
-def wait_for_head(config: MeshConfig, display: StartDisplay) -> None:
+def wait_for_name(join: str, until: float, display: StartDisplay) -> None:
+    """Return when the head's name leads somewhere: where hosts start in any order, a name may come with its host. StartError."""
+    host, port = tcp.parse(join)
+    say_at = time.monotonic() + 1.0
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now = time.monotonic()
+        if now >= until:
+            raise StartError(f"--join {join}: {host}: {reason}, until --startup-timeout")
+        if now >= say_at:
+            display.line(f"waiting for the head {join}: {host}: {reason}")
+            say_at = now + SAY_AGAIN_S
+        time.sleep(min(NAME_AGAIN_S, until - now))
+
+
+def wait_for_head(config: MeshConfig, until: float, display: StartDisplay) -> None:
     """Return when the head has taken this node's key. StartError when it does not, or cannot be reached in time."""
     assert config.node is not None
     node, network = config.node, config.network
     settings = tcp.Tcp(node.address, keys.load(network.key_file), network)
-    until = time.monotonic() + config.run.startup_timeout
     with zmq.Context() as context, context.socket(zmq.PUSH) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         settings.prepare(sock)
         monitor = sock.get_monitor_socket()
         try:
             sock.connect(tcp.join(*tcp.parse(node.head)))
-            _wait(monitor, node.head, network.key_file, until, display)
+            if not _taken(monitor, node.head, network.key_file, until, display):
+                limit_s = config.run.startup_timeout
+                raise StartError(
+                    f"--join {node.head}: the head could not be reached within {limit_s:.0f} s (--startup-timeout)"
+                )
         finally:
             sock.disable_monitor()
             monitor.close(0)
 
 
-def _wait(monitor: "zmq.Socket[bytes]", head: str, key_file: str, until: float, display: StartDisplay) -> None:
-    began = time.monotonic()
-    say_at, refusals, first = began + 1.0, 0, 0.0
+def _taken(monitor: "zmq.Socket[bytes]", head: str, key_file: str, until: float, display: StartDisplay) -> bool:
+    """Whether the head took the key in time."""
+    say_at, refusals, first = time.monotonic() + 1.0, 0, 0.0
     while (now := time.monotonic()) < until:
         if now >= say_at:
             display.line(f"waiting for the head {head}: it cannot be reached yet")
@@ -50,13 +72,13 @@ def _wait(monitor: "zmq.Socket[bytes]", head: str, key_file: str, until: float, 
             continue
         event = recv_monitor_message(monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return
+            return True
         if event in _REFUSED and _is_there(head):
             first = first or now
             refusals += 1
             if refusals >= REFUSALS and now - first >= REFUSED_S:
                 raise StartError(f"--join {head}: what listens there does not take the key of --key-file {key_file}")
-    raise StartError(f"--join {head}: the head could not be reached within {until - began:.0f} s (--startup-timeout)")
+    return False
 
 
 def _is_there(head: str) -> bool:

@@ -118,14 +118,12 @@ def check(config: MeshConfig) -> None:
             raise UsageError("--node-rank 0 is the head; with --headless it is 1 or more")
     elif parallel.data_parallel_start_rank or parallel.node_rank:
         flag = "--node-rank" if parallel.node_rank else "--data-parallel-start-rank"
-        raise UsageError(f"{flag}: the head's is 0; other nodes are started with --headless")
+        other = "" if parallel.node_rank else ", or --data-parallel-hybrid-lb behind an outer balancer"
+        raise UsageError(f"{flag}: the head's is 0; other nodes are started with --headless{other}")
     elif len(workers) < parallel.data_parallel_size * parallel.workers_per_rank and not network.listen:
         raise UsageError("--listen tcp://HOST:PORT is needed where other nodes have some of the ranks")
     if network.mesh_port_range:
-        try:
-            tcp.parse_range(network.mesh_port_range)
-        except tcp.AddressError as error:
-            raise UsageError(f"--mesh-port-range {error}") from None
+        _check_port_range(config, len(ranks) + len(workers))
 
 
 def _check_master(parallel: ParallelConfig) -> None:
@@ -135,6 +133,22 @@ def _check_master(parallel: ParallelConfig) -> None:
     if last > 65535:
         raise UsageError(
             f"--master-port {parallel.master_port}: rank R uses this + R, which makes {last}; at most 65535"
+        )
+
+
+def _check_port_range(config: MeshConfig, num_inner: int) -> None:
+    """`num_inner`: this node's schedulers and workers."""
+    text = config.network.mesh_port_range
+    try:
+        first, last = tcp.parse_range(text)
+    except tcp.AddressError as error:
+        raise UsageError(f"--mesh-port-range {error}") from None
+    need = num_inner + (1 if config.network.headless else config.server.detokenizers)
+    if last + 1 - first < need:
+        others = "the node itself" if config.network.headless else "detokenizer"
+        raise UsageError(
+            f"--mesh-port-range {text}: {last + 1 - first} ports, and this node needs {need}, one for each scheduler, "
+            f"worker and {others}"
         )
 
 
@@ -187,7 +201,8 @@ def _with_master(config: MeshConfig) -> ParallelConfig:
     """Where groups that span nodes meet; StartError when the head cannot listen there."""
     network, parallel = config.network, config.parallel
     host = parallel.master_addr or tcp.parse(network.join or network.listen)[0]
-    parallel = msgspec.structs.replace(parallel, master_addr=_resolved(host, parallel.master_port))
+    address = _resolved("--master-addr", host, parallel.master_port)
+    parallel = msgspec.structs.replace(parallel, master_addr=address)
     for rank in _spanning(parallel) if not network.join else ():
         _claim("--master-addr, --master-port", parallel.master_addr, parallel.master_port + rank)
     return parallel
@@ -206,19 +221,19 @@ def _node_id(run_dir: str) -> str:
     return hashlib.sha256(f"{boot} {socket.gethostname()} {os.path.realpath(run_dir)}".encode()).hexdigest()[:16]
 
 
-def _resolved(host: str, port: int) -> str:
+def _resolved(flag: str, host: str, port: int) -> str:
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise StartError(f"{host}: {error.strerror or error}") from None
+        raise StartError(f"{flag}: {host}: {error.strerror or error}") from None
 
 
 def _address(listen: str, join: str) -> str:
     """Numeric, of the interface that --listen names or that leads to the head."""
     if listen:
-        return _resolved(*tcp.parse(listen))
+        return _resolved(f"--listen {listen}", *tcp.parse(listen))
     host, port = tcp.parse(join)
-    address = _resolved(host, port)
+    address = _resolved(f"--join {join}", host, port)
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))

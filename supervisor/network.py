@@ -18,6 +18,11 @@ from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.traces import Traces
 
 HEAD = Identity(Role.SUPERVISOR, 0)
+LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = (
+    1.0,
+    10.0,
+    60.0,
+)  # of ranks that are on no node: looked for, said first, said again
 
 
 class Own(Protocol):
@@ -49,9 +54,10 @@ class Own(Protocol):
 class Head:
     """Lets nodes in, knows what runs there, and carries news of deaths between them."""
 
-    def __init__(self, config: MeshConfig, own: Own) -> None:
+    def __init__(self, config: MeshConfig, own: Own, clock: Callable[[], float] = time.monotonic) -> None:
         assert config.node is not None
-        self._own = own
+        self._own, self._parallel, self._listen, self._clock = own, config.parallel, config.network.listen, clock
+        self._look_at, self._say_at = 0.0, clock() + SAY_AFTER_S
         self._nodes = Nodes(config.node.ranks, config.node.workers, agreement.facts(config))
 
     def begin(self) -> None:
@@ -98,7 +104,22 @@ class Head:
                 self._own.send(peer, died)
 
     def tick(self) -> None:
-        """Nothing is sent on a timer."""
+        """Say what still has no node, or has lost it: the mesh may serve with what is there, or wait for it."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        missing = self.missing()
+        if not missing:
+            self._say_at = now + SAY_AFTER_S
+        elif now >= self._say_at:
+            self._say_at = now + SAY_EVERY_S
+            self._own.line(f"no node has {missing}; waiting for one with --headless --join {self._listen}")
+
+    def missing(self) -> str:
+        """In words: ranks or workers that are on no node that is there; "" when all are somewhere."""
+        ranks = self._parallel.data_parallel_size
+        return self._nodes.missing(ranks, ranks * self._parallel.workers_per_rank)
 
     def ended(self) -> None:
         """All of the head ended in good order: so do the nodes."""
@@ -211,6 +232,10 @@ class Guest:
             self._own.send(HEAD, _report(self._own.status()))
         elif not self._was_welcome and now > self._until:
             self._own.fail(f"--join {self._node.head}: the head did not answer in time (--startup-timeout)")
+
+    def missing(self) -> str:
+        """The head knows."""
+        return ""
 
     def ended(self) -> None:
         """The head sees that this node falls silent."""

@@ -53,16 +53,36 @@ class Nodes:
             node.standbys = report.standbys
 
     def lost(self, supervisor: Identity) -> Joined | None:
-        """Its supervisor is silent. None when it had not joined."""
+        """Its supervisor is silent. None when it had not joined, or was lost before (and refused since)."""
         node = self.joined.get(supervisor)
-        if node is not None:
-            node.lost = True
+        if node is None or node.lost:
+            return None
+        node.lost = True
         return node
+
+    def missing(self, num_ranks: int, num_workers: int) -> str:
+        """In words: which ranks are on no node that is there, else which workers; "" when all are."""
+        there = [node for node in (self._own, *self.joined.values()) if not node.lost]
+        ranks = set(range(num_ranks)) - {i for node in there for i in range(node.ranks[0], sum(node.ranks))}
+        if ranks:
+            return _numbers("rank", ranks)
+        workers = set(range(num_workers)) - {i for node in there for i in range(node.workers[0], sum(node.workers))}
+        return _numbers("worker", workers) if workers else ""
 
     def is_of(self, supervisor: Identity, identity: Identity) -> bool:
         """Whether that supervisor may speak of this process."""
         node = self.joined.get(supervisor)
         return node is not None and node.has(identity)
+
+
+def _numbers(what: str, numbers: set[int]) -> str:
+    """'rank 3', 'ranks 1 to 3', 'ranks 1, 3, 5'."""
+    first, last = min(numbers), max(numbers)
+    if first == last:
+        return f"{what} {first}"
+    if last - first + 1 == len(numbers):
+        return f"{what}s {first} to {last}"
+    return f"{what}s {', '.join(map(str, sorted(numbers)))}"
 
 
 def _clash(known: Joined, node: NodeJoin) -> str:

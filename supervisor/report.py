@@ -36,6 +36,7 @@ def mesh_status(
     rows += network.rows() if network is not None else []
     standbys = [_standby(child, host) for child in lives.standbys()]
     standbys += network.standbys() if network is not None else []
+    missing = network.missing() if network is not None else ""
     resolved = config.resolved
     return MeshStatus(
         processes=rows,
@@ -44,10 +45,11 @@ def mesh_status(
         port=0 if config.network.headless else config.server.port,
         run_dir=config.run.run_dir,
         version=__version__,
-        ready=was_ready and all(row.state == "ready" for row in rows),
+        ready=was_ready and not missing and all(row.state == "ready" for row in rows),
         data_parallel_size=config.parallel.data_parallel_size,
         scaling=scaling.doing,
         scaling_failed=scaling.failed,
+        missing=missing,
     )
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
+from meshlm.supervisor import parallel as sizes
 from meshlm.supervisor.errors import UsageError
 
 MAX_RANKS = 1024
@@ -52,6 +53,8 @@ class Scaling:
             return None
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size=num_ranks)
         after = msgspec.structs.replace(config, parallel=parallel)
+        if config.resolved is not None:
+            sizes.check(parallel, config.resolved.spec, config.resolved.device, num_ranks * parallel.workers_per_rank)
         old, new = self._identities(config), self._identities(after)
         self._before = config
         self._config = config if num_ranks < before else after

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -37,11 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.host, config.server.port):
         config = with_run_dir(resolve.resolve(config))
         with rundir.held(Path(config.run.run_dir)):
-            config = layout.with_node(config)
             logs.configure(config.run)
             display = StartDisplay()
+            until = time.monotonic() + config.run.startup_timeout
             if headless:
-                joining.wait_for_head(config, display)
+                joining.wait_for_name(config.network.join, until, display)
+            config = layout.with_node(config)
+            if headless:
+                joining.wait_for_head(config, until, display)
             uvloop.run(_serve(config, display))
     return 0
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -67,12 +68,15 @@ def _ports(alive: dict[int, Path]) -> str:
 def show(status: control.MeshStatus) -> None:
     """A table for people."""
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
-    state = f" ({status.scaling})" if status.scaling else "" if status.ready else " (not ready)"
-    table = Table(title=f"{status.model} on port {status.port}{ranks}{state}")
+    lacks = f": no node has {status.missing}" if status.missing else ""
+    state = f" ({status.scaling})" if status.scaling else "" if status.ready else f" (not ready{lacks})"
+    where = f"on port {status.port}" if status.port else "on a node without HTTP"
+    table = Table(title=f"{status.model} {where}{ranks}{state}")
     with_host = any(process.host for process in status.processes)
     headings = ["process", "host"] if with_host else ["process"]
     for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
-        table.add_column(heading, justify="right" if heading in ("pid", "uptime", "restarts", "memory") else "left")
+        justify: Literal["left", "right"] = "right" if heading in ("pid", "uptime", "restarts", "memory") else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading in ("process", "pid"))  # they are copied from here
     for process in status.processes:
         table.add_row(
             f"{process.role}/{process.index}",

@@ -122,3 +122,17 @@ async def test_an_error_does_not_hold_up_the_frames_behind_it(
     finally:
         peer.close(0)
         reader.inbox.close()
+
+
+def test_an_inbox_that_cannot_be_bound_leaves_no_socket() -> None:
+    """A context with an open socket cannot be ended: the process would wait for that for ever, and its supervisor for the process."""
+
+    def refuse(sock: "zmq.Socket[bytes]") -> str:
+        taken.append(sock)
+        raise zmq.ZMQError(zmq.EADDRINUSE)
+
+    taken: list[zmq.Socket[bytes]] = []
+    with zmq.Context() as context:
+        with pytest.raises(zmq.ZMQError):
+            Inbox(context, "", lambda frame: None, lambda: None, refuse)
+        assert taken[0].closed

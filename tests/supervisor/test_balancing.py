@@ -1,12 +1,46 @@
 """The flags that say who balances."""
 
+import msgspec
 import pytest
 
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor import flags
 from meshlm.supervisor.balancing import own_part
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.layout import identities
 from meshlm.supervisor.scaling import Scaling
+
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+
+
+def on_gpus() -> Resolved:
+    return Resolved(
+        spec=MODEL,
+        model_path="",
+        tokenizer_path="",
+        chat_template="",
+        served_names=("m",),
+        generation_defaults={},
+        load_format="dummy",
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        eos_token_ids=(),
+        digest="",
+    )
 
 
 def part(**values: object) -> tuple[int, int | None, bool]:
@@ -53,6 +87,17 @@ def test_one_rank_behind_a_balancer_is_not_scaled() -> None:
     config = flags.build({"data_parallel_external_lb": True, "data_parallel_rank": 0}, None)
     with pytest.raises(UsageError, match="outer balancer"):
         Scaling(identities).begin(config, 2, 1.0)
+
+
+def test_more_ranks_than_this_host_has_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started: two workers on one GPU would take each other's memory."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = msgspec.structs.replace(flags.build({}, None), resolved=on_gpus())
+    scaling = Scaling(identities)
+    with pytest.raises(UsageError, match="--data-parallel-size 3 needs 3 GPUs, one per worker; this host shows 2"):
+        scaling.begin(config, 3, 1.0)
+    assert scaling.doing == ""
+    assert scaling.begin(config, 2, 1.0) is not None
 
 
 def test_a_change_names_whole_ranks() -> None:

@@ -31,6 +31,7 @@ class Own:
         config = msgspec.structs.replace(MeshConfig(), node=node)
         self.sent: list[tuple[Identity, Struct]] = []
         self.dead: dict[Identity, Died] = {}
+        self.lines: list[str] = []
         self.standbys: list[StandbyStatus] = []
         self.network = network(config, self)
 
@@ -57,7 +58,9 @@ class Own:
     def status(self) -> MeshStatus:
         return MeshStatus([], self.standbys)
 
-    def line(self, text: str) -> None: ...
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
     def begin(self) -> None: ...
 
 
@@ -146,3 +149,30 @@ def test_a_node_that_comes_back_is_told_what_it_missed(head: Own) -> None:
     head.network.on_up(GUEST)
     join(head, GUEST, 1)
     assert head.deaths_sent_to(GUEST) == [COORDINATOR_DIED]
+
+
+def test_the_head_says_what_no_node_has_and_not_too_often() -> None:
+    now = [0.0]
+
+    def made(config: MeshConfig, own: Any) -> Head:
+        sizes = msgspec.structs.replace(config.parallel, data_parallel_size=2)
+        network = msgspec.structs.replace(config.network, listen="tcp://10.0.0.1:5600")
+        return Head(msgspec.structs.replace(config, parallel=sizes, network=network), own, lambda: now[0])
+
+    head = Own(made, "")
+
+    def said_until(end: float) -> list[str]:
+        head.lines.clear()
+        while now[0] < end:
+            now[0] += 0.5
+            head.network.tick()
+        return list(head.lines)
+
+    text = "no node has rank 1; waiting for one with --headless --join tcp://10.0.0.1:5600"
+    assert said_until(9.5) == [], "nodes come in any order"
+    assert said_until(69.5) == [text]
+    assert said_until(80) == [text]
+    join(head, GUEST, 1)
+    assert (said_until(200), head.network.missing()) == ([], "")
+    head.network.on_down(GUEST, "silent")
+    assert (said_until(215), head.network.missing()) == ([text], "rank 1")

@@ -92,6 +92,7 @@ LISTEN, JOIN = {"listen": "tcp://127.0.0.1:5600"}, {"join": "tcp://127.0.0.1:560
         (JOIN, {}, "tcp needs keys"),
         ({**LISTEN, "key_file": "/nowhere/at/all"}, {}, "--key-file /nowhere/at/all: No such file"),
         ({"mesh_port_range": "9-5"}, {}, "--mesh-port-range"),
+        ({"mesh_port_range": "5700-5703"}, {"data_parallel_size": 2}, "--mesh-port-range 5700-5703: 4 ports, and this"),
     ],
 )
 def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, object], text: str) -> None:
@@ -129,6 +130,22 @@ def test_joining() -> None:
     assert "--dtype is float32 on the head and bfloat16 on the node" in refused.message
     assert "the version is 1 on the head and 2 on the node" in refused.message
     assert set(nodes.joined) == {SECOND}
+
+
+def test_what_is_on_no_node() -> None:
+    nodes = Nodes((0, 1), (0, 2), FACTS)
+    assert nodes.missing(4, 8) == "ranks 1 to 3"
+    nodes.join(SECOND, NodeJoin("host-b", (2, 1), (4, 2), FACTS))
+    assert nodes.missing(4, 8) == "ranks 1, 3"
+    assert nodes.missing(1, 4) == "workers 2 to 3", "of a group that spans nodes"
+    nodes.join(THIRD, NodeJoin("host-c", (3, 1), (6, 2), FACTS))
+    assert nodes.missing(4, 8) == "rank 1"
+    assert nodes.lost(THIRD) is not None
+    assert nodes.lost(THIRD) is None, "it is lost once"
+    assert nodes.missing(4, 8) == "ranks 1, 3"
+    nodes.join(THIRD, NodeJoin("host-c", (3, 1), (6, 2), FACTS))
+    nodes.join(Identity(Role.SUPERVISOR, 4), NodeJoin("host-d", (1, 1), (2, 2), FACTS))
+    assert nodes.missing(4, 8) == ""
 
 
 def test_a_lost_node_leaves_its_ranks_to_others() -> None:

@@ -76,6 +76,10 @@ def test_other_names() -> None:
     config = config_of("--api-server-count", "3", "--kv-cache-memory-bytes", "1G", "-dpa", "10.0.0.1")
     assert (config.server.frontends, config.cache.kv_cache_memory) == (3, 1 << 30)
     assert config.parallel.master_addr == "10.0.0.1"
+    hybrid = config_of("-dp", "4", "-dpl", "2", "-dpr", "2", "-dph").parallel
+    assert (hybrid.data_parallel_size_local, hybrid.data_parallel_start_rank) == (2, 2)
+    assert hybrid.data_parallel_hybrid_lb
+    assert config_of("-dp", "2", "-dpe", "-dpn", "1").parallel.data_parallel_external_lb
     assert config_of("--kv-cache-dtype", "fp8_e4m3").cache.kv_cache_dtype == "fp8"
 
 
