@@ -15,6 +15,7 @@ import psutil
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig
 from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime import keys, tcp
+from meshlm.supervisor import balancing
 from meshlm.supervisor.errors import StartError, UsageError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -100,8 +101,11 @@ def identities(config: MeshConfig) -> list[Identity]:
 
 
 def check(config: MeshConfig) -> None:
-    """UsageError unless the flags about nodes fit together."""
+    """UsageError unless the flags about nodes fit together: those of this mesh, where an outer balancer is over several."""
+    config = msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel))
     network, parallel = config.network, config.parallel
+    if network.headless and parallel.data_parallel_hybrid_lb and parallel.nnodes == 1:
+        raise UsageError("--data-parallel-hybrid-lb: not together with --headless; each node has HTTP of its own")
     ranks, workers = places(config)
     if parallel.nnodes > 1:
         _check_groups(parallel)

@@ -5,7 +5,7 @@ import pytest
 
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
-from meshlm.supervisor import flags
+from meshlm.supervisor import flags, layout
 from meshlm.supervisor.balancing import own_part
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.layout import identities
@@ -81,6 +81,16 @@ def test_a_node_behind_an_outer_balancer_has_its_own_ranks() -> None:
 def test_what_cannot_be_names_the_flag(values: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         part(**values)
+
+
+def test_flags_of_each_mode_are_no_flags_of_several_nodes() -> None:
+    """No part has to --listen for the others, whichever of the ranks it has."""
+    for first in (0, 4):
+        node = {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 4, "data_parallel_start_rank": first}
+        layout.check(flags.build({"data_parallel_size": 8, **node}, None))
+    layout.check(flags.build({"data_parallel_size": 8, "data_parallel_rank": 5}, None))
+    with pytest.raises(UsageError, match="--data-parallel-hybrid-lb: not together with --headless"):
+        layout.check(flags.build({**node, "data_parallel_size": 8, "headless": True, "join": "tcp://a:1"}, None))
 
 
 def test_one_rank_behind_a_balancer_is_not_scaled() -> None:
