@@ -105,6 +105,31 @@ def test_sbatch_starts_the_other_nodes_and_waits_for_them(tmp_path: Path) -> Non
     assert not (tmp_path / "meshlm-77.key").exists()
 
 
+def test_a_head_that_fails_takes_the_other_nodes_with_it(tmp_path: Path) -> None:
+    """They would wait for the next head, and the job would hold its nodes until its time is over."""
+    (tmp_path / "meshlm").write_text(
+        '#!/bin/bash\n[[ $1 == keys ]] && { umask 077; echo key > "$2"; exit; }\n'
+        f"until [[ -e {tmp_path}/nodes ]]; do :; done\nexit 3\n"
+    )
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\ntrap 'echo \"nodes told\"; exit 143' TERM\ntouch {tmp_path}/nodes\n"
+        "while :; do read -rt 0.05 <> <(:) || :; done\n"
+    )
+    for name in ("meshlm", "srun"):
+        (tmp_path / name).chmod(0o700)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MESHLM_API_KEY": "k",
+        "MESHLM_ADDRESS": "10.0.0.1",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
+    done = subprocess.run(["bash", str(SBATCH), "m"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert "nodes told" in done.stdout
+
+
 def test_sbatch_wants_a_key() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MESHLM_API_KEY"}
     done = subprocess.run(
