@@ -37,6 +37,16 @@ def wait_ready(server: subprocess.Popen[str], begun: float) -> float:
     raise SystemExit(f"the server ended:\n{server.stderr.read() if server.stderr else ''}")
 
 
+def device_seconds() -> tuple[float, float]:
+    """Busy, and idle while requests waited for their next token, since the start."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics") as answer:
+        text = answer.read().decode()
+    busy, idle = (
+        re.search(rf"^meshlm:device_{name}_seconds_total{{.*}} (\S+)$", text, re.MULTILINE) for name in ("busy", "idle")
+    )
+    return (float(busy.group(1)), float(idle.group(1))) if busy and idle else (0.0, 0.0)
+
+
 def serve(model: str, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     log = (folder / "serve.log").open("w")
@@ -63,7 +73,10 @@ def serve(model: str, folder: Path) -> dict[str, Any]:
             command += ["--max-concurrency", str(streams), "--ignore-eos", "--temperature", "0"]
             command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"]
             command += ["--save-result", "--result-filename", str(out)]
+            busy, idle = device_seconds()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            time.sleep(1.2)  # the mesh's figures come once a second
+            busy, idle = (after - before for after, before in zip(device_seconds(), (busy, idle), strict=True))
             result = json.loads(out.read_text())
             keep = (
                 "output_throughput",
@@ -76,6 +89,7 @@ def serve(model: str, folder: Path) -> dict[str, Any]:
                 "failed",
             )
             found[f"c{streams}"] = {name: round(result[name], 2) for name in keep if name in result}
+            found[f"c{streams}"]["device_idle_share"] = round(idle / (busy + idle or 1), 4)
     finally:
         server.terminate()
         server.wait()

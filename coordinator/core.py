@@ -348,6 +348,8 @@ class Coordinator:
                 prompt_tokens=load.prompt_tokens,
                 generation_tokens=load.generation_tokens,
                 graphs=rank.graphs,
+                busy_ns=load.busy_ns,
+                idle_ns=load.idle_ns,
             )
             for rank in self.ranks.values()
             if (load := rank.load) is not None

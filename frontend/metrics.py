@@ -89,6 +89,11 @@ class Metrics:
                 ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
                 ("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
                 ("num_preemptions_total", "Preempted requests."),
+                ("device_busy_seconds_total", "Seconds that the device has computed."),
+                (
+                    "device_idle_seconds_total",
+                    "Seconds that it stood still while requests waited for their next token.",
+                ),
             )
         }
         self._graphs = {
@@ -134,6 +139,8 @@ class Metrics:
                 rank.prefix_cache_queries,
                 rank.prefix_cache_hits,
                 rank.num_preemptions,
+                rank.busy_ns / 1e9,
+                rank.idle_ns / 1e9,
             )
             for gauge, value in zip(self._gauges.values(), values, strict=True):
                 gauge.labels(self._model, str(rank.dp_rank)).set(value)

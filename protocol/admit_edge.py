@@ -145,6 +145,8 @@ class Load(Struct, frozen=True, tag="load"):
     started: tuple[Started, ...] = ()  # since the last Load
     returned: tuple[Returned, ...] = ()  # since the last Load
     graphs: GraphCounts | None = None  # its worker's; None: as it said last
+    busy_ns: int = 0  # that the device has computed, since start
+    idle_ns: int = 0  # that it stood still although requests waited for their next token, since start
 
 
 SchedulerToCoordinator = Load

@@ -222,6 +222,8 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     generation_tokens: int
     graphs: GraphCounts = GraphCounts()
+    busy_ns: int = 0  # as in Load
+    idle_ns: int = 0
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

@@ -370,9 +370,13 @@ class Scheduler:
     def _learn(self, record: Inflight, result: StepResult) -> None:
         """The device's time for this step: its own word, or from launch or the end of the step before, whichever was later."""
         begun = max(result.launched_ns, self._last_done_ns)
+        gap_ns = result.gap_ns if result.gpu_ns else begun - (self._last_done_ns or begun)
         self._last_done_ns = result.done_ns
         duration_ns = result.gpu_ns or result.done_ns - begun
         self.batching.budget.learn(record.num_tokens, record.num_decodes, duration_ns / 1e9)
+        self.news.busy_ns += duration_ns
+        if record.num_decodes:  # they could have gone on at once
+            self.news.idle_ns += gap_ns
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

@@ -18,6 +18,7 @@ class News:
         self.returned: list[Returned] = []
         self.live_tokens = 0  # that requests which have not ended got here
         self.prompt_tokens = self.generation_tokens = 0
+        self.busy_ns = self.idle_ns = 0  # of the device; idle while requests waited for their next token
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
@@ -66,6 +67,8 @@ class News:
             started=tuple(self.started),
             returned=tuple(self.returned),
             graphs=self.graphs,
+            busy_ns=self.busy_ns,
+            idle_ns=self.idle_ns,
         )
         self.ended, self.returned, self.started, self.graphs = [], [], [], None
         return load

@@ -86,7 +86,7 @@ NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2})
-RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS)
+RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10)
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n")
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
@@ -156,7 +156,9 @@ FULL: tuple[Struct, ...] = (
     admit.GiveBack((RequestId("a"),), True),
     STARTED,
     RETURNED,
-    admit.Load(1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,), GRAPHS),
+    admit.Load(
+        1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,), GRAPHS, 13, 14
+    ),
     # scheduler <-> detokenizer
     ENDED,
     COLUMNS,
