@@ -3,42 +3,17 @@
 import json
 
 import pytest
+from tiny_models import resolved_of, spec_of
 
 from meshlm.frontend import parse
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.model import ModelSpec
 
 VOCAB, MAX_LOGPROBS, EOS = 1000, 20, (2,)
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-)
-RESOLVED = Resolved(
-    spec=SPEC,
-    model_path="/models/tiny",
-    tokenizer_path="/models/tiny",
-    chat_template="",
-    served_names=("tiny",),
-    generation_defaults={},
-    load_format="dummy",
-    device="fake",
-    dtype="float32",
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    eos_token_ids=EOS,
-    digest="0",
-)
+SPEC = spec_of(vocab_size=VOCAB)
+RESOLVED = resolved_of(SPEC, device="fake", eos_token_ids=EOS)
 SERVER = ServerConfig(max_logprobs=MAX_LOGPROBS, trust_request_chat_template=True)
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, dict[str, object]] = {"text": {"prompt": "hi"}, "chat": {"messages": [USER]}}

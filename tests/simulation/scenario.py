@@ -8,11 +8,11 @@ from clients import Ask
 from mock_worker import VOCAB
 from msgspec import Struct
 from msgspec.structs import replace
+from tiny_models import resolved_of, spec_of
 from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import tcp
 from meshlm.runtime.remote import HEAD as SUPERVISOR
 from meshlm.supervisor import layout
@@ -295,17 +295,7 @@ def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
 # --- its configuration ---
 
 
-_SPEC = ModelSpec(
-    architecture="fake",
-    vocab_size=VOCAB,
-    hidden_size=1,
-    intermediate_size=1,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=1,
-    max_position_embeddings=MAX_MODEL_LEN,
-)
+_SPEC = spec_of(vocab_size=VOCAB, max_position_embeddings=MAX_MODEL_LEN)
 
 
 def configs_of(scenario: Scenario) -> list[cfg.MeshConfig]:
@@ -314,21 +304,11 @@ def configs_of(scenario: Scenario) -> list[cfg.MeshConfig]:
 
 
 def _config_of(scenario: Scenario, host: int) -> cfg.MeshConfig:
-    resolved = cfg.Resolved(
-        spec=_SPEC,
-        model_path="",
-        tokenizer_path="",
-        chat_template="",
-        served_names=("m",),
-        generation_defaults={},
-        load_format="dummy",
+    resolved = resolved_of(
+        _SPEC,
         device="fake",
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=scenario.max_num_seqs,
         max_num_batched_tokens=scenario.max_num_batched_tokens,
-        eos_token_ids=(),
-        digest="",
     )
     config = cfg.MeshConfig(
         cache=cfg.CacheConfig(enable_prefix_caching=scenario.prefix_caching),

@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 import pytest
+from tiny_models import resolved_of, spec_of
 
-from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.cut_files import told
 
 WORKER, SIGBUS = Identity(Role.WORKER, 0), -signal.SIGBUS
@@ -28,33 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def mesh_json(folder: Path, path: Path, load_format: Literal["safetensors", "gguf", "dummy"]) -> Path:
-    spec = ModelSpec(
-        architecture="LlamaForCausalLM",
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=8,
-    )
-    resolved = Resolved(
-        spec=spec,
-        model_path=str(path),
-        tokenizer_path=str(path),
-        chat_template="",
-        served_names=("m",),
-        generation_defaults={},
-        load_format=load_format,
-        device="cpu",
-        dtype="float32",
-        max_model_len=8,
-        max_num_seqs=1,
-        max_num_batched_tokens=8,
-        eos_token_ids=(),
-        digest="",
-    )
+    resolved = resolved_of(spec_of(), model_path=str(path), tokenizer_path=str(path), load_format=load_format)
     file = folder / "mesh.json"
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(MeshConfig(), resolved=resolved)))
     return file

@@ -1,14 +1,13 @@
 """What cannot be split is refused by the flag's name, with what would do."""
 
 import pytest
+from tiny_models import spec_of
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor import parallel
 from meshlm.supervisor.errors import UsageError
 
-SMOLLM2 = ModelSpec(
-    architecture="LlamaForCausalLM",
+SMOLLM2 = spec_of(
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,

@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
+from tiny_models import spec_of
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.weights.encoded import _GGUF_LAYER, _GGUF_TOP
@@ -16,8 +17,7 @@ SCALES_AT |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 CODES = {"Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "Q2_K": 45, "Q3_K": 128, "Q4_K": 945, "Q5_K": 1953}
 CODES |= {"Q6_K": 4064}  # about the largest product of code and inner scale
 
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
+SPEC = spec_of(
     vocab_size=301,
     hidden_size=256,
     intermediate_size=512,

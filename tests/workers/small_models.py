@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import resolved_of
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
@@ -33,22 +34,8 @@ SMALL: dict[str, Any] = {
 
 def resolved(path: Path, load_format: str = "auto") -> Resolved:
     files = resolve_model(str(path), load_format=load_format)
-    return Resolved(
-        spec=files.spec,
-        model_path=str(files.path),
-        tokenizer_path="",
-        chat_template="",
-        served_names=("m",),
-        generation_defaults={},
-        load_format=files.load_format,
-        device="cpu",
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        eos_token_ids=(),
-        digest="",
-    )
+    found = {"model_path": str(files.path), "load_format": files.load_format}
+    return resolved_of(files.spec, **found, max_model_len=128, max_num_seqs=8)
 
 
 def load(path: Path, load_format: str = "auto") -> Decoder:

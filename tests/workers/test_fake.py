@@ -1,46 +1,21 @@
 """The fake device says what the KV contents say, and notices a wrong block table."""
 
 import msgspec
+from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.config import CacheConfig, MeshConfig, Resolved
+from meshlm.protocol.config import CacheConfig, MeshConfig
 from meshlm.protocol.ids import Row, StepId
-from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.workers.fake import FakeEngine, expected_token
 
 VOCAB = 1000
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=4,
-    intermediate_size=4,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=4,
-    max_position_embeddings=256,
-)
+SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
 
 
 def engine() -> FakeEngine:
-    resolved = Resolved(
-        spec=SPEC,
-        model_path="",
-        tokenizer_path="",
-        chat_template="",
-        served_names=("m",),
-        generation_defaults={},
-        load_format="dummy",
-        device="fake",
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        eos_token_ids=(),
-        digest="",
-    )
+    resolved = resolved_of(SPEC, device="fake")
     config = MeshConfig(cache=CacheConfig(block_size=8), resolved=resolved)
     return FakeEngine(config, lambda *news: None)
 

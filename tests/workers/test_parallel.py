@@ -15,10 +15,10 @@ import pytest
 import torch
 from gguf_models import write_gguf
 from small_models import BLOCK, CPU, SMALL, batch_of, caches, load, resolved, run
+from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.layers import cpu_ops
@@ -167,15 +167,13 @@ def test_shards_whose_weights_stay_encoded(kinds: dict[str, str], tmp_path: Path
             torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-4)
 
 
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
+SPEC = spec_of(
     vocab_size=211,
     hidden_size=48,
     intermediate_size=96,
     num_hidden_layers=6,
     num_attention_heads=6,
     num_key_value_heads=2,
-    head_dim=8,
     max_position_embeddings=128,
     attention_bias=True,
     output_bias=True,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import spec_of
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
@@ -25,18 +26,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def spec(**fields: object) -> ModelSpec:
-    values: dict[str, object] = {
-        "architecture": "LlamaForCausalLM",
-        "vocab_size": 1000,
+    sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
         "head_dim": 32,
-        "max_position_embeddings": 128,
     }
-    return ModelSpec(**{**values, **fields})  # type: ignore[arg-type]
+    return spec_of(**{**sizes, "max_position_embeddings": 128, **fields})
 
 
 def test_a_gpu_that_this_torch_has_no_code_for(gpu: pytest.MonkeyPatch) -> None:
