@@ -70,7 +70,6 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     remembered: bytes = b""  # int32[h]: blocks that do, once this step is done
     hashes: bytes = b""  # HASH_BYTES each: which
     planned_ns: int = 0  # monotonic clock, for the step timeline
-    sent_ns: int = 0
 
 
 SchedulerToWorker = Reset | StepPlan | Disband

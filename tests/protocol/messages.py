@@ -198,7 +198,6 @@ FULL: tuple[Struct, ...] = (
         remembered=pack_i32([10]),
         hashes=b"h" * step.HASH_BYTES,
         planned_ns=1,
-        sent_ns=2,
     ),
     step.WorkerReady(77, 1000, 16, 64, 1024, 49152, pack_i32([10]), b"h" * step.HASH_BYTES),
     step.Standing(77, 76, 5),
