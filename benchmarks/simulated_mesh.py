@@ -26,7 +26,7 @@ from meshlm.protocol.admit_edge import (
     Refused,
     Work,
 )
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import TokenDeltas
@@ -252,7 +252,7 @@ class World:
         if work is not None:  # where the model's end token will come
             short = msgspec.structs.replace(work.sampling, max_tokens=self.jobs[work.handle].output)
             message = msgspec.structs.replace(message, work=msgspec.structs.replace(work, sampling=short))
-        self.ranks[number].handle(events.Received(scheduler.COORDINATOR, LIFE, message))
+        self.ranks[number].handle(events.Received(COORDINATOR, LIFE, message))
 
     def tick(self) -> None:
         self.coordinate(coordinator_events.Tick(self.now))

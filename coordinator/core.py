@@ -28,11 +28,10 @@ from meshlm.protocol.admit_edge import (
     SchedulerLife,
     Work,
 )
-from meshlm.protocol.ids import Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
 RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
-SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 
 
 class _Held(Struct, frozen=True):
@@ -174,9 +173,7 @@ class Coordinator:
 
     def _drained(self) -> list[Send]:
         return [
-            Send(SUPERVISOR, control.RankDrained(rank.number))
-            for rank in self.ranks.values()
-            if rank.retiring and rank.idle
+            Send(HEAD, control.RankDrained(rank.number)) for rank in self.ranks.values() if rank.retiring and rank.idle
         ]
 
     # --- requests ---

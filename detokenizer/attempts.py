@@ -15,10 +15,9 @@ from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import Stream, StreamState
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import FinishReason, Identity, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId
 from meshlm.protocol.token_edge import Disown, StillThere
 
-COORDINATOR = Identity(Role.COORDINATOR, 0)
 MAX_ATTEMPTS = 5  # without a token
 
 

@@ -41,6 +41,9 @@ class Identity(Struct, frozen=True, order=True, cache_hash=True):
             raise ValueError(f"{text!r} is no process name: ROLE or ROLE/INDEX, ROLE one of {roles}") from None
 
 
+COORDINATOR = Identity(Role.COORDINATOR)  # there is one
+HEAD = Identity(Role.SUPERVISOR)  # of the node that has it; other nodes' supervisors have numbers from 1
+
 Incarnation = NewType("Incarnation", int)  # nanoseconds since the epoch at the start of this life
 RequestId = NewType("RequestId", str)  # unique in the mesh, one per choice of a client's request
 Handle = NewType("Handle", int)  # int32 that stands for (request id, attempt) on one edge; never used again

@@ -19,7 +19,7 @@ from meshlm.protocol.channels import BY_DIRECTION, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import HEADER_BYTES, LANE_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
-from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
+from meshlm.protocol.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import (
     BAD_BODY,
     Delivered,
@@ -36,7 +36,7 @@ from meshlm.protocol.session import (
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
 from meshlm.runtime.logs import Limited
-from meshlm.runtime.remote import COORDINATOR, Remote
+from meshlm.runtime.remote import Remote
 
 TICK_S = 0.2  # acks leave well before the peer's replay
 TICK_REMOTE_S = 0.1  # links between nodes also count for how long a peer is silent

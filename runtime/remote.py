@@ -16,14 +16,12 @@ import zmq
 
 from meshlm.protocol.config import MeshConfig, Node
 from meshlm.protocol.frames import FrameError, sender_key
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.ids import COORDINATOR, HEAD, Identity, Role
 from meshlm.protocol.session import BAD_BODY, Hello, Rival, Session
 from meshlm.runtime import keys, tcp
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
 
-HEAD = Identity(Role.SUPERVISOR, 0)
-COORDINATOR = Identity(Role.COORDINATOR, 0)
 NOTICE_S = 2.0  # how long a refusal may take to reach a stranger
 MAX_NOTICES = 16
 

@@ -8,7 +8,7 @@ from collections import deque
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, Started
 from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere
 from meshlm.scheduler_proc.batching import Batching, tokens_of
@@ -20,7 +20,6 @@ from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.workers import Workers
 
-COORDINATOR = Identity(Role.COORDINATOR, 0)
 MAX_CRASHES = 4  # of workers under a request that got no token between them; fewer than --max-restarts
 
 

@@ -68,6 +68,9 @@ async def serve(run_dir: Path, answer: Callable[[dict[str, object]], object]) ->
             reply = answer(request) if isinstance(request, dict) else {"error": "not a JSON object"}
         except (ValueError, RecursionError, TimeoutError, ConnectionError) as error:
             reply = {"error": f"bad request: {error}"}
+        except BaseException:  # a bug: the asker must not wait, nor its descriptor stay
+            writer.close()
+            raise
         writer.write(json.dumps(reply).encode() + b"\n")
         writer.close()
 

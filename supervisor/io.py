@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import clock, control, events, network, report, rolling, rundir
@@ -306,7 +306,7 @@ class Supervisor:
         self._finish(message)
 
     def _refused(self, peer: Identity, reason: str) -> None:
-        if isinstance(self._network, network.Guest) and peer == network.HEAD:
+        if isinstance(self._network, network.Guest) and peer == HEAD:
             self._network.refused(reason)
 
     def _tick(self) -> None:

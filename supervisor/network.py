@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.protocol.session import RIVAL
 from meshlm.supervisor import agreement
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
@@ -17,7 +17,6 @@ from meshlm.supervisor.nodes import Nodes
 from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.traces import Traces
 
-HEAD = Identity(Role.SUPERVISOR, 0)
 LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = (
     1.0,
     10.0,

@@ -159,23 +159,25 @@ async def _request(arguments: argparse.Namespace, model: str, sample: Sample) ->
     measured = Measured(prompt_len=sample.prompt_len)
     begun = last = time.perf_counter()
     reader, writer = await _exchange(arguments, f"POST {arguments.endpoint}", json.dumps(body).encode())
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise ValueError((await reader.read()).decode(errors="replace")[-300:])
-    while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        now = time.perf_counter()
-        event = json.loads(line[6:])
-        if event.get("usage"):
-            measured.output_len = event["usage"]["completion_tokens"]
-        if event.get("choices"):
-            if not measured.ttft:
-                measured.ttft = now - begun
-            else:
-                measured.itl.append(now - last)
-            last = now
-    writer.close()
+    try:
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise ValueError((await reader.read()).decode(errors="replace")[-300:])
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            now = time.perf_counter()
+            event = json.loads(line[6:])
+            if event.get("usage"):
+                measured.output_len = event["usage"]["completion_tokens"]
+            if event.get("choices"):
+                if not measured.ttft:
+                    measured.ttft = now - begun
+                else:
+                    measured.itl.append(now - last)
+                last = now
+    finally:
+        writer.close()
     measured.latency = last - begun
     measured.ok = True
     return measured

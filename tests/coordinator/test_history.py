@@ -6,7 +6,7 @@ from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S, SUPERVISOR
+from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S
 from meshlm.coordinator.events import PeerLost, Received, Send, Tick
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
@@ -20,7 +20,7 @@ from meshlm.protocol.admit_edge import (
     Routed,
     Started,
 )
-from meshlm.protocol.ids import Handle, Identity, RequestId
+from meshlm.protocol.ids import HEAD, Handle, Identity, RequestId
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Mesh(Bench):
     def event(self, event: Received | PeerLost | Tick) -> list[Send]:
         sends = super().event(event)
         for send in sends:
-            assert send.to in self.core.members or send.to == SUPERVISOR, "a message to nobody"
+            assert send.to in self.core.members or send.to == HEAD, "a message to nobody"
             match send.message:
                 case Assign() as assign:
                     fake, work = self.schedulers[send.to], assign.work
@@ -186,7 +186,7 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
         elif action == "give back":
             mesh.give_back()
         elif action == "scale":
-            mesh.says(SUPERVISOR, control.SetRanks(draw(st.integers(1, 3))))
+            mesh.says(HEAD, control.SetRanks(draw(st.integers(1, 3))))
         elif identity in mesh.schedulers:
             if action == "finish":
                 mesh.finish(identity)
@@ -194,7 +194,7 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
                 mesh.report(identity, draw(st.booleans()))
             elif action == "begin":
                 mesh.begin(identity)
-    mesh.says(SUPERVISOR, control.SetRanks(3))
+    mesh.says(HEAD, control.SetRanks(3))
     for identity in (S0, S1, S2):
         mesh.start(identity)
         mesh.report(identity)

@@ -3,7 +3,6 @@
 import msgspec
 from coordinator_bench import D0, F0, LIFE, S0, S1, Bench, admit, assigned, load, only, stats
 
-from meshlm.coordinator.core import SUPERVISOR
 from meshlm.coordinator.events import Send
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
@@ -15,7 +14,7 @@ from meshlm.protocol.admit_edge import (
     Routed,
     Started,
 )
-from meshlm.protocol.ids import Handle, RequestId
+from meshlm.protocol.ids import HEAD, Handle, RequestId
 
 
 def back(name: str, attempt: int = 0, handle: int = 1, num_crashes: int = 0) -> Returned:
@@ -89,7 +88,7 @@ def test_a_rank_that_leaves_gives_back_all_when_its_workers_are_gone() -> None:
     bench = Bench(D0, S0, S1, num_ranks=2)
     assert assigned(bench, admit("a", dp_rank=1)) == S1
     bench.says(S1, load(1, 0, started=(Started(RequestId("a"), 0),)))
-    bench.says(SUPERVISOR, control.SetRanks(1))
+    bench.says(HEAD, control.SetRanks(1))
     assert Send(S1, GiveBack((), everything=True)) in bench.says(S1, load(0, 1, serving=False))
 
 
@@ -97,7 +96,7 @@ def test_a_removed_rank_gets_nothing_new_and_gives_back_what_waits() -> None:
     bench = Bench(D0, S0, S1, num_ranks=2)
     assert assigned(bench, admit("running", dp_rank=1)) == S1
     assert assigned(bench, admit("waiting", dp_rank=1, handle=5)) == S1
-    sends = bench.says(SUPERVISOR, control.SetRanks(1))
+    sends = bench.says(HEAD, control.SetRanks(1))
     assert sends == [Send(S1, GiveBack((), everything=True))]
     assert assigned(bench, admit("new")) == S0
     (told,) = only(bench.says(S1, load(1, 0, returned=(back("waiting", 0, 5),))), Readmit)
@@ -123,8 +122,8 @@ def test_a_new_coordinator_goes_on_draining() -> None:
 
 def test_a_rank_may_stay_after_all() -> None:
     bench = Bench(D0, S0, S1, num_ranks=2)
-    bench.says(SUPERVISOR, control.SetRanks(1))
-    bench.says(SUPERVISOR, control.SetRanks(2))
+    bench.says(HEAD, control.SetRanks(1))
+    bench.says(HEAD, control.SetRanks(2))
     assert [assigned(bench, admit(str(number))) for number in range(2)] == [S0, S1]
 
 

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, models
 
-from meshlm.detokenizer.attempts import COORDINATOR
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Routed
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas

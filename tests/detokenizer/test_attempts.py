@@ -2,11 +2,11 @@
 
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
-from meshlm.detokenizer.attempts import COORDINATOR, MAX_ATTEMPTS
+from meshlm.detokenizer.attempts import MAX_ATTEMPTS
 from meshlm.detokenizer.events import Send
 from meshlm.protocol.admit_edge import RankLost, Readmit, SchedulerLife
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Incarnation
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation
 from meshlm.protocol.token_edge import StillThere
 
 # --- schedulers die ---

@@ -6,11 +6,10 @@ import pytest
 from journal_bench import F0, F1, S0, Bench, admitted
 
 from meshlm.detokenizer.aborts import STRANGER_ROWS
-from meshlm.detokenizer.attempts import COORDINATOR
 from meshlm.detokenizer.events import Encode, Encoded, Send
 from meshlm.protocol.admit_edge import AbortRequests, Refused
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Disown

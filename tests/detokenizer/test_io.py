@@ -11,12 +11,11 @@ import pytest
 from msgspec import Struct
 
 from meshlm.detokenizer import tokenizer_files
-from meshlm.detokenizer.attempts import COORDINATOR
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
 

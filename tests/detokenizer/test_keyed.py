@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from journal_bench import LETTERS, TABLE, token_ids
 
 from meshlm.detokenizer import keyed
-from meshlm.detokenizer.attempts import COORDINATOR
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Work
 from meshlm.protocol.columns import ints, pack_f32, pack_i32
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     Abort,

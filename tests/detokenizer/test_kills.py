@@ -14,13 +14,13 @@ from msgspec import Struct
 
 from meshlm.coordinator import events as coordinator_events
 from meshlm.coordinator.core import Coordinator
-from meshlm.detokenizer.attempts import COORDINATOR, MAX_ATTEMPTS
+from meshlm.detokenizer.attempts import MAX_ATTEMPTS
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Rejected, Submit, TextDeltas, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import Tokenizer, models
 
-from meshlm.detokenizer.attempts import COORDINATOR
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable, _byte_alphabet
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received, Tick
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas

@@ -18,11 +18,11 @@ from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, RunConfig
 from meshlm.protocol.control_edge import Join, Member, Members
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import Header, Kind, pack
-from meshlm.protocol.ids import Epoch, Identity, Incarnation, Role
+from meshlm.protocol.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import Hello
 from meshlm.runtime import keys, tcp
 from meshlm.runtime.logs import Limited
-from meshlm.runtime.mesh import COORDINATOR, Mesh
+from meshlm.runtime.mesh import Mesh
 
 LIMIT_S = 15
 SCHEDULER = Identity(Role.SCHEDULER, 1)

@@ -16,11 +16,9 @@ from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.frontend.desk import Desk
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.ids import COORDINATOR, HEAD, Identity, Role
 from meshlm.protocol.session import SessionState
 from meshlm.runtime.process import App
-from meshlm.runtime.remote import COORDINATOR
-from meshlm.runtime.remote import HEAD as SUPERVISOR
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.io import SchedulerApp
 from meshlm.scheduler_proc.steady import FEWEST
@@ -96,7 +94,7 @@ class History:
                         client.ask = replace(client.ask, frontend=other % self.scenario.num_frontends)
                         world.at(world.now + world.dice.random() ** 3 * 2.5, None, self._arrive, client)
         elif fault.kind is Kind.SCALE:
-            supervisor = world.processes[SUPERVISOR]
+            supervisor = world.processes[HEAD]
             assert isinstance(supervisor.app, Supervisor)
             world.at(world.now, supervisor, supervisor.app.set_ranks, 1)
             world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)

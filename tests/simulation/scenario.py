@@ -12,9 +12,8 @@ from tiny_models import resolved_of, spec_of
 from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.runtime import tcp
-from meshlm.runtime.remote import HEAD as SUPERVISOR
 from meshlm.supervisor import layout
 
 BLOCK_SIZE = 2
@@ -280,7 +279,7 @@ def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
         who = dice.choice([one for one in identities if one.role is KILLS[kind]])
         return Fault(at, kind, who, None, dice.random() ** 4 * 2.0)
     if kind is Kind.SCALE:
-        return Fault(at, kind, SUPERVISOR, None, seconds)
+        return Fault(at, kind, HEAD, None, seconds)
     if kind is Kind.PAUSE:
         return Fault(at, kind, dice.choice(identities), None, seconds)
     if kind in CUTS:

@@ -6,9 +6,9 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown
-from meshlm.runtime.mesh import COORDINATOR, Mesh
+from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.network import Guest, Head
 
 

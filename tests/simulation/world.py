@@ -18,13 +18,12 @@ from supervisors import Supervisor
 
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.process import App
 
 if TYPE_CHECKING:
     from group import Group
 
-SUPERVISOR = Identity(Role.SUPERVISOR, 0)
 BEGIN_S = 1000.0  # simulated seconds since the epoch at the start
 DIED_S = 0.02  # at most, until the supervisor has seen a death
 
@@ -175,7 +174,7 @@ class World:
 
     def cut(self, routes: tuple[tuple[int, int], ...], for_s: float, notice_s: float) -> None:
         """Between these hosts, from each first to its second, nothing passes for so long; heartbeats notice it after `notice_s`."""
-        self.tell(None, "cuts", SUPERVISOR, f"hosts {routes} for {for_s:.2f} s")
+        self.tell(None, "cuts", HEAD, f"hosts {routes} for {for_s:.2f} s")
         for route in routes:
             self.cuts[route] = max(self.cuts.get(route, 0.0), self.now + for_s)
         for process in self.processes.values():

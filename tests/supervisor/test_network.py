@@ -10,11 +10,11 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, Node
 from meshlm.protocol.control_edge import Died, NodeJoin, NodeReport, NodeWelcome
-from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.supervisor import agreement, io
 from meshlm.supervisor.control import MeshStatus, StandbyStatus
 from meshlm.supervisor.display import StartDisplay
-from meshlm.supervisor.network import HEAD, Guest, Head
+from meshlm.supervisor.network import Guest, Head
 
 GUEST, THIRD = Identity(Role.SUPERVISOR, 2), Identity(Role.SUPERVISOR, 3)
 FACTS = {"the version": "1"}
