@@ -38,7 +38,7 @@ class Supervisor:
         self.ready = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._display = display
-        self._run_dir = Path(config.run.run_dir)
+        self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
         self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
         run = config.run
         self._group = rolling.Rolling(
@@ -55,7 +55,6 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
         self._status: asyncio.Server | None = None
-        self._drain_s = config.run.drain_timeout
         self.traces = Traces(self.send)
         self._lives = Lives(self._run_dir / rundir.CONFIG_FILE, self._do, self.traces.lost)
         self._tasks: set[asyncio.Task[None]] = set()
