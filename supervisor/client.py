@@ -1,11 +1,13 @@
 """The Python API's place in the mesh, a frontend's: submits requests to the detokenizers and collects what comes back.
 
-Owned by llm.py, in whose background loop it lives. It starts and ends no process.
+Owned by llm.py, in whose background loop it lives. It starts and ends no process. What a detokenizer had when it died is asked of
+another one, or of its next life, after the tokens that are here (sequences.py).
 """
 
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -16,6 +18,7 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
+    Attach,
     Detokenize,
     DetokenizeReply,
     Finished,
@@ -28,10 +31,20 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.errors import LinkDown, LinkFull
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor.outputs import CompletionOutput, RequestOutput, logprobs_of
+from meshlm.supervisor.outputs import RequestOutput, logprobs_of
+from meshlm.supervisor.placing import Message, Placing
+from meshlm.supervisor.sequences import MAX_ATTEMPTS, Generated
 
 SENDS_A_TURN = 32  # between two looks at what came back
-HOLD_S = 60.0  # how long a question waits for a detokenizer that is started again
+
+
+@dataclass
+class Question:
+    """To tokenize or detokenize something, and which detokenizer has it."""
+
+    message: Tokenize | Detokenize
+    answer: "asyncio.Future[TokenizeReply | DetokenizeReply]"
+    peer: Identity | None = None
 
 
 def name_of(request_id: str, index: int) -> RequestId:
@@ -46,9 +59,10 @@ class Client:
         self.mesh: Mesh | None = None
         self.serving = asyncio.Event()
         self._mesh_serves = False
-        self._rows: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
+        self._rows: dict[int, Generated] = {}
         self._errors: list[str] = []
-        self._asked: dict[int, tuple[Identity, asyncio.Future[TokenizeReply | DetokenizeReply]]] = {}
+        self._asked: dict[int, Question] = {}
+        self._placing = Placing(self)
         self._next = 0
         self._bar: Any = None
         self._all_done: asyncio.Event = asyncio.Event()
@@ -60,25 +74,27 @@ class Client:
             case Accepted():
                 for handle in message.handles:
                     if handle in self._rows:
-                        request = self._rows[handle][0]
+                        request = self._rows[handle].request
                         if message.prompt_token_ids:
                             request.prompt_token_ids = unpack_i32(message.prompt_token_ids).tolist()
                         if message.prompt_text:
                             request.prompt = message.prompt_text
             case Rejected():
-                for handle in message.handles:
+                for handle in [handle for handle in message.handles if handle in self._rows]:
                     self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
                     self._end(handle)
             case TokenizeReply() | DetokenizeReply():
-                _, future = self._asked.pop(message.handle, (peer, None))
-                if future is not None and not future.done():
-                    future.set_result(message)
+                question = self._asked.pop(message.handle, None)
+                if question is not None and not question.answer.done():
+                    question.answer.set_result(message)
             case MeshStats():
                 self._mesh_serves = message.serving
                 self._note_serving()
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._note_serving()
+        if peer.role is Role.DETOKENIZER:
+            self._placing.look_again()
 
     def _note_serving(self) -> None:
         """Requests can be served once the coordinator says so and a detokenizer can be reached from here."""
@@ -88,19 +104,36 @@ class Client:
             self.serving.clear()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        """What a detokenizer was asked nobody answers any more; the others' part of it is not wanted either."""
+        """What this detokenizer had is asked again."""
         self._note_serving()
         if peer.role is not Role.DETOKENIZER:
             return
-        for handle, (asked, future) in list(self._asked.items()):
-            if asked == peer:
-                del self._asked[handle]
-                if not future.done():
-                    future.set_exception(ValueError(f"{peer}: {reason}"))
-        if self._rows:
-            self._errors.append(f"{peer}: {reason}")
-            self._abort()
-            self._all_done.set()
+        for old in [old for old, row in self._rows.items() if row.peer == peer]:
+            row = self._rows[old]
+            new = self.new_handle()
+            if row.again(new):
+                del self._rows[old]
+                self._rows[new] = row
+                self._placing.place(row.submit)
+            else:
+                self._errors.append(f"its detokenizer died {MAX_ATTEMPTS} times, each time before the next token")
+                self._end(old)
+        for question in [question for question in self._asked.values() if question.peer == peer]:
+            self._placing.place(question.message)
+
+    # --- Holder (placing.py) ---
+
+    def has(self, message: Message, peer: Identity | None) -> None:
+        """This detokenizer has it now, or none."""
+        if isinstance(message, Submit):
+            for handle in message.handles:
+                self._rows[handle].peer = peer
+        else:
+            self._asked[message.handle].peer = peer
+
+    def wants(self, message: Message) -> bool:
+        """Whether its answer is still waited for."""
+        return message.handles[0] in self._rows if isinstance(message, Submit) else message.handle in self._asked
 
     def flush(self) -> None:
         """Nothing is batched here."""
@@ -129,34 +162,19 @@ class Client:
             raise ValueError(self._errors[0])
         return sent
 
-    async def _detokenizers(self) -> list[Identity]:
-        """Those that can be reached, once there is one. ValueError when none is in time."""
-        assert self.mesh is not None
-        try:
-            async with asyncio.timeout(HOLD_S):
-                while not (peers := self.mesh.peers(Role.DETOKENIZER)):
-                    self.serving.clear()
-                    await self.serving.wait()
-        except TimeoutError:
-            raise ValueError(f"no detokenizer was there for {HOLD_S:.0f} s") from None
-        return peers
-
     async def _send(self, submits: Iterable[tuple[Submit, RequestOutput]], sent: list[RequestOutput]) -> None:
-        assert self.mesh is not None
-        peers = await self._detokenizers()
         for number, (submit, request) in enumerate(submits):
-            self._rows |= {handle: (request, output) for handle, output in zip(submit.handles, request.outputs)}
+            for choice, handle in enumerate(submit.handles):
+                self._rows[handle] = Generated(request, submit, choice)
             sent.append(request)
-            self.mesh.send(peers[number % len(peers)], submit)
+            self._placing.place(submit)
             if number % SENDS_A_TURN == SENDS_A_TURN - 1:
                 await asyncio.sleep(0)
-                if self._errors:
-                    return  # the caller gets the first one, and no answer
 
     def _abort(self) -> None:
         """Nobody waits for what was sent."""
         assert self.mesh is not None
-        names = tuple(name_of(request.request_id, output.index) for request, output in self._rows.values())
+        names = tuple(row.name for row in self._rows.values())
         self._rows.clear()
         for peer in self.mesh.peers(Role.DETOKENIZER):
             with contextlib.suppress(LinkDown, LinkFull):
@@ -164,8 +182,7 @@ class Client:
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
-        (peer, *_) = await self._detokenizers()
-        replies = [self._ask(peer, Tokenize(self.new_handle(), prompt)) for prompt in prompts]
+        replies = [self._ask(Tokenize(self.new_handle(), prompt)) for prompt in prompts]
         found = []
         for reply in replies:
             answer = await reply
@@ -177,47 +194,61 @@ class Client:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. ValueError for one that the vocabulary does not have."""
-        (peer, *_) = await self._detokenizers()
-        answer = await self._ask(peer, Detokenize(self.new_handle(), pack_i32(token_ids)))
+        answer = await self._ask(Detokenize(self.new_handle(), pack_i32(token_ids)))
         assert isinstance(answer, DetokenizeReply)
         if answer.error:
             raise ValueError(answer.error)
         return answer.text
 
-    def _ask(self, peer: Identity, message: Tokenize | Detokenize) -> "asyncio.Future[TokenizeReply | DetokenizeReply]":
-        assert self.mesh is not None
-        future: asyncio.Future[TokenizeReply | DetokenizeReply] = asyncio.get_running_loop().create_future()
-        self.mesh.send(peer, message)
-        self._asked[message.handle] = (peer, future)
-        return future
+    def _ask(self, message: Tokenize | Detokenize) -> "asyncio.Future[TokenizeReply | DetokenizeReply]":
+        question = self._asked[message.handle] = Question(message, asyncio.get_running_loop().create_future())
+        self._placing.place(message)
+        return question.answer
 
     def _deltas(self, message: TextDeltas) -> None:
-        handles, tokens = unpack_i32(message.handles).tolist(), unpack_i32(message.token_ids)
+        handles, starts = unpack_i32(message.handles).tolist(), unpack_i32(message.starts)
+        tokens = unpack_i32(message.token_ids)
         counts = unpack_i32(message.counts).tolist() if message.counts else [1] * len(handles)
         finished = {end.row: end for end in message.finished}
+        has_details = bool(message.logprobs or message.prompt_logprobs or message.first)
         at = 0
         for row, (handle, count) in enumerate(zip(handles, counts, strict=True)):
             known = self._rows.get(handle)
             if known is not None:
-                request, output = known
-                output.token_ids += tokens[at : at + count].tolist()
-                output.text += message.texts[row]
-                self._details(message, row, request, output)
-                if row in finished:
-                    self._finish(handle, output, finished[row])
+                output = known.output
+                have = len(output.token_ids)
+                if starts[row] == have:
+                    output.token_ids += tokens[at : at + count].tolist()
+                    output.text += message.texts[row]
+                    if has_details:
+                        self._details(message, row, known)
+                    if row in finished:
+                        self._finish(handle, known, finished[row])
+                elif starts[row] > have:
+                    self._attach(handle, known)
             at += count
 
-    def _details(self, message: TextDeltas, row: int, request: RequestOutput, output: CompletionOutput) -> None:
+    def _attach(self, handle: int, row: Generated) -> None:
+        """A gap: have the rest sent again."""
+        assert self.mesh is not None
+        if row.peer is not None:
+            with contextlib.suppress(LinkDown, LinkFull):
+                self.mesh.send(row.peer, Attach(Handle(handle), row.name, len(row.output.token_ids)))
+
+    def _details(self, message: TextDeltas, row: int, known: Generated) -> None:
+        request, output = known.request, known.output
         if row in message.logprobs:
             news = message.logprobs[row]
             output.logprobs = (output.logprobs or []) + [logprobs_of(position) for position in news]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(p.token.logprob for p in news)
         if row in message.prompt_logprobs:
             request.prompt_logprobs = [None if p is None else logprobs_of(p) for p in message.prompt_logprobs[row]]
-        if row in message.first:
+        if row in message.first and not known.begun:  # taken up again, it finds its own tokens
+            known.begun = True
             request.num_cached_tokens = message.first[row].num_cached_tokens
 
-    def _finish(self, handle: int, output: CompletionOutput, end: Finished) -> None:
+    def _finish(self, handle: int, row: Generated, end: Finished) -> None:
+        output = row.output
         output.finish_reason, output.stop_reason = end.reason.value, end.stop_reason
         if end.reason is FinishReason.ERROR:
             self._errors.append(end.message)

@@ -60,10 +60,44 @@ print("done")
 """
 
 
-def test_a_plain_script(tmp_path: Path) -> None:
+KILLS = """
+import os, signal, threading, time
+from meshlm import LLM, SamplingParams
+from meshlm.workers.fake import expected_token
+llm = LLM(device="fake", max_model_len="512", fake_step_ms=10)
+def kill_all():
+    for role in ("detokenizer", "scheduler", "worker", "coordinator"):
+        for pid in [process.pid for process in llm._supervisor.status().processes if process.role == role]:
+            os.kill(pid, signal.SIGKILL)
+            while any(process.pid == pid or process.state != "ready" for process in llm._supervisor.status().processes):
+                time.sleep(0.01)
+def kill_when_tokens_flow():
+    while not any(row.output.token_ids for row in list(llm._client._rows.values())):
+        time.sleep(0.01)
+    kill_all()
+killer = threading.Thread(target=kill_when_tokens_flow)
+killer.start()
+prompts = [[300 + number, 301] for number in range(20)]
+params = SamplingParams(max_tokens=500, ignore_eos=True, n=2)
+for prompt, answer in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+    tokens = list(prompt)
+    while len(tokens) < 502:
+        tokens.append(expected_token(tokens, llm.vocab_size))
+    assert [output.token_ids for output in answer.outputs] == [tokens[2:]] * 2
+    assert {output.finish_reason for output in answer.outputs} == {"length"}
+killer.join()
+killer = threading.Thread(target=kill_all)
+killer.start()
+while killer.is_alive():
+    assert llm.encode(["hi there"]) == llm.encode(["hi there"])
+print("done")
+"""
+
+
+def run(tmp_path: Path, text: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    script.write_text(text)
+    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("done\n")
 
@@ -86,10 +120,15 @@ print("done")
 """
 
 
+def test_a_plain_script(tmp_path: Path) -> None:
+    run(tmp_path, SCRIPT)
+
+
+def test_generate_outlives_any_process(tmp_path: Path) -> None:
+    """All that an `LLM` starts is killed, one after the other, while it generates, and again while it tokenizes."""
+    run(tmp_path, KILLS)
+
+
 def test_a_mesh_that_gives_up_ends_the_call(tmp_path: Path) -> None:
     """With its reason: nobody would answer any more."""
-    script = tmp_path / "script.py"
-    script.write_text(GIVEN_UP)
-    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("done\n")
+    run(tmp_path, GIVEN_UP)

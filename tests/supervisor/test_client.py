@@ -1,20 +1,21 @@
-"""The Python API's client: prompts leave one by one while answers come back, and none is left behind when one cannot be made."""
+"""The Python API's client: prompts leave one by one while answers come back, none is left behind when one cannot be made, and what a
+detokenizer had when it died is asked again."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from msgspec import Struct
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Finished, Submit, TextDeltas, TextPrompt, TokenizeReply
-from meshlm.supervisor import client as client_module
+from meshlm.protocol.text_edge import Abort, Attach, Finished, Submit, TextDeltas, TextPrompt, Tokenize, TokenizeReply
+from meshlm.runtime.errors import LinkFull
 from meshlm.supervisor.client import SENDS_A_TURN, Client, name_of
 from meshlm.supervisor.outputs import CompletionOutput, RequestOutput
+from meshlm.supervisor.sequences import MAX_ATTEMPTS
 
 DETOKENIZER = Identity(Role.DETOKENIZER)
 
@@ -24,27 +25,19 @@ class StubMesh:
 
     def __init__(self, client: Client, later: int) -> None:
         self.sent: list[Struct] = []
-        self.there, self.answers = [DETOKENIZER], True
-        self._news = asyncio.Event()
         self._client, self._later = client, later
 
     def peers(self, role: Role) -> list[Identity]:
-        return self.there
+        return [DETOKENIZER]
 
     def send(self, peer: Identity, message: Struct) -> None:
         self.sent.append(message)
-        self._news.set()
-        if isinstance(message, Submit) and self.answers:
+        if isinstance(message, Submit):
             answer = ended(message.handles[0])
             if len(self.sent) <= self._later:
                 self._client.on_message(DETOKENIZER, answer)
             else:
                 asyncio.get_running_loop().call_later(0.02, self._client.on_message, DETOKENIZER, answer)
-
-    async def asked(self, count: int) -> None:
-        while len(self.sent) < count:
-            self._news.clear()
-            await self._news.wait()
 
 
 def ended(handle: Handle) -> TextDeltas:
@@ -96,46 +89,152 @@ def test_a_prompt_that_cannot_be_made_ends_those_before_it() -> None:
     asyncio.run(run())
 
 
-async def test_the_death_of_a_detokenizer_ends_what_it_was_asked() -> None:
-    """Nobody would answer any more; what others have of it is not computed for nobody."""
-    client, stub = connected(1000)
-    stub.answers = False
-    running = asyncio.ensure_future(client.run(asks(client, 2), None))
-    ids = asyncio.ensure_future(client.tokenize([TextPrompt("a")]))
-    text = asyncio.ensure_future(client.detokenize([7]))
-    await asyncio.wait_for(stub.asked(4), 30)
-    client.on_peer_down(DETOKENIZER, Incarnation(1), "the process died")
-    for asked in (running, ids, text):
-        with pytest.raises(ValueError, match="detokenizer/0: the process died"):
-            await asyncio.wait_for(asked, 30)
-    assert stub.sent[-1] == Abort((name_of("r0", 0), name_of("r1", 0)))
-    late = TokenizeReply(Handle(3))
-    client.on_message(DETOKENIZER, late)  # of nobody's question
+# --- deaths ---
 
 
-async def test_a_question_waits_for_a_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, stub = connected(1000)
-    stub.there = []
-    client.on_message(Identity(Role.COORDINATOR), MeshStats(True))
-    running = asyncio.ensure_future(client.run(asks(client, 1), None))
-    await asyncio.sleep(0)
-    assert not stub.sent
-    stub.there = [DETOKENIZER]
-    client.on_peer_up(DETOKENIZER, Incarnation(2))
-    (one,) = await asyncio.wait_for(running, 30)
-    assert one.finished
-    stub.there = []
-    monkeypatch.setattr(client_module, "HOLD_S", 0.01)
-    with pytest.raises(ValueError, match="no detokenizer was there"):
-        await asyncio.wait_for(client.tokenize([TextPrompt("a")]), 30)
+class SilentMesh:
+    """Takes what is sent, by the detokenizers that are there; the test answers."""
+
+    def __init__(self, *there: Identity) -> None:
+        self.there, self.sent, self.full = list(there), list[tuple[Identity, Struct]](), False
+        self.timers: list[Callable[[], None]] = []
+        self._news = asyncio.Event()
+
+    def peers(self, role: Role) -> list[Identity]:
+        return self.there
+
+    def send(self, peer: Identity, message: Struct) -> None:
+        if self.full:
+            raise LinkFull(peer)
+        self.sent.append((peer, message))
+        self._news.set()
+
+    async def was_sent(self, count: int) -> None:
+        """Until so many messages have left."""
+        while len(self.sent) < count:
+            self._news.clear()
+            await self._news.wait()
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.timers.append(callback)
+
+
+def silent(*there: Identity) -> tuple[Client, SilentMesh]:
+    client = Client()
+    stub = SilentMesh(*there)
+    mesh: Any = stub
+    client.mesh = mesh
+    return client, stub
+
+
+def died(client: Client, stub: SilentMesh, peer: Identity) -> None:
+    stub.there = [other for other in stub.there if other != peer]
+    client.on_peer_down(peer, Incarnation(1), "the process died")
+
+
+def came(client: Client, stub: SilentMesh, peer: Identity) -> None:
+    stub.there.append(peer)
+    client.on_peer_up(peer, Incarnation(2))
+
+
+def row(handle: Handle, start: int, tokens: list[int], text: str, end: bool = False) -> TextDeltas:
+    finished = [Finished(0, FinishReason.LENGTH)] if end else []
+    return TextDeltas(
+        pack_i32([handle]), pack_i32([start]), pack_i32([len(tokens)]), pack_i32(tokens), [text], finished
+    )
+
+
+def last_submit(stub: SilentMesh) -> Submit:
+    _, message = stub.sent[-1]
+    assert isinstance(message, Submit)
+    return message
+
+
+def two_choices(client: Client) -> Iterator[tuple[Submit, RequestOutput]]:
+    handles = (client.new_handle(), client.new_handle())
+    submit = Submit(handles, (name_of("r", 0), name_of("r", 1)), TextPrompt("a"), SamplingParams(seed=40))
+    yield submit, RequestOutput("r", "a", [], [CompletionOutput(0), CompletionOutput(1)])
+
+
+def test_each_choice_goes_on_after_its_tokens_when_its_detokenizer_dies() -> None:
+    other = Identity(Role.DETOKENIZER, 1)
+
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        outputs = asyncio.ensure_future(client.run(two_choices(client), None))
+        await stub.was_sent(1)
+        first = last_submit(stub)
+        client.on_message(DETOKENIZER, row(first.handles[1], 0, [7, 8], "xy"))
+        came(client, stub, other)
+        died(client, stub, DETOKENIZER)
+        again = [message for peer, message in stub.sent[1:] if peer == other and isinstance(message, Submit)]
+        assert [submit.request_ids for submit in again] == [(name_of("r", 0),), (name_of("r", 1),)]
+        assert [submit.delivered for submit in again] == [b"", pack_i32([7, 8])]
+        assert [submit.sampling.seed for submit in again] == [40, 41]
+        assert [submit.attempt for submit in again] == [1, 1]
+        client.on_message(DETOKENIZER, row(first.handles[1], 2, [66], "late", end=True))  # nobody's
+        client.on_message(other, row(again[0].handles[0], 0, [5], "v", end=True))
+        client.on_message(
+            other, row(again[1].handles[0], 1, [8, 9], "??", end=True)
+        )  # begins before the end of what is here
+        client.on_message(other, row(again[1].handles[0], 3, [10], "!", end=True))
+        assert stub.sent[-1] == (other, Attach(again[1].handles[0], name_of("r", 1), 2)), "a gap is asked for"
+        client.on_message(other, row(again[1].handles[0], 2, [9, 10], "zu", end=True))
+        (request,) = await outputs
+        assert [(output.token_ids, output.text) for output in request.outputs] == [([5], "v"), ([7, 8, 9, 10], "xyzu")]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_what_no_detokenizer_takes_waits() -> None:
+    async def run() -> None:
+        client, stub = silent()
+        outputs = asyncio.ensure_future(client.run(asks(client, 2), None))
+        question = asyncio.ensure_future(client.tokenize([TextPrompt("a")]))
+        await asyncio.sleep(0.01)
+        assert not stub.sent
+        stub.full = True
+        came(client, stub, DETOKENIZER)
+        assert not stub.sent, "its queue is full"
+        stub.full = False
+        stub.timers[-1]()
+        asked = {type(message): message for _, message in stub.sent}
+        assert len(stub.sent) == 3
+        died(client, stub, DETOKENIZER)
+        came(client, stub, DETOKENIZER)
+        assert len(stub.sent) == 6
+        tokenize = asked[Tokenize]
+        assert isinstance(tokenize, Tokenize)
+        client.on_message(DETOKENIZER, TokenizeReply(tokenize.handle, pack_i32([3])))
+        assert await question == [[3]]
+        for _, message in stub.sent[3:]:
+            if isinstance(message, Submit):
+                client.on_message(DETOKENIZER, ended(message.handles[0]))
+        assert all(output.outputs[0].token_ids == [7] for output in await outputs)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_deaths_without_a_token_between_them_end_a_request() -> None:
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
+        await stub.was_sent(1)
+        for _ in range(MAX_ATTEMPTS):
+            died(client, stub, DETOKENIZER)
+            came(client, stub, DETOKENIZER)
+        with pytest.raises(ValueError, match="died 5 times"):
+            await outputs
+        assert len(stub.sent) == MAX_ATTEMPTS
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 async def test_what_nobody_waits_for_is_ended() -> None:
-    client, stub = connected(1000)
-    stub.answers = False
+    client, stub = silent(DETOKENIZER)
     running = asyncio.ensure_future(client.run(asks(client, 1), None))
-    await asyncio.wait_for(stub.asked(1), 30)
+    await asyncio.wait_for(stub.was_sent(1), 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert stub.sent[-1] == Abort((name_of("r0", 0),))
+    assert stub.sent[-1] == (DETOKENIZER, Abort((name_of("r0", 0),)))
