@@ -193,9 +193,7 @@ class FrontendApp:
     async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
         """None when the detokenizer died before it answered."""
         assert self._mesh is not None
-        target = self._desk.least_loaded()
-        if target is None:
-            raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready")
+        target = await self._any_detokenizer()
         future: asyncio.Future[TokenizeReply | DetokenizeReply | None] = asyncio.get_running_loop().create_future()
         self._asked[message.handle] = (target, future)
         try:
@@ -205,6 +203,17 @@ class FrontendApp:
             raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
         finally:
             del self._asked[message.handle]
+
+    async def _any_detokenizer(self) -> Identity:
+        """Wait for one, HOLD_S at most: the only one may be the one that died."""
+        try:
+            async with asyncio.timeout(HOLD_S):
+                while (target := self._desk.least_loaded()) is None:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready") from None
+        return target
 
     async def profile(self, *, start: bool) -> Profiled:
         """Begin or end a trace in every worker."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
+from meshlm.frontend import io
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FULL, FrontendApp
@@ -83,6 +84,19 @@ async def test_a_question_goes_on_at_another_detokenizer() -> None:
     app.on_message(OTHER, reply)  # once more: for nobody
 
 
+async def test_a_question_waits_for_the_only_detokenizers_next_life() -> None:
+    app, mesh = started(ONE)
+    question = Detokenize(Handle(7), b"")
+    asked = asyncio.ensure_future(app.ask(question))
+    assert await mesh.next() == (ONE, question)
+    app.on_peer_down(ONE, LIFE, "the process died")
+    await asyncio.sleep(0)
+    app.on_peer_up(ONE, Incarnation(2))
+    assert await mesh.next() == (ONE, question)
+    app.on_message(ONE, reply := DetokenizeReply(Handle(7), "text"))
+    assert await asyncio.wait_for(asked, LIMIT_S) == reply
+
+
 async def test_questions_go_where_the_fewest_requests_are() -> None:
     app, mesh = started(ONE, OTHER)
     choices, submit, _ = asking(app)
@@ -94,7 +108,8 @@ async def test_questions_go_where_the_fewest_requests_are() -> None:
 
 
 @pytest.mark.parametrize("why", ["none", "full", "down"])
-async def test_a_question_that_nobody_takes(why: str) -> None:
+async def test_a_question_that_nobody_takes(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "HOLD_S", 0.01)
     app, mesh = started(*(() if why == "none" else (ONE,)))
     mesh.full, mesh.down = {ONE} if why == "full" else set(), {ONE} if why == "down" else set()
     with pytest.raises(HttpError) as told:
