@@ -347,9 +347,7 @@ class StreamAnswer(Answer):
             entry["logprobs"] = chat_logprobs(self.shown(logprobs)) if logprobs else None
         else:
             entry["text"] = text
-            offset = self._offsets.get(choice.index, 0)
-            entry["logprobs"] = completion_logprobs(self.shown(logprobs), offset) if logprobs else None
-            self._offsets[choice.index] = offset + len(text)
+            entry["logprobs"] = self._completion_logprobs(choice, logprobs) if logprobs else None
         reader = self._readers.get(choice.index)
         calls = reader is not None and reader.num_calls > 0
         entry["finish_reason"] = visible_reason(finished, calls) if finished is not None else None
@@ -359,6 +357,12 @@ class StreamAnswer(Answer):
             entry["token_ids"] = token_ids.tolist()
         event = self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {})
         self._emit(choice, event, ended=finished is not None)
+
+    def _completion_logprobs(self, choice: Choice, logprobs: list[PositionLogprobs]) -> Json:
+        """Offsets go on behind the tokens before, as in a whole answer: however many tokens a row brings, they are the same."""
+        found = completion_logprobs(self.shown(logprobs), self._offsets.get(choice.index, 0))
+        self._offsets[choice.index] = found["text_offset"][-1] + len(found["tokens"][-1])
+        return found
 
     def _delta(self, choice: Choice, text: str, finished: Finished | None) -> Json:
         reader = self._readers.get(choice.index)

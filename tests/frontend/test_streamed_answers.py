@@ -19,6 +19,7 @@ from answering import (
     chunks,
     echoed_logprobs,
     give,
+    logprob,
     streamed,
     usage,
     whole,
@@ -31,6 +32,7 @@ from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 from meshlm.protocol.text_edge import (
     Accepted,
     Finished,
+    PositionLogprobs,
 )
 
 
@@ -163,6 +165,25 @@ def test_streamed_echo_offsets_point_into_the_text() -> None:
     answer, events, _ = streamed(asking(False, echo=True, logprobs=2))
     give(answer, 0, [7], "Hé", LENGTH, logprobs=[HELLO])
     assert chunks(events, False)[-1]["choices"][0]["logprobs"]["text_offset"] == [6]
+
+
+@pytest.mark.parametrize("rows", [(1, 1, 1), (2, 1), (1, 2), (3,)])
+def test_offsets_do_not_depend_on_how_many_tokens_a_row_brings(rows: tuple[int, ...]) -> None:
+    """A stream that is taken up again gets its tokens in other rows. Tokens of parts of a character show nothing by themselves."""
+    part = PositionLogprobs(logprob(7, -0.25, "\ufffd"), ())
+    answer, events, _ = streamed(asking(False, logprobs=0))
+    at = 0
+    for count in rows:
+        give(
+            answer,
+            0,
+            [7, 7, 9][at : at + count],
+            "é w" if at + count == 3 else "",
+            logprobs=[part, part, WORLD][at : at + count],
+        )
+        at += count
+    found = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks(events, False)]
+    assert [offset for offsets in found for offset in offsets] == [0, 1, 2]
 
 
 def test_streamed_echo_with_logprobs_is_the_whole_one_in_parts() -> None:
