@@ -111,6 +111,8 @@ class FrontendBatch:
         borders = [start, stream.cut, num_tokens] if start < stream.cut < num_tokens else [start, num_tokens]
         if start == num_tokens and finished is None and stream.submit.retry is not None:
             return  # nothing yet: a row would only begin the client's stream
+        if start == 0 and stream.lacks_prompt_logprobs and stream.submit.retry is not None:
+            return  # the client's stream begins with them: its frontend sees the gap before the next token, and asks
         place = len(self.texts)
         if stream.first is not None:
             self.first[place] = stream.first

@@ -13,7 +13,7 @@ def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> 
     """For all choices of one prompt."""
     handles = tuple(stream.frontend_handle for stream in streams)
     submit = streams[0].submit
-    arrival_s = submit.arrival_s if submit.retry is not None else 0.0
+    arrival_s = (submit.retry.begun_s or submit.arrival_s) if submit.retry is not None else 0.0
     ids = prompt.tobytes() if submit.want_ids else b""
     if not submit.want_text:
         return Accepted(handles, len(prompt), ids, arrival_s=arrival_s)

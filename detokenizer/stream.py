@@ -102,6 +102,7 @@ class Stream:
         self.decoder, self.stop = self._reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
+        self.logprobs = list(self.submit.logprobs)
         self.begun_with = len(self.emitted)
         self.look_ahead()
 
@@ -131,6 +132,12 @@ class Stream:
         ids = self.emitted[:-1] if self.hidden else self.emitted
         texts = [self._read(decoder, stop, token, number) for number, token in enumerate(ids, 1)]
         return "".join(texts[index:end])
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """It goes on after a detokenizer's death, and what it had then comes again with its next token."""
+        wanted = self.sampling.prompt_logprobs >= 0 and len(self.prompt) > 1
+        return wanted and self.prompt_logprobs is None and self.finished is None
 
     def push_silent(self, token: int) -> str:
         """A stop token: counted, not shown."""

@@ -24,6 +24,7 @@ class Choice:
         "handle",
         "index",
         "last_at",
+        "logprobs",
         "prompt_index",
         "submit",
         "token_ids",
@@ -34,6 +35,7 @@ class Choice:
         self.submit, self.handle = submit, handle
         self.detokenizer: Identity | None = None
         self.token_ids: array[int] = array("i")
+        self.logprobs: list[PositionLogprobs] = []  # of token_ids; only with a Retry, for its detokenizer's next life
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
         self.begun_with = self.fruitless = 0  # tokens at this attempt's begin; attempts since the last token

@@ -85,7 +85,8 @@ class Desk:
             self._fail(choice, ErrorKind.INTERNAL, text, "")
             return []
         delivered = choice.token_ids.tobytes()
-        choice.submit = msgspec.structs.replace(choice.submit, attempt=attempt, delivered=delivered)
+        logprobs = tuple(choice.logprobs)
+        choice.submit = msgspec.structs.replace(choice.submit, attempt=attempt, delivered=delivered, logprobs=logprobs)
         return self._place(choice)
 
     def _place(self, choice: Choice) -> list[Send]:
@@ -160,6 +161,9 @@ class Desk:
         for handle in message.handles:
             choice = self.by_handle.get(handle)
             if choice is not None:
+                if (retry := choice.submit.retry) is not None:  # for its detokenizer's next life
+                    retry = msgspec.structs.replace(retry, begun_s=message.arrival_s)
+                    choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
                 choice.exchange.accepted(choice, message)
 
     def rejected(self, message: Rejected) -> None:
@@ -227,6 +231,8 @@ class Desk:
                         else:
                             choice.first_at = now
                         choice.last_at = now
+                    if row in logprobs and choice.submit.retry is not None:
+                        choice.logprobs += logprobs[row]
                     if end is not None:
                         self._forget(choice)
                         choice.finished = end

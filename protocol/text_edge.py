@@ -56,6 +56,24 @@ class Retry(Struct, frozen=True, omit_defaults=True):
     key: str  # hexadecimal digest of the client's key; it also says which detokenizer has the request
     body: bytes  # digest of what was asked; something else under the same key is refused
     cuts: tuple[int, ...] = ()  # by choice: the output tokens that the client has; a row of deltas must begin there
+    begun_s: float = 0.0  # resume: wall clock, when it was asked for the first time
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A token with its log-probability (natural log), its text and its place among all tokens (1 = likeliest)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+    token_bytes: bytes
+
+
+class PositionLogprobs(Struct, frozen=True, array_like=True):
+    """The sampled (or prompt) token of one position, and the k likeliest there."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -69,6 +87,9 @@ class Submit(Struct, frozen=True, tag="submit"):
     max_tokens: int | None = None  # None: whatever the context leaves; else overrides sampling.max_tokens
     attempt: int = 0
     delivered: bytes = b""  # resume (one choice): output ids the client has, int32
+    logprobs: tuple[
+        PositionLogprobs, ...
+    ] = ()  # ... and theirs, with a Retry: a newer connection may ask for them again
     want_ids: bool = False  # Accepted carries the prompt's token ids
     want_text: bool = False  # Accepted carries the prompt as text
     priority: int = 0  # lower is sooner
@@ -135,23 +156,6 @@ class Rejected(Struct, frozen=True, tag="rejected"):
     kind: ErrorKind
     message: str
     param: str = ""
-
-
-class TokenLogprob(Struct, frozen=True, array_like=True):
-    """A token with its log-probability (natural log), its text and its place among all tokens (1 = likeliest)."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    text: str
-    token_bytes: bytes
-
-
-class PositionLogprobs(Struct, frozen=True, array_like=True):
-    """The sampled (or prompt) token of one position, and the k likeliest there."""
-
-    token: TokenLogprob
-    top: tuple[TokenLogprob, ...] = ()
 
 
 class Finished(Struct, frozen=True, omit_defaults=True):

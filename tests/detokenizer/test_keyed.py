@@ -20,6 +20,7 @@ from meshlm.protocol.text_edge import (
     Attach,
     Detach,
     Finished,
+    PositionLogprobs,
     Rejected,
     Retry,
     Submit,
@@ -46,7 +47,8 @@ class Connection:
         self.end: Finished | None = None
         self.refused: Rejected | None = None
         self.accepted: Accepted | None = None
-        self.num_logprobs = 0
+        self.logprobs: list[PositionLogprobs] = []
+        self.num_of_prompt = 0
 
     def hear(self, message: object) -> None:
         match message:
@@ -70,7 +72,8 @@ class Connection:
             self.num_tokens += count
             self.text += batch.texts[row]
             self.rows.append((start, batch.texts[row]))
-            self.num_logprobs += len(batch.logprobs.get(row, ()))
+            self.logprobs += batch.logprobs.get(row, ())
+            self.num_of_prompt += len(batch.prompt_logprobs.get(row, ()))
             self.end = ends.get(row)
 
 
@@ -151,7 +154,7 @@ class Bench:
         for job in jobs:
             self.event(Encoded(job.job, array("i", [1, 2])))
 
-    def generate(self, work: Work, start: int, end: int, *, logprobs: bool = False) -> None:
+    def generate(self, work: Work, start: int, end: int, *, logprobs: bool = False, of_prompt: bool = False) -> None:
         ids = token_ids(ANSWER[start:end])
         ended = [Ended(0, FinishReason.LENGTH)] if end == len(ANSWER) else []
         columns = LogprobColumns(0, pack_f32([-1.0] * len(ids)), pack_i32([1] * len(ids)))
@@ -162,6 +165,7 @@ class Bench:
             pack_i32(ids),
             ended,
             {0: columns} if logprobs else {},
+            {0: LogprobColumns(0, pack_f32([-2.0]), pack_i32([1]))} if of_prompt else {},
             first={0: First(1)} if start == 0 else {},
         )
         self.event(Received(S0, LIFE, deltas))
@@ -199,6 +203,40 @@ def test_without_a_key_it_ends_with_its_frontend() -> None:
     assert not bench.core.by_id
 
 
+def test_after_its_detokenizers_death_the_next_connection_gets_all_logprobs() -> None:
+    """The first five are the frontend's, which had them and is dead when the next one asks."""
+    before, bench = Bench(), Bench()
+    first = before.ask(F0, logprobs=0)
+    before.generate(before.works[0], 0, 5, logprobs=True)
+    again = Submit(
+        (Handle(first.handle),),
+        (RequestId("r"),),
+        TokenPrompt(pack_i32([1, 2])),
+        SamplingParams(logprobs=0, prompt_logprobs=0),
+        max_tokens=len(ANSWER),
+        attempt=1,
+        delivered=pack_i32(token_ids(ANSWER[:5])),
+        logprobs=tuple(first.logprobs),
+        arrival_s=77.0,
+        retry=Retry("r", b"b", (0,), begun_s=33.0),
+    )
+    bench.event(Received(F0, LIFE, again))
+    bench.encode()
+    (work,) = bench.works
+    bench.event(PeerLost(F0, LIFE))
+    second = bench.ask(F1, logprobs=0)
+    assert not second.rows, "its prompt's logprobs, which begin it, are not there"
+    bench.generate(work, 5, 8, logprobs=True, of_prompt=True)
+    assert not second.rows
+    bench.event(Received(F1, LIFE, Attach(Handle(second.handle), RequestId("r"), 0)))  # it sees the gap
+    bench.flush()
+    bench.generate(work, 8, len(ANSWER), logprobs=True)
+    assert (second.text, len(second.logprobs)) == (ANSWER, len(ANSWER))
+    assert second.num_of_prompt == 2
+    assert second.accepted is not None
+    assert second.accepted.arrival_s == 33.0, "the answer's `created` stays"
+
+
 def test_a_finished_one_is_told_again_with_its_logprobs() -> None:
     bench = Bench()
     first = bench.ask(logprobs=0)
@@ -206,7 +244,8 @@ def test_a_finished_one_is_told_again_with_its_logprobs() -> None:
     bench.generate(bench.works[0], 9, len(ANSWER), logprobs=True)
     bench.tick(WINDOW_S - 1)
     second = bench.ask(F1)
-    assert (second.text, second.num_logprobs) == (first.text, first.num_logprobs) == (ANSWER, len(ANSWER))
+    assert (second.text, second.logprobs) == (first.text, first.logprobs)
+    assert (first.text, len(first.logprobs)) == (ANSWER, len(ANSWER))
     assert second.end is not None
     assert second.end.reason is FinishReason.LENGTH
     assert first.refused is None

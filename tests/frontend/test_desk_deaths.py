@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from meshlm.frontend.desk import MAX_ATTEMPTS, Desk, Send
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
-from meshlm.protocol.text_edge import Abort, Attach, Finished, Rejected, Submit, TextDeltas
+from meshlm.protocol.text_edge import (
+    Abort,
+    Accepted,
+    Attach,
+    Finished,
+    PositionLogprobs,
+    Rejected,
+    Retry,
+    Submit,
+    TextDeltas,
+    TokenLogprob,
+)
 
 # --- detokenizers come and go ---
 
@@ -248,3 +259,33 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
             assert client.texts.get(choice.index, "") == "".join(map(word, expected))
             assert client.closed or choice.index in client.ends
             assert (choice.index in client.ends) == (choice.finished is not None)
+
+
+def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens() -> None:
+    """Its next detokenizer may have to tell them all again, to a frontend that never had them; without a key nobody asks for them."""
+    desk = a_desk(D0)
+    client, _ = opened(desk, n=2)
+    with_key, without = client.choices
+    with_key.submit = msgspec.structs.replace(with_key.submit, retry=Retry("0" * 32, b"b"))
+    some = [PositionLogprobs(TokenLogprob(token, -1.0, 1, word(token), b"")) for token in (1, 2, 3)]
+    rows = ((with_key, 0, [1, 2]), (without, 0, [1, 2]))
+    desk.deltas(deltas(*rows, logprobs={0: some[:2], 1: some[:2]}), D0, 1.0)
+    desk.deltas(deltas((with_key, 2, [3]), logprobs={0: some[2:]}), D0, 2.0)
+    desk.deltas(deltas((with_key, 1, [2, 3]), logprobs={0: some[1:]}), D0, 3.0)  # again: not taken in
+    desk.detokenizer_down(D0)
+    submits = [send.message for send in desk.detokenizer_up(D0)]
+    assert [submit.logprobs for submit in submits if isinstance(submit, Submit)] == [tuple(some), ()]
+
+
+def test_a_request_with_a_key_keeps_the_time_when_it_was_first_asked() -> None:
+    """Each connection's own arrival_s says which is the newer one; the answer's `created` is the first one's."""
+    desk = a_desk(D0)
+    client, _ = opened(desk)
+    (choice,) = client.choices
+    choice.submit = msgspec.structs.replace(choice.submit, arrival_s=50.0, retry=Retry("0" * 32, b"b"))
+    desk.accepted(Accepted((choice.handle,), 3, arrival_s=20.0))
+    desk.detokenizer_down(D0)
+    (send,) = desk.detokenizer_up(D0)
+    assert isinstance(send.message, Submit)
+    assert send.message.retry is not None
+    assert (send.message.arrival_s, send.message.retry.begun_s) == (50.0, 20.0)

@@ -91,7 +91,7 @@ FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", Er
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
 
-RETRY = text.Retry("ab12", b"digest", (3, 0))
+RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)
 
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
@@ -109,6 +109,7 @@ FULL: tuple[Struct, ...] = (
         max_tokens=7,
         attempt=1,
         delivered=pack_i32([4, 5]),
+        logprobs=(POSITION,),
         want_ids=True,
         want_text=True,
         priority=3,
