@@ -43,6 +43,7 @@ class Rank:
     num_unstarted: int = 0
     num_fresh: int = 0  # dispatched since its last word
     score: float = 0.0
+    used: int = 0  # the number of the last dispatch that came here
     in_order: bool = False
 
     @property

@@ -2,7 +2,8 @@
 
 Pure; owned by core.py. The ledger is event-sourced: dispatch, first token and end of a request adjust it at once; a rank's own
 Load only corrects it. A rank's score is the work that is ahead of it, in decode tokens; a request goes where the score plus the
-prompt tokens that it would have to compute there is least. Candidates are kept sorted, so that a choice does not look at all.
+prompt tokens that it would have to compute there is least. Of equal ranks it is the one that was not chosen for longest: where
+one request comes after the other, all caches fill. Candidates are kept sorted, so that a choice does not look at all.
 """
 
 import sys
@@ -49,7 +50,7 @@ class Router:
         self.num_waiting = 0  # by the ranks' own word ...
         self.num_fresh = 0  # ... and what was dispatched since
         self.changes = 0  # counts when other ranks take requests than before
-        self._order: list[tuple[float, int]] = []  # (score, number) of those that take requests
+        self._order: list[tuple[float, int, int]] = []  # (score, used, number) of those that take requests
         self._by_number: dict[int, Rank] = {}
         self._clock = 0  # counts dispatches
         self._last = -1  # round-robin: whose turn it was
@@ -113,7 +114,7 @@ class Router:
 
     def _next(self, over: Over) -> Rank | None:
         if self._turns_at != self.changes:
-            self._turns, self._turns_at = sorted(number for _, number in self._order), self.changes
+            self._turns, self._turns_at = sorted(number for _, _, number in self._order), self.changes
         at, count = bisect_left(self._turns, self._last + 1), len(self._turns)
         for number in (self._turns[(at + step) % count] for step in range(count)):
             if not _is_over(self._by_number[number], over):
@@ -134,9 +135,9 @@ class Router:
                 rank = self._by_number[mask.bit_length() - 1]
                 mask ^= 1 << rank.number
                 cost = rank.score - MISS_WEIGHT * cached
-                if rank.open and (cost, rank.number) < (least, best.number if best else 0) and not _is_over(rank, over):
+                if rank.open and (cost, rank.used) < (least, best.used if best else 0) and not _is_over(rank, over):
                     best, least = rank, cost
-        for looked_at, (score, number) in enumerate(self._order):
+        for looked_at, (score, _, number) in enumerate(self._order):
             if score - MISS_WEIGHT * most >= least or looked_at >= MOST_LOOKED_AT:
                 break
             cost = score - MISS_WEIGHT * (_cached(found, number) if most else 0)
@@ -159,7 +160,7 @@ class Router:
         entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation, given)
         rank.add(work.request_id, entry)
         self.num_fresh += 1
-        self._reorder(rank)
+        self._reorder(rank, used=self._clock)
 
     def _output(self, work: Work) -> int:
         """Output tokens to come: known where nothing but max_tokens ends it, else what is usual here."""
@@ -208,23 +209,25 @@ class Router:
 
     # --- the order ---
 
-    def _reorder(self, rank: Rank) -> None:
+    def _reorder(self, rank: Rank, used: int = 0) -> None:
         was_open = rank.in_order
         self._out_of_order(rank)
+        rank.used = used or rank.used
         if rank.open:
             rank.score = rank.work(PREFILL_WEIGHT)
-            insort(self._order, (rank.score, rank.number))
+            insort(self._order, (rank.score, rank.used, rank.number))
             rank.in_order = True
         self.changes += was_open is not rank.in_order
 
     def _out_of_order(self, rank: Rank) -> None:
         if rank.in_order:
-            del self._order[bisect_left(self._order, (rank.score, rank.number))]
+            del self._order[bisect_left(self._order, (rank.score, rank.used, rank.number))]
             rank.in_order = False
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        assert self._order == sorted((rank.score, rank.number) for rank in self.ranks.values() if rank.open)
+        places = ((rank.score, rank.used, rank.number) for rank in self.ranks.values() if rank.open)
+        assert self._order == sorted(places)
         loads = [rank.load for rank in self.ranks.values() if rank.load is not None]
         assert self.num_waiting == sum(load.num_waiting for load in loads)
         assert self.num_fresh == sum(rank.num_fresh for rank in self.ranks.values())

@@ -135,6 +135,20 @@ def test_equal_prefixes_meet_their_cache() -> None:
         assert [send(where, work(system + [turn] * 64)) for system in systems] == homes
 
 
+@pytest.mark.parametrize("policy", ["cache-aware", "least-loaded"])
+def test_idle_ranks_take_turns(policy: Policy) -> None:
+    """One request after the other: with the lowest number first, one cache would be worn out and the others stay empty."""
+    where = router(4, policy)
+    went = []
+    for number in range(12):
+        request = work([number] * 200)
+        went.append(send(where, request))
+        end(where, went[-1], request)
+    assert went == [0, 1, 2, 3] * 3
+    if policy == "cache-aware":
+        assert [send(where, work([number] * 200)) for number in range(4)] == went[:4], "each prefix is where it was"
+
+
 def test_a_swamped_rank_sheds_its_prefix() -> None:
     where = router(2)
     system = [1] * 2048
