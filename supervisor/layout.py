@@ -125,9 +125,26 @@ def check(config: MeshConfig) -> None:
         other = "" if parallel.node_rank else ", or --data-parallel-hybrid-lb behind an outer balancer"
         raise UsageError(f"{flag}: the head's is 0; other nodes are started with --headless{other}")
     elif len(workers) < parallel.data_parallel_size * parallel.workers_per_rank and not network.listen:
-        raise UsageError("--listen tcp://HOST:PORT is needed where other nodes have some of the ranks")
+        raise _RanksElsewhere("--listen tcp://HOST:PORT is needed where other nodes have some of the ranks")
     if network.mesh_port_range:
         _check_port_range(config, len(ranks) + len(workers))
+
+
+def check_alone(config: MeshConfig) -> None:
+    """UsageError unless all of the mesh is on this node: ranks that are elsewhere would be missing without a word."""
+    for flag, value in (("headless", config.network.headless), ("join", config.network.join)):
+        if value:
+            raise UsageError(f"{flag}: `meshlm serve` starts the nodes of a mesh; from Python it has one node")
+    try:
+        check(msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, listen="")))
+    except _RanksElsewhere:
+        raise UsageError(
+            "nnodes, data_parallel_size_local: `meshlm serve` starts the nodes of a mesh; from Python it has one node"
+        ) from None
+
+
+class _RanksElsewhere(UsageError):
+    """Other nodes have some of the ranks, and cannot join."""
 
 
 def _check_master(parallel: ParallelConfig) -> None:

@@ -43,6 +43,7 @@ class LLM:
         usual = {"standby_roles": ["none"], "cudagraph_capture": "start"}  # work comes at once, and nothing idles then
         given = {**usual, **settings_of(settings), "model": model}
         config = flags.build(given, None)
+        layout.check_alone(config)
         config = resolve.resolve(config)
         self._folder = tempfile.TemporaryDirectory(prefix="mlm")
         run_dir = Path(self._folder.name) / "run"

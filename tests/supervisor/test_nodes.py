@@ -101,6 +101,18 @@ def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, o
     assert text in str(refused.value)
 
 
+def test_from_python_a_mesh_has_one_node() -> None:
+    """LLM starts all of it or nothing: two of four ranks would serve without a word about the others."""
+    layout.check_alone(config(data_parallel_size=2, tensor_parallel_size=2))
+    for network, parallel, text in (
+        ({}, {"data_parallel_size": 4, "data_parallel_size_local": 2}, "data_parallel_size_local"),
+        (LISTEN, {"data_parallel_size": 2, "nnodes": 2}, "nnodes"),
+        (JOIN, {"data_parallel_size": 2}, "headless"),
+    ):
+        with pytest.raises(UsageError, match=f"{text}.*from Python it has one node"):
+            layout.check_alone(config(network, **parallel))
+
+
 def test_every_setting_of_a_node_can_differ_or_is_compared() -> None:
     """A new flag is compared unless it is marked: nobody has to think of it."""
     assert MeshConfig().parallel == ParallelConfig()
