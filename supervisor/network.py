@@ -17,11 +17,8 @@ from meshlm.supervisor.nodes import Nodes
 from meshlm.supervisor.operations import Operations
 from meshlm.supervisor.traces import Traces
 
-LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = (
-    1.0,
-    10.0,
-    60.0,
-)  # of ranks that are on no node: looked for, said first, said again
+# Of ranks that are on no node: looked for, said first, said again.
+LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = 1.0, 10.0, 60.0
 
 
 class Own(Protocol):
