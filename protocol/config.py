@@ -93,6 +93,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     ] = 4096
     async_depth: Annotated[int, Meta(ge=1, le=4, description="steps in flight; 1: plan only when the last is back")] = 2
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts over steps")] = True
+    prefill_pace: Annotated[
+        Literal["even", "full"],
+        Meta(
+            description="even: spread prompts over steps, so that streams wait little for their next token; full: as many prompt "
+            "tokens in each step as it holds, as offline work wants it"
+        ),
+    ] = "even"
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True):

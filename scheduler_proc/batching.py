@@ -38,7 +38,7 @@ class Batching:
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, num_rows: int) -> None:
         self.limits, self.block_size = limits, block_size
         self.pool = BlockPool(num_blocks)
-        self.budget = StepBudget(limits.max_num_batched_tokens)
+        self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.num_preemptions = 0

@@ -32,8 +32,9 @@ QUICK_STEP_S = 0.002  # shorter steps end before the next plan can arrive, unles
 class StepBudget:
     """Pure: fed with finished steps and requests, asked before each plan."""
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
-        self.max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, max_num_batched_tokens: int, *, even: bool = True) -> None:
+        """even: spread prompts; else they have all that decodes leave of a step."""
+        self.max_num_batched_tokens, self._spreads = max_num_batched_tokens, even
         self.prompt_s = 0.0  # what a prompt token adds to a step; 0: not measured yet
         self.decode_s = 0.0  # of steps without prompts
         self._prompt_tokens = self._output_tokens = 0.0  # of requests that ended, the older the less
@@ -57,7 +58,7 @@ class StepBudget:
     def prefill_limit(self, num_decodes: int, outstanding: int) -> int:
         """Prompt tokens that the next step may hold beside `num_decodes` running decodes; so many are to be computed."""
         room = self.max_num_batched_tokens - num_decodes
-        if not num_decodes or not self.prompt_s:
+        if not num_decodes or not self.prompt_s or not self._spreads:
             return room
         tokens = min(self._even(num_decodes, outstanding), self._bearable(num_decodes))
         return max(0, min(room, max(tokens - num_decodes, MIN_PREFILL_TOKENS)))

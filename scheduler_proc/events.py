@@ -51,6 +51,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     async_depth: int = 2
     chunked_prefill: bool = True
+    even_prefill: bool = True
     prefix_caching: bool = True
     by_priority: bool = False
     num_workers: int = 1

@@ -25,6 +25,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         async_depth=config.scheduler.async_depth,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
+        even_prefill=config.scheduler.prefill_pace == "even",
         prefix_caching=config.cache.enable_prefix_caching,
         by_priority=config.scheduler.scheduling_policy == "priority",
         num_workers=parallel.workers_per_rank,

@@ -34,14 +34,15 @@ from meshlm.supervisor.tokenizer import Tokenizer, chat_prompt
 
 T = TypeVar("T")
 OnePrompt = str | Sequence[int] | dict[str, Any]
+# Work comes at once, nothing idles then, and nobody reads along.
+OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full"}
 
 
 class LLM:
     """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores."""
 
     def __init__(self, model: str = "", **settings: Any) -> None:
-        usual = {"standby_roles": ["none"], "cudagraph_capture": "start"}  # work comes at once, and nothing idles then
-        given = {**usual, **settings_of(settings), "model": model}
+        given = {**OFFLINE, **settings_of(settings), "model": model}
         config = flags.build(given, None)
         layout.check_alone(config)
         config = resolve.resolve(config)

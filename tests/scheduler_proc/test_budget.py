@@ -73,6 +73,13 @@ def test_a_fast_device_s_steps_end_where_more_tokens_gain_nothing() -> None:
     assert fast.prefill_limit(0, 50) == 8192
 
 
+def test_offline_work_has_full_steps() -> None:
+    full = StepBudget(8192, even=False)
+    full.learn(64, 64, 0.007)
+    full.learn(1064, 64, 0.027)
+    assert full.prefill_limit(64, 100) == 8192 - 64
+
+
 def test_a_slow_device_s_steps_hold_the_fewest_tokens() -> None:
     assert learned(decode_s=0.010, prompt_s=2.2e-3).prefill_limit(4, 10**6) == budget.MIN_PREFILL_TOKENS
 
