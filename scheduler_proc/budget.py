@@ -16,6 +16,7 @@ EVEN_PROMPT_S = (
 KEEP_UP = 1.15  # ... or so many times what comes in
 PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
 REQUESTS_REMEMBERED = 32  # what comes in is known from about so many that ended
+FULL_FROM_S = 0.05  # without spreading: shorter steps are better replayed from CUDA graphs, which hold fewer tokens
 LONGEST_TARGET_S = 0.055
 LONGEST_STRETCH = 7.0  # where decodes alone take long (a large model), the longest grows with them
 MANY_DECODES = 128  # ... and with their number beyond this: each step reads the cache of all of them
@@ -33,7 +34,7 @@ class StepBudget:
     """Pure: fed with finished steps and requests, asked before each plan."""
 
     def __init__(self, max_num_batched_tokens: int, *, even: bool = True) -> None:
-        """even: spread prompts; else they have all that decodes leave of a step."""
+        """even: spread prompts; else they have all that decodes leave of a step, if it is a long one then."""
         self.max_num_batched_tokens, self._spreads = max_num_batched_tokens, even
         self.prompt_s = 0.0  # what a prompt token adds to a step; 0: not measured yet
         self.decode_s = 0.0  # of steps without prompts
@@ -58,7 +59,9 @@ class StepBudget:
     def prefill_limit(self, num_decodes: int, outstanding: int) -> int:
         """Prompt tokens that the next step may hold beside `num_decodes` running decodes; so many are to be computed."""
         room = self.max_num_batched_tokens - num_decodes
-        if not num_decodes or not self.prompt_s or not self._spreads:
+        if not num_decodes or not self.prompt_s:
+            return room
+        if not self._spreads and room * self.prompt_s >= FULL_FROM_S:
             return room
         tokens = min(self._even(num_decodes, outstanding), self._bearable(num_decodes))
         return max(0, min(room, max(tokens - num_decodes, MIN_PREFILL_TOKENS)))

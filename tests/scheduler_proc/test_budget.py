@@ -78,6 +78,10 @@ def test_offline_work_has_full_steps() -> None:
     full.learn(64, 64, 0.007)
     full.learn(1064, 64, 0.027)
     assert full.prefill_limit(64, 100) == 8192 - 64
+    quick = StepBudget(8192, even=False)
+    quick.learn(64, 64, 0.003)
+    quick.learn(2064, 64, 0.007)
+    assert quick.prefill_limit(64, 10**6) == budget.MOST_MIXED_TOKENS - 64, "such steps have CUDA graphs"
 
 
 def test_a_slow_device_s_steps_hold_the_fewest_tokens() -> None:
