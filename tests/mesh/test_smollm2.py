@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_chunked_and_preempted(oracle: Oracle) -> None:
             t for t in httpx.get(f"{server.url}/metrics").text.splitlines() if t.startswith("meshlm:num_preemptions")
         )
         assert float(line.split()[-1]) > 0, "nothing was preempted: the test proves nothing"
+
+
+def test_the_time_that_the_device_computes_is_counted(smol: Serving) -> None:
+    """30 tokens take a CPU tens of milliseconds, all of them in its steps; the mesh's figures come once a second."""
+
+    def busy_s() -> float:
+        lines = httpx.get(f"{smol.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("meshlm:device_busy_seconds_total"))
+
+    before, until = busy_s(), time.monotonic() + 20
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "One two three", "max_tokens": 30, "ignore_eos": True}
+    httpx.post(f"{smol.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    while busy_s() < before + 0.03:
+        assert time.monotonic() < until, "computing took no time"
 
 
 def test_paris(smol: Serving) -> None:
