@@ -38,7 +38,7 @@ def wait_ready(server: subprocess.Popen[str], begun: float) -> float:
 
 
 def device_seconds() -> tuple[float, float]:
-    """Busy, and idle while requests waited for their next token, since the start."""
+    """Busy, and idle although requests were running, since the start."""
     with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics") as answer:
         text = answer.read().decode()
     busy, idle = (

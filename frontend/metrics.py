@@ -92,7 +92,7 @@ class Metrics:
                 ("device_busy_seconds_total", "Seconds that the device has computed."),
                 (
                     "device_idle_seconds_total",
-                    "Seconds that it stood still while requests waited for their next token.",
+                    "Seconds that it stood still although requests were running.",
                 ),
             )
         }

@@ -146,7 +146,7 @@ class Load(Struct, frozen=True, tag="load"):
     returned: tuple[Returned, ...] = ()  # since the last Load
     graphs: GraphCounts | None = None  # its worker's; None: as it said last
     busy_ns: int = 0  # that the device has computed, since start
-    idle_ns: int = 0  # that it stood still although requests waited for their next token, since start
+    idle_ns: int = 0  # that it stood still although requests were running, since start
 
 
 SchedulerToCoordinator = Load

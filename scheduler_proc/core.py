@@ -275,10 +275,12 @@ class Scheduler:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
         if not self.serving or len(self.inflight) >= self.batching.budget.depth(self._depth):
             return []
+        goes_on = bool(self.batching.running)
         planned = self.batching.plan(self.session, StepId(self._next_step), now_ns)
         if planned is None:
             return []
         plan, record = planned
+        record.goes_on = goes_on
         self._next_step += 1
         self.num_steps += 1
         self.inflight.append(record)
@@ -374,8 +376,7 @@ class Scheduler:
         duration_ns = result.gpu_ns or result.done_ns - begun
         self.batching.budget.learn(record.num_tokens, record.num_decodes, duration_ns / 1e9)
         self.news.busy_ns += duration_ns
-        if record.num_decodes:  # they could have gone on at once
-            self.news.idle_ns += gap_ns
+        self.news.idle_ns += gap_ns if record.goes_on else 0
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

@@ -18,7 +18,7 @@ class News:
         self.returned: list[Returned] = []
         self.live_tokens = 0  # that requests which have not ended got here
         self.prompt_tokens = self.generation_tokens = 0
-        self.busy_ns = self.idle_ns = 0  # of the device; idle while requests waited for their next token
+        self.busy_ns = self.idle_ns = 0  # of the device; idle although requests were running
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None

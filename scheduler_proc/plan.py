@@ -13,7 +13,7 @@ class Inflight:
     firsts: places of the requests that are computed from their first token on.
     """
 
-    __slots__ = ("batch", "firsts", "num_decodes", "num_tokens", "planned_ns", "samples", "step")
+    __slots__ = ("batch", "firsts", "goes_on", "num_decodes", "num_tokens", "planned_ns", "samples", "step")
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Inflight:
     ) -> None:
         self.step, self.batch, self.samples, self.planned_ns = step, batch, samples, planned_ns
         self.num_tokens, self.num_decodes, self.firsts = num_tokens, num_decodes, firsts
+        self.goes_on = False  # requests were running when it was planned: the device need not have waited for work
 
 
 class PlanBuilder:

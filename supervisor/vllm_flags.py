@@ -7,13 +7,14 @@ typed. The arguments of `LLM` are arguments.py's, by the same table.
 import argparse
 import difflib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED
 
 
-class _Flag(argparse.Action):
+class _Flag(argparse.Action, ABC):
     """One of vLLM's, by its table."""
 
     def __call__(
@@ -26,9 +27,9 @@ class _Flag(argparse.Action):
         assert option_string is not None
         self.take(parser, option_string, values)
 
+    @abstractmethod
     def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
         """Say what there is to say."""
-        raise NotImplementedError
 
 
 class _Needless(_Flag):

@@ -1,4 +1,4 @@
-"""How long the device computed, and how long it stood still although requests waited for their next token."""
+"""How long the device computed, and how long it stood still although requests were running."""
 
 import pytest
 from bench import Bench, limits
@@ -32,6 +32,14 @@ def test_a_gap_before_a_prompt_is_nobody_s_waiting(bench: Bench) -> None:
     bench.assign(1, [5, 6, 7], 8)
     assert run(bench, gpu_ns=3 * MS, gap_ns=1000 * MS) == (3 * MS, 0)
     assert run(bench, gpu_ns=2 * MS, gap_ns=MS) == (2 * MS, MS), "who decodes could have gone on at once"
+
+
+def test_a_prompt_of_one_token_is_no_decode_that_waited(bench: Bench) -> None:
+    bench.assign(1, [5], 2)
+    assert run(bench, gpu_ns=3 * MS, gap_ns=1000 * MS) == (3 * MS, 0)
+    assert run(bench, gpu_ns=2 * MS, gap_ns=MS) == (2 * MS, MS)
+    bench.assign(2, [6], 1)
+    assert run(bench, gpu_ns=3 * MS, gap_ns=1000 * MS) == (3 * MS, 0)
 
 
 def test_a_device_without_a_clock_of_its_own(bench: Bench) -> None:
