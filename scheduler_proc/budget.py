@@ -10,9 +10,7 @@ that are learned from finished steps. benchmarks/step_budget.py tries the consta
 import math
 
 EVEN_TOKENS = 1024  # steps with prompts hold so many; fewer leave the products short of work, more make streams wait
-EVEN_PROMPT_S = (
-    0.008  # ... or prompts for so long: what a step with prompts costs besides counts where tokens are quick
-)
+EVEN_PROMPT_S = 0.008  # ... or prompts for so long: where tokens are quick, what each step with prompts costs counts
 KEEP_UP = 1.15  # ... or so many times what comes in
 PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
 REQUESTS_REMEMBERED = 32  # what comes in is known from about so many that ended

@@ -59,6 +59,14 @@ def test_sbatch_passes_sigterm_on_and_waits(tmp_path: Path) -> None:
     assert not Path(run_dir).exists()
 
 
+def job(folder: Path, **slurm: str) -> dict[str, str]:
+    """The environment of a job whose meshlm and srun are the stand-ins in the folder."""
+    for name in ("meshlm", "srun"):
+        (folder / name).chmod(0o700)
+    known = {"MESHLM_API_KEY": "k", "MESHLM_ADDRESS": "10.0.0.1", "SLURM_SUBMIT_DIR": str(folder)}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **known, **slurm}
+
+
 def test_sbatch_starts_the_other_nodes_and_waits_for_them(tmp_path: Path) -> None:
     """With stand-ins for meshlm and srun: the nodes get the head's address, the key, their numbers and the user's flags."""
     (tmp_path / "meshlm").write_text(
@@ -69,17 +77,7 @@ def test_sbatch_starts_the_other_nodes_and_waits_for_them(tmp_path: Path) -> Non
         '#!/bin/bash\necho "srun $*"\nwhile [[ $1 == --* ]]; do shift; done\n'
         'for SLURM_PROCID in 0 1; do SLURM_PROCID=$SLURM_PROCID "$@" & done\nwait\necho "nodes ended"\n'
     )
-    for name in ("meshlm", "srun"):
-        (tmp_path / name).chmod(0o700)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "MESHLM_API_KEY": "k",
-        "MESHLM_ADDRESS": "10.0.0.1",
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_JOB_ID": "77",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }
+    environment = job(tmp_path, SLURM_JOB_NUM_NODES="3", SLURM_JOB_ID="77")
     done = subprocess.run(
         ["bash", str(SBATCH), "some/model", "-dp", "3"],
         env=environment, capture_output=True, text=True, timeout=60, check=True,
@@ -115,16 +113,7 @@ def test_a_head_that_fails_takes_the_other_nodes_with_it(tmp_path: Path) -> None
         f"#!/bin/bash\ntrap 'echo \"nodes told\"; exit 143' TERM\ntouch {tmp_path}/nodes\n"
         "while :; do read -rt 0.05 <> <(:) || :; done\n"
     )
-    for name in ("meshlm", "srun"):
-        (tmp_path / name).chmod(0o700)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "MESHLM_API_KEY": "k",
-        "MESHLM_ADDRESS": "10.0.0.1",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-    }
+    environment = job(tmp_path, SLURM_JOB_NUM_NODES="2")
     done = subprocess.run(["bash", str(SBATCH), "m"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
     assert "nodes told" in done.stdout

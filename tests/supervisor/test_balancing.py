@@ -2,45 +2,19 @@
 
 import msgspec
 import pytest
+from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor import flags, layout
 from meshlm.supervisor.balancing import own_part
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.layout import identities
 from meshlm.supervisor.scaling import Scaling
 
-MODEL = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=128,
-)
-
 
 def on_gpus() -> Resolved:
-    return Resolved(
-        spec=MODEL,
-        model_path="",
-        tokenizer_path="",
-        chat_template="",
-        served_names=("m",),
-        generation_defaults={},
-        load_format="dummy",
-        device="cuda",
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        eos_token_ids=(),
-        digest="",
-    )
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+    return resolved_of(spec_of(hidden_size=64, intermediate_size=96, **heads), device="cuda", dtype="bfloat16")
 
 
 def part(**values: object) -> tuple[int, int | None, bool]:
