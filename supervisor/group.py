@@ -2,10 +2,11 @@
 
 Called by io.py with what it saw (pidfds, messages, timers); answers with what to do (events.py). Never spawns or kills itself.
 
-A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Later a dead
-process is started again, at once where it had done its job for a while, else with exponential backoff, until `max_restarts`
-within `WINDOW_S` seconds are used up, or until as many lives in a row, however long each, ended in the same words before they were
-ready. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced.
+A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. One that is killed
+while others of each role are ready does not: they serve already. Later a dead process is started again, at once where it had done
+its job for a while, else with exponential backoff, until `max_restarts` within `WINDOW_S` seconds are used up, or until as many lives
+in a row, however long each, ended in the same words before they were ready. A process that is silent, or whose step does not end, is
+stuck: it is killed, and so replaced.
 
 Processes may be added to a running mesh and taken out of it, one change at a time. New ones are on trial until all of them are
 ready: when one fails they are all taken away again, and nothing else is touched. Those that leave are not started again; they are
@@ -221,8 +222,9 @@ class Group:
             process.state = State.STOPPED
             return [AllStopped()] if self._all_stopped() else self._ask_next()
         words = process.last_words or (event.loading if process.state is State.STARTING else "")
+        was_killed = not words and event.code < 0
         words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
-        if not self.was_ready:
+        if not self.was_ready and not (was_killed and self._serves_already()):
             return self._give_up(words)
         died = TellDied(process.identity, process.incarnation)
         if process.on_trial:
@@ -239,6 +241,11 @@ class Group:
         nth = process.early_deaths
         process.restart_at = now + (min(FIRST_BACKOFF_S * 2.0 ** min(nth - 2, 10), MAX_BACKOFF_S) if nth > 1 else 0.0)
         return [died, *self._tick(now)]
+
+    def _serves_already(self) -> bool:
+        """Whether there may be clients although not everybody is ready: each role has somebody who is."""
+        able = {process.identity.role for process in self.processes.values() if process.state is State.READY}
+        return all(process.identity.role in able for process in self.processes.values())
 
     def _too_often(self, process: Process, words: str, now: float) -> str:
         """Why a process that died now is not started again; "" when it is."""

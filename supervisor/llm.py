@@ -206,6 +206,8 @@ class LLM:
         try:
             await supervisor.start()
             await client.mesh.open()
+            # All of them: until then the death of any ends the start, also when requests are served already.
+            await _unless_ended(supervisor, supervisor.ready.wait())
             await _unless_ended(supervisor, client.serving.wait())
         except BaseException:
             await client.mesh.close()

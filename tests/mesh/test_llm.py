@@ -75,7 +75,7 @@ def kill_when_tokens_flow():
     while not any(row.output.token_ids for row in list(llm._client._rows.values())):
         time.sleep(0.01)
     kill_all()
-killer = threading.Thread(target=kill_when_tokens_flow)
+killer = threading.Thread(target=kill_when_tokens_flow, daemon=True)
 killer.start()
 prompts = [[300 + number, 301] for number in range(20)]
 params = SamplingParams(max_tokens=500, ignore_eos=True, n=2)
@@ -86,7 +86,7 @@ for prompt, answer in zip(prompts, llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in answer.outputs] == [tokens[2:]] * 2
     assert {output.finish_reason for output in answer.outputs} == {"length"}
 killer.join()
-killer = threading.Thread(target=kill_all)
+killer = threading.Thread(target=kill_all, daemon=True)
 killer.start()
 while killer.is_alive():
     assert llm.encode(["hi there"]) == llm.encode(["hi there"])
@@ -118,6 +118,19 @@ else:
 llm.shutdown()
 print("done")
 """
+
+
+ALL_READY = """
+from meshlm import LLM
+llm = LLM(device="fake", detokenizers=4)
+assert {process.state for process in llm._supervisor.status().processes} == {"ready"}
+print("done")
+"""
+
+
+def test_all_processes_are_ready_from_the_first_call_on(tmp_path: Path) -> None:
+    """One that died before would have ended the start, although requests were served."""
+    run(tmp_path, ALL_READY)
 
 
 def test_a_plain_script(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from meshlm.supervisor.events import (
 from meshlm.supervisor.group import Group, State
 
 FRONTEND, WORKER = Identity(Role.FRONTEND), Identity(Role.WORKER)
+NEW, OTHER = Identity(Role.SCHEDULER, 1), Identity(Role.WORKER, 1)
 
 
 def started(max_restarts: int = 3) -> Group:
@@ -57,6 +58,25 @@ def test_a_failed_start_ends_with_the_childs_own_words() -> None:
     life = group.processes[WORKER].incarnation
     group.handle(SaidFailed(WORKER, life, "no memory"), 1001.0)
     assert group.handle(Exited(WORKER, life, 1), 1001.0) == [GiveUp("no memory")]
+
+
+def test_a_kill_during_the_start_spares_the_clients_of_those_that_serve() -> None:
+    group = Group([FRONTEND, WORKER, OTHER], 3, 60.0)
+    group.handle(Start(), 1000.0)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    assert [type(effect) for effect in die(group, OTHER, 1001.0)] == [TellDied, Spawn]
+    life = group.processes[OTHER].incarnation
+    group.handle(SaidFailed(OTHER, life, "no memory"), 1002.0)
+    assert group.handle(Exited(OTHER, life, 1), 1002.0) == [GiveUp("no memory")], "a start that cannot succeed"
+
+
+def test_a_kill_during_the_start_ends_it_where_nobody_serves() -> None:
+    group = Group([FRONTEND, WORKER, OTHER], 3, 60.0)
+    group.handle(Start(), 1000.0)
+    ready(group, FRONTEND)
+    (end,) = die(group, OTHER, 1001.0)
+    assert isinstance(end, GiveUp)
 
 
 def test_restart_at_once_then_with_backoff_then_give_up() -> None:
@@ -217,8 +237,6 @@ def test_a_start_that_takes_too_long_names_who_is_late() -> None:
 
 
 # --- processes that come and go ---
-
-NEW, OTHER = Identity(Role.SCHEDULER, 1), Identity(Role.WORKER, 1)
 
 
 def running(max_restarts: int = 3) -> Group:
