@@ -15,10 +15,9 @@ from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import Stream, StreamState
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.token_edge import Disown, StillThere
-
-MAX_ATTEMPTS = 5  # without a token
+from meshlm.runtime.deaths import one_more, too_many
 
 
 class Attempts(Journal):
@@ -90,9 +89,7 @@ class Attempts(Journal):
     def _ask_for_waiting(self) -> list[Effect]:
         """A rank was only out of reach: what waits, and was to avoid it, may go there again; its last attempt may be on its way."""
         waiting = [stream for stream in self.by_handle.values() if stream.scheduler is None]
-        for stream in waiting:
-            stream.fruitless -= 1  # nothing failed
-        return [effect for stream in waiting for effect in self._admit_again(stream)]
+        return [effect for stream in waiting for effect in self._next_attempt(stream)]
 
     def _rank_lost(self, lost: SchedulerLife) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
@@ -147,12 +144,12 @@ class Attempts(Journal):
         return effects
 
     def _admit_again(self, stream: Stream) -> list[Effect]:
-        """Go on from the journal after a death."""
-        stream.fruitless = 0 if len(stream.emitted) > stream.begun_with else stream.fruitless
-        stream.fruitless += 1
+        """Go on from the journal after a death: of a scheduler that had it, or of the coordinator while it had it."""
+        role = Role.COORDINATOR if stream.scheduler is None else Role.SCHEDULER
+        before = () if len(stream.emitted) > stream.begun_with else stream.deaths
+        stream.deaths = one_more(before, role, self.now)
         stream.begun_with = len(stream.emitted)
-        if stream.fruitless >= MAX_ATTEMPTS:
-            text = f"given up after {MAX_ATTEMPTS} attempts without a token: each time its scheduler or the coordinator died"
+        if text := too_many(stream.deaths):
             self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
         return self._next_attempt(stream)

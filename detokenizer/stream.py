@@ -10,6 +10,7 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit
 from meshlm.protocol.token_edge import Ended, First
+from meshlm.runtime.deaths import Death
 
 
 class StreamState(Enum):
@@ -34,6 +35,7 @@ class Stream:
         "begun_with",
         "crashed_at",
         "cut",
+        "deaths",
         "decoder",
         "emitted",
         "finished",
@@ -41,7 +43,6 @@ class Stream:
         "frontend",
         "frontend_handle",
         "frontend_incarnation",
-        "fruitless",
         "handle",
         "heard",
         "hidden",
@@ -76,7 +77,7 @@ class Stream:
         self.asked = Incarnation(0)  # the life of the coordinator that this attempt's Admit went to; 0: none yet
         self.scheduler: SchedulerLife | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
-        self.fruitless = 0  # attempts since the last token that ended with the death of a scheduler or the coordinator
+        self.deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
         self.begun_with = 0  # tokens that there were after the last such death
         self.num_crashes = 0  # deaths of workers at ranks that gave it back, without a token between them ...
         self.crashed_at = 0  # ... and its tokens then

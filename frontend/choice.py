@@ -8,6 +8,7 @@ from meshlm.frontend.burst import Form
 from meshlm.protocol.ids import ErrorKind, Handle, Identity
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.deaths import Death
 
 
 class Choice:
@@ -15,12 +16,12 @@ class Choice:
 
     __slots__ = (
         "begun_with",
+        "deaths",
         "detokenizer",
         "exchange",
         "finished",
         "first",
         "first_at",
-        "fruitless",
         "handle",
         "index",
         "last_at",
@@ -38,7 +39,8 @@ class Choice:
         self.logprobs: list[PositionLogprobs] = []  # of token_ids; only with a Retry, for its detokenizer's next life
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
-        self.begun_with = self.fruitless = 0  # tokens at this attempt's begin; attempts since the last token
+        self.begun_with = 0  # tokens at this attempt's begin
+        self.deaths: tuple[Death, ...] = ()  # that it met since the last token
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 

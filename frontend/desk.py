@@ -21,8 +21,8 @@ from meshlm.protocol.text_edge import (
     Submit,
     TextDeltas,
 )
+from meshlm.runtime.deaths import one_more, too_many
 
-MAX_ATTEMPTS = 5  # without a token
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
 
 
@@ -65,23 +65,22 @@ class Desk:
         orphans, self.orphans = self.orphans, []
         return [send for choice in orphans if choice.finished is None for send in self._place(choice)]
 
-    def detokenizer_down(self, identity: Identity) -> list[Send]:
+    def detokenizer_down(self, identity: Identity, now: float) -> list[Send]:
         """Its choices go on elsewhere, after what their clients have."""
         self._settle()
         self.load.pop(identity, None)
         lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
-        return [send for choice in lost for send in self._again(choice)]
+        return [send for choice in lost for send in self._again(choice, now)]
 
-    def _again(self, choice: Choice) -> list[Send]:
+    def _again(self, choice: Choice, now: float) -> list[Send]:
         """Another attempt: what its client has is delivered."""
         self.by_handle.pop(choice.handle, None)
         self.unaccepted.discard(choice.handle)
         choice.detokenizer = None
         attempt, have = choice.submit.attempt + 1, len(choice.token_ids)
-        choice.fruitless = 1 if have > choice.begun_with else choice.fruitless + 1
+        choice.deaths = one_more(() if have > choice.begun_with else choice.deaths, Role.DETOKENIZER, now)
         choice.begun_with = have
-        if choice.fruitless >= MAX_ATTEMPTS:
-            text = f"its detokenizer died {MAX_ATTEMPTS} times, each time before the next token"
+        if text := too_many(choice.deaths):
             self._fail(choice, ErrorKind.INTERNAL, text, "")
             return []
         delivered = choice.token_ids.tobytes()

@@ -27,6 +27,7 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
 )
 from meshlm.runtime import metrics as shared_metrics
+from meshlm.runtime.deaths import MAX_DEATHS
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
@@ -184,11 +185,12 @@ class FrontendApp:
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                while (reply := await self._ask_one(message)) is None:
-                    pass  # its detokenizer died: another one knows the same
-                return reply
+                for _ in range(MAX_DEATHS):
+                    if (reply := await self._ask_one(message)) is not None:
+                        return reply  # else its detokenizer died: another one knows the same
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
+        raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {MAX_DEATHS} times before it answered")
 
     async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
         """None when the detokenizer died before it answered."""
@@ -323,7 +325,7 @@ class FrontendApp:
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
-            self._send(self._desk.detokenizer_down(peer))
+            self._send(self._desk.detokenizer_down(peer, time.monotonic()))
             for asked, future in self._asked.values():
                 if asked == peer and not future.done():
                     future.set_result(None)

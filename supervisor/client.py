@@ -6,6 +6,7 @@ another one, or of its next life, after the tokens that are here (sequences.py).
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,12 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
+from meshlm.runtime.deaths import Death, one_more, too_many
 from meshlm.runtime.errors import LinkDown, LinkFull
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.outputs import RequestOutput, logprobs_of
 from meshlm.supervisor.placing import Message, Placing
-from meshlm.supervisor.sequences import MAX_ATTEMPTS, Generated
+from meshlm.supervisor.sequences import Generated
 
 SENDS_A_TURN = 32  # between two looks at what came back
 
@@ -45,6 +47,7 @@ class Question:
     message: Tokenize | Detokenize
     answer: "asyncio.Future[TokenizeReply | DetokenizeReply]"
     peer: Identity | None = None
+    deaths: tuple[Death, ...] = ()  # that it met
 
 
 def name_of(request_id: str, index: int) -> RequestId:
@@ -108,18 +111,24 @@ class Client:
         self._note_serving()
         if peer.role is not Role.DETOKENIZER:
             return
+        now = time.monotonic()
         for old in [old for old, row in self._rows.items() if row.peer == peer]:
             row = self._rows[old]
             new = self.new_handle()
-            if row.again(new):
+            if given_up := row.again(new, now):
+                self._errors.append(given_up)
+                self._end(old)
+            else:
                 del self._rows[old]
                 self._rows[new] = row
                 self._placing.place(row.submit)
-            else:
-                self._errors.append(f"its detokenizer died {MAX_ATTEMPTS} times, each time before the next token")
-                self._end(old)
         for question in [question for question in self._asked.values() if question.peer == peer]:
-            self._placing.place(question.message)
+            question.deaths = one_more(question.deaths, Role.DETOKENIZER, now)
+            if given_up := too_many(question.deaths):
+                reply = TokenizeReply if isinstance(question.message, Tokenize) else DetokenizeReply
+                self.on_message(peer, reply(question.message.handle, error=given_up))
+            else:
+                self._placing.place(question.message)
 
     # --- Holder (placing.py) ---
 

@@ -2,12 +2,12 @@
 
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
-from meshlm.detokenizer.attempts import MAX_ATTEMPTS
-from meshlm.detokenizer.events import Send
+from meshlm.detokenizer.events import Send, Tick
 from meshlm.protocol.admit_edge import RankLost, Readmit, SchedulerLife
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation
 from meshlm.protocol.token_edge import StillThere
+from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 
 # --- schedulers die ---
 
@@ -75,7 +75,7 @@ def test_tokens_may_come_before_routed() -> None:
 def test_a_request_whose_schedulers_always_die_is_given_up() -> None:
     bench = Bench()
     effects = bench.submit()
-    for life in range(1, MAX_ATTEMPTS + 1):
+    for life in range(1, MAX_DEATHS + 1):
         request = admitted(effects)
         bench.routed(request, S0, life)
         effects = bench.lost(S0, life)
@@ -87,12 +87,39 @@ def test_a_request_whose_schedulers_always_die_is_given_up() -> None:
 def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
     bench = Bench()
     request = admitted(bench.submit(max_tokens=20))
-    for life in range(1, 3 * MAX_ATTEMPTS):
+    for life in range(1, 3 * MAX_DEATHS):
         bench.routed(request, S0, life)
         bench.tokens(request, life - 1, "x", life=life)
         request = admitted(bench.lost(S0, life))
         assert len(ints(request.work.emitted)) == life
         bench.up(S0, life + 1)
+
+
+def test_a_request_that_only_waits_outlives_deaths_over_minutes() -> None:
+    bench = Bench()
+    request = admitted(bench.submit())
+    for life in range(1, 3 * MAX_DEATHS):
+        bench.event(Tick(life * WINDOW_S / (MAX_DEATHS - 1)))
+        bench.routed(request, S0, life)
+        request = admitted(bench.lost(S0, life))
+        bench.up(S0, life + 1)
+    assert bench.news() == []
+
+
+def test_deaths_of_the_coordinator_do_not_add_to_those_of_schedulers() -> None:
+    """Each may die so often within a minute, and none would end the mesh."""
+    bench = Bench()
+    request = admitted(bench.submit())
+    for life in range(1, MAX_DEATHS):
+        bench.lost(COORDINATOR, life)
+        request = admitted(bench.up(COORDINATOR, life + 1))
+    for life in range(1, MAX_DEATHS):
+        bench.routed(request, S0, life)
+        request = admitted(bench.lost(S0, life))
+        bench.up(S0, life + 1)
+    bench.lost(COORDINATOR, MAX_DEATHS)
+    assert bench.up(COORDINATOR, MAX_DEATHS + 1) == []
+    assert [row[4] for row in bench.news()] == [FinishReason.ERROR], "it may be what kills the coordinator"
 
 
 def test_all_deaths_are_told_that_the_coordinator_may_not_know_of() -> None:
@@ -117,7 +144,7 @@ def test_all_deaths_are_told_that_the_coordinator_may_not_know_of() -> None:
 def test_what_was_given_back_is_admitted_again_as_often_as_need_be() -> None:
     bench = Bench()
     request = admitted(bench.submit())
-    for attempt in range(1, 3 * MAX_ATTEMPTS):
+    for attempt in range(1, 3 * MAX_DEATHS):
         bench.routed(request, S0)
         before = request.work.handle
         request = admitted(bench.says(COORDINATOR, Readmit((before, Handle(999)))))
@@ -133,9 +160,9 @@ def test_a_move_is_no_attempt_without_a_token() -> None:
     """Deaths count, with moves between them too; a token that came before a move clears them."""
     bench = Bench()
     request = admitted(bench.submit(max_tokens=20))
-    for life in range(1, 3 * MAX_ATTEMPTS):
+    for life in range(1, 3 * MAX_DEATHS):
         bench.routed(request, S0, life)
-        if life % (MAX_ATTEMPTS - 1) == 0:
+        if life % (MAX_DEATHS - 1) == 0:
             bench.tokens(request, len(ints(request.work.emitted)), "x", life=life)
         request = admitted(bench.says(COORDINATOR, Readmit((request.work.handle,))))
         bench.routed(request, S0, life)
@@ -143,11 +170,11 @@ def test_a_move_is_no_attempt_without_a_token() -> None:
         bench.up(S0, life + 1)
     bench = Bench()
     request = admitted(bench.submit())
-    for life in range(1, MAX_ATTEMPTS + 1):
+    for life in range(1, MAX_DEATHS + 1):
         request = admitted(bench.says(COORDINATOR, Readmit((request.work.handle,))))
         bench.routed(request, S0, life)
         effects = bench.lost(S0, life)
-        if life < MAX_ATTEMPTS:
+        if life < MAX_DEATHS:
             request = admitted(effects)
             bench.up(S0, life + 1)
     assert effects == []

@@ -14,7 +14,6 @@ from msgspec import Struct
 
 from meshlm.coordinator import events as coordinator_events
 from meshlm.coordinator.core import Coordinator
-from meshlm.detokenizer.attempts import MAX_ATTEMPTS
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
 from meshlm.protocol import control_edge as control
@@ -24,6 +23,7 @@ from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Inc
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Rejected, Submit, TextDeltas, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas
+from meshlm.runtime.deaths import MAX_DEATHS
 
 FRONTEND, DETOKENIZER = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER)
 SCHEDULERS = (Identity(Role.SCHEDULER, 0), Identity(Role.SCHEDULER, 1))
@@ -343,7 +343,7 @@ def test_no_death_is_seen_in_what_comes(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 120))):
         possible = world.possible()
         action = data.draw(st.integers(0, 19))
-        if action == 0 and num_kills < MAX_ATTEMPTS - 1:
+        if action == 0 and num_kills < MAX_DEATHS - 1:
             alive = [identity for identity in MORTALS if identity in world.processes]
             if alive:
                 num_kills += 1
@@ -352,7 +352,7 @@ def test_no_death_is_seen_in_what_comes(data: st.DataObject) -> None:
             dead = [identity for identity in MORTALS if identity not in world.processes]
             if dead:
                 world.start(data.draw(st.sampled_from(dead)))
-        elif action == 5 and num_kills < MAX_ATTEMPTS - 1 and (whole := world.whole()):
+        elif action == 5 and num_kills < MAX_DEATHS - 1 and (whole := world.whole()):
             num_kills += 1
             world.cut(*data.draw(st.sampled_from(whole)))
         elif action in (2, 3) and len(detokenizer.names) < 5:

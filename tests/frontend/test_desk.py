@@ -176,7 +176,7 @@ def test_nothing_follows_an_end() -> None:
     later = deltas((choice, 1, [2]), finished=[Finished(0, FinishReason.LENGTH)])
     assert desk.deltas(batch, D0, 2.0) == desk.deltas(later, D0, 2.0) == []
     desk.rejected(Rejected((choice.handle,), ErrorKind.INTERNAL, "late"))
-    assert desk.detokenizer_down(D0) == desk.close(client.choices) == []
+    assert desk.detokenizer_down(D0, 0.0) == desk.close(client.choices) == []
     assert (client.tokens, client.ends, client.errors) == ({0: [1]}, {0: FinishReason.STOP}, {})
 
 
@@ -220,6 +220,6 @@ def test_close_aborts_what_still_runs() -> None:
 def test_close_names_each_detokenizer_its_own() -> None:
     desk = a_desk(D0, D1)
     client, _ = opened(desk, n=3)
-    desk.detokenizer_down(D0)
+    desk.detokenizer_down(D0, 0.0)
     assert desk.detokenizer_up(D0) == []
     assert desk.close(client.choices) == [Send(D1, Abort((RequestId("r-0"), RequestId("r-1"), RequestId("r-2"))))]

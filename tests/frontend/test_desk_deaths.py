@@ -5,7 +5,7 @@ from desk_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.frontend.desk import MAX_ATTEMPTS, Desk, Send
+from meshlm.frontend.desk import Desk, Send
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
 from meshlm.protocol.text_edge import (
@@ -20,6 +20,7 @@ from meshlm.protocol.text_edge import (
     TextDeltas,
     TokenLogprob,
 )
+from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 
 # --- detokenizers come and go ---
 
@@ -30,7 +31,7 @@ def test_a_dead_detokenizers_choices_go_on_elsewhere() -> None:
     first, second = client.choices
     old = second.handle
     desk.deltas(deltas((second, 0, [1, 2])), D0, 1.0)
-    sends = desk.detokenizer_down(D0)
+    sends = desk.detokenizer_down(D0, 0.0)
     desk.check()
     assert [send.to for send in sends] == [D1, D1]
     submits = [send.message for send in sends]
@@ -85,14 +86,14 @@ def test_a_deadline_holds_whoever_is_stuck() -> None:
     for late in (client, orphan):
         late.choices[0].submit = msgspec.structs.replace(late.choices[0].submit, deadline_s=100.0)
     assert desk.expire(100.5) == [], "its scheduler's to say"
-    desk.detokenizer_down(D0)
+    desk.detokenizer_down(D0, 0.0)
     desk.detokenizer_up(D1)
     (abort,) = desk.expire(102.0)
     assert abort == Send(D1, Abort((RequestId("a-0"), RequestId("b-0"))))
     assert [late.errors[0][0] for late in (client, orphan)] == [ErrorKind.TIMEOUT] * 2
     assert not other.errors
     desk.check()
-    desk.detokenizer_down(D1)
+    desk.detokenizer_down(D1, 0.0)
     waiting, _ = opened(desk, "d")
     waiting.choices[0].submit = msgspec.structs.replace(waiting.choices[0].submit, deadline_s=100.0)
     assert desk.expire(102.0) == []
@@ -104,25 +105,36 @@ def test_a_request_that_kills_detokenizers_is_given_up() -> None:
     desk = a_desk(D0)
     client, _ = opened(desk)
     num_sent = 1
-    for _ in range(MAX_ATTEMPTS + 2):
-        num_sent += len(desk.detokenizer_down(D0)) + len(desk.detokenizer_up(D0))
+    for _ in range(MAX_DEATHS + 2):
+        num_sent += len(desk.detokenizer_down(D0, 0.0)) + len(desk.detokenizer_up(D0))
         desk.check()
-    assert num_sent == MAX_ATTEMPTS
+    assert num_sent == MAX_DEATHS
     kind, text, _ = client.errors[0]
     assert kind is ErrorKind.INTERNAL
-    assert f"died {MAX_ATTEMPTS} times" in text
+    assert f"its detokenizer died {MAX_DEATHS} times within 60 s" in text
 
 
 def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
     desk = a_desk(D0)
     client, _ = opened(desk)
     choice = client.choices[0]
-    for number in range(3 * MAX_ATTEMPTS):
+    for number in range(3 * MAX_DEATHS):
         desk.deltas(deltas((choice, number, [truth("r-0", number)])), D0, 0.0)
-        desk.detokenizer_down(D0)
+        desk.detokenizer_down(D0, 0.0)
         (send,) = desk.detokenizer_up(D0)
         assert isinstance(send.message, Submit)
         assert (send.message.attempt, len(ints(send.message.delivered))) == (number + 1, number + 1)
+    assert not client.errors
+
+
+def test_a_request_that_only_waits_outlives_deaths_over_minutes() -> None:
+    desk = a_desk(D0)
+    client, _ = opened(desk)
+    for number in range(3 * MAX_DEATHS):
+        desk.detokenizer_down(D0, number * WINDOW_S / (MAX_DEATHS - 1))
+        (send,) = desk.detokenizer_up(D0)
+        assert isinstance(send.message, Submit)
+        assert send.message.attempt == number + 1
     assert not client.errors
 
 
@@ -132,7 +144,7 @@ def test_waiting_is_no_attempt() -> None:
     (send,) = desk.detokenizer_up(D0)
     assert isinstance(send.message, Submit)
     assert send.message.attempt == 0
-    assert desk.detokenizer_down(D0) == []
+    assert desk.detokenizer_down(D0, 0.0) == []
     (send,) = desk.detokenizer_up(D1)
     assert isinstance(send.message, Submit)
     assert send.message.attempt == 1
@@ -204,7 +216,7 @@ class Mesh:
         if identity in self.up:
             self.up.remove(identity)
             del self.streams[identity]
-            self.take(self.desk.detokenizer_down(identity))
+            self.take(self.desk.detokenizer_down(identity, 0.0))
 
     def open_streams(self) -> list[tuple[Identity, int]]:
         return [(identity, handle) for identity, streams in sorted(self.streams.items()) for handle in streams]
@@ -272,7 +284,7 @@ def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens() -> None:
     desk.deltas(deltas(*rows, logprobs={0: some[:2], 1: some[:2]}), D0, 1.0)
     desk.deltas(deltas((with_key, 2, [3]), logprobs={0: some[2:]}), D0, 2.0)
     desk.deltas(deltas((with_key, 1, [2, 3]), logprobs={0: some[1:]}), D0, 3.0)  # again: not taken in
-    desk.detokenizer_down(D0)
+    desk.detokenizer_down(D0, 0.0)
     submits = [send.message for send in desk.detokenizer_up(D0)]
     assert [submit.logprobs for submit in submits if isinstance(submit, Submit)] == [tuple(some), ()]
 
@@ -284,7 +296,7 @@ def test_a_request_with_a_key_keeps_the_time_when_it_was_first_asked() -> None:
     (choice,) = client.choices
     choice.submit = msgspec.structs.replace(choice.submit, arrival_s=50.0, retry=Retry("0" * 32, b"b"))
     desk.accepted(Accepted((choice.handle,), 3, arrival_s=20.0))
-    desk.detokenizer_down(D0)
+    desk.detokenizer_down(D0, 0.0)
     (send,) = desk.detokenizer_up(D0)
     assert isinstance(send.message, Submit)
     assert send.message.retry is not None

@@ -14,6 +14,7 @@ from meshlm.frontend.io import FULL, FrontendApp
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Detokenize, DetokenizeReply, Submit, TextPrompt
+from meshlm.runtime.deaths import MAX_DEATHS
 from meshlm.runtime.errors import LinkDown, LinkFull
 
 ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
@@ -95,6 +96,19 @@ async def test_a_question_waits_for_the_only_detokenizers_next_life() -> None:
     assert await mesh.next() == (ONE, question)
     app.on_message(ONE, reply := DetokenizeReply(Handle(7), "text"))
     assert await asyncio.wait_for(asked, LIMIT_S) == reply
+
+
+async def test_a_question_that_kills_detokenizers_is_given_up() -> None:
+    app, mesh = started(ONE)
+    asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"")))
+    for life in range(1, MAX_DEATHS + 1):
+        await mesh.next()
+        app.on_peer_down(ONE, Incarnation(life), "the process died")
+        app.on_peer_up(ONE, Incarnation(life + 1))
+    with pytest.raises(HttpError, match="died 5 times before it answered") as told:
+        await asyncio.wait_for(asked, LIMIT_S)
+    assert told.value.status == 500
+    assert mesh.sent.empty()
 
 
 async def test_questions_go_where_the_fewest_requests_are() -> None:

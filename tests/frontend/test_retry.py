@@ -282,7 +282,7 @@ def test_a_key_waits_for_its_detokenizer() -> None:
     assert sends == []
     assert desk.detokenizer_up(Identity(Role.DETOKENIZER, 2)) == []
     assert [send.to for send in desk.detokenizer_up(D1)] == [D1, D1]
-    assert desk.detokenizer_down(D1) == []
+    assert desk.detokenizer_down(D1, 0.0) == []
     desk.check()
     again = desk.detokenizer_up(D1)
     assert [(send.to, send.message.attempt) for send in again if isinstance(send.message, Submit)] == [(D1, 1)] * 2

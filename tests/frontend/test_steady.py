@@ -131,5 +131,5 @@ def test_a_dead_detokenizers_choices_go_on_after_all_that_came() -> None:
     bench = Bench(1)
     for number in range(1, 5):
         bench.message(number, number - 1)
-    bench.desk.detokenizer_down(D0)
+    bench.desk.detokenizer_down(D0, 0.0)
     assert [choice.begun_with for answer in bench.answers for choice in answer.choices] == [4] * len(ASKS)

@@ -12,10 +12,11 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Finished, Submit, TextDeltas, TextPrompt, Tokenize, TokenizeReply
+from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.runtime.errors import LinkFull
+from meshlm.supervisor import client as client_module
 from meshlm.supervisor.client import SENDS_A_TURN, Client, name_of
 from meshlm.supervisor.outputs import CompletionOutput, RequestOutput
-from meshlm.supervisor.sequences import MAX_ATTEMPTS
 
 DETOKENIZER = Identity(Role.DETOKENIZER)
 
@@ -220,12 +221,44 @@ def test_deaths_without_a_token_between_them_end_a_request() -> None:
         client, stub = silent(DETOKENIZER)
         outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
         await stub.was_sent(1)
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(MAX_DEATHS):
             died(client, stub, DETOKENIZER)
             came(client, stub, DETOKENIZER)
         with pytest.raises(ValueError, match="died 5 times"):
             await outputs
-        assert len(stub.sent) == MAX_ATTEMPTS
+        assert len(stub.sent) == MAX_DEATHS
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_deaths_over_minutes_end_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
+        await stub.was_sent(1)
+        for number in range(3 * MAX_DEATHS):
+            monkeypatch.setattr(client_module.time, "monotonic", lambda at=number * WINDOW_S / 4: at)
+            died(client, stub, DETOKENIZER)
+            came(client, stub, DETOKENIZER)
+        monkeypatch.undo()
+        client.on_message(DETOKENIZER, ended(last_submit(stub).handles[0]))
+        assert [request.outputs[0].token_ids for request in await outputs] == [[7]]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_question_that_kills_detokenizers_is_given_up() -> None:
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        questions = [asyncio.ensure_future(client.tokenize([TextPrompt("a")])) for _ in range(2)]
+        await stub.was_sent(2)
+        for _ in range(MAX_DEATHS):
+            died(client, stub, DETOKENIZER)
+            came(client, stub, DETOKENIZER)
+        for question in questions:
+            with pytest.raises(ValueError, match="its detokenizer died 5 times within 60 s"):
+                await question
+        assert len(stub.sent) == 2 * MAX_DEATHS
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
