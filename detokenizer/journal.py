@@ -94,6 +94,7 @@ class Journal:
         if to != NOBODY and submit.attempt and submit.arrival_s < stream.arrival_s:
             # After this detokenizer's death the older of two connections came second.
             return [Send(sender, Rejected((handle,), ErrorKind.CONFLICT, TAKEN_OVER, PARAM))]
+        self._note_told(stream)
         effects: list[Effect] = []
         if to != NOBODY and stream.state is not StreamState.FINISHED:
             effects.append(Send(to, Rejected((gone,), ErrorKind.CONFLICT, TAKEN_OVER, PARAM)))
@@ -121,9 +122,15 @@ class Journal:
         return []
 
     def _let_wait(self, stream: Stream) -> None:
+        self._note_told(stream)
         stream.frontend, stream.batch = NOBODY, None
         if stream.state is not StreamState.FINISHED:
             self.keyed.wait(stream, self.now)
+
+    def _note_told(self, stream: Stream) -> None:
+        """Its connection has all that there is; the next one, which gets it again, is not to count it again."""
+        if stream.frontend != NOBODY:
+            stream.num_told = max(stream.num_told, len(stream.emitted))
 
     def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         """Another frontend, or the same one after a gap, wants a stream from `from_index` on."""

@@ -15,10 +15,12 @@ def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> 
     submit = streams[0].submit
     arrival_s = (submit.retry.begun_s or submit.arrival_s) if submit.retry is not None else 0.0
     ids = prompt.tobytes() if submit.want_ids else b""
+    told = tuple(stream.num_told for stream in streams)
+    num_told = told if any(told) else ()
     if not submit.want_text:
-        return Accepted(handles, len(prompt), ids, arrival_s=arrival_s)
+        return Accepted(handles, len(prompt), ids, arrival_s=arrival_s, num_told=num_told)
     text = table.tokenizer.decode(list(prompt), skip_special_tokens=False)
-    return Accepted(handles, len(prompt), ids, text, table.show(prompt[0])[0], arrival_s)
+    return Accepted(handles, len(prompt), ids, text, table.show(prompt[0])[0], arrival_s, num_told)
 
 
 def tokenized(ask: Tokenize, event: Encoded, table: TokenTable, max_model_len: int) -> TokenizeReply:

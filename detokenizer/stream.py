@@ -48,6 +48,7 @@ class Stream:
         "hidden",
         "logprobs",
         "num_crashes",
+        "num_told",
         "place",
         "prompt",
         "prompt_logprobs",
@@ -90,6 +91,7 @@ class Stream:
         self.arrival_s = submit.arrival_s  # of the connection that has it
         cuts = submit.retry.cuts if submit.retry is not None else ()
         self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
+        self.num_told = len(submit.delivered) // 4  # tokens that connections before this one had
         self.logprobs: list[PositionLogprobs] = []
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.first: First | None = None

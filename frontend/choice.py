@@ -26,6 +26,7 @@ class Choice:
         "index",
         "last_at",
         "logprobs",
+        "num_told",
         "prompt_index",
         "submit",
         "token_ids",
@@ -39,6 +40,7 @@ class Choice:
         self.logprobs: list[PositionLogprobs] = []  # of token_ids; only with a Retry, for its detokenizer's next life
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
+        self.num_told = 0  # first tokens that connections before had, and their frontends counted
         self.begun_with = 0  # tokens at this attempt's begin
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet

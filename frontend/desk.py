@@ -157,9 +157,10 @@ class Desk:
 
     def accepted(self, message: Accepted) -> None:
         self.unaccepted.difference_update(message.handles)
-        for handle in message.handles:
+        for place, handle in enumerate(message.handles):
             choice = self.by_handle.get(handle)
             if choice is not None:
+                choice.num_told = message.num_told[place] if message.num_told else 0
                 if (retry := choice.submit.retry) is not None:  # for its detokenizer's next life
                     retry = msgspec.structs.replace(retry, begun_s=message.arrival_s)
                     choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
@@ -222,7 +223,7 @@ class Desk:
                 if start == have:
                     ids = tokens[at : at + count]
                     choice.token_ids.extend(ids)
-                    num_tokens += count
+                    num_tokens += count if have >= choice.num_told else max(0, have + count - choice.num_told)
                     if count:  # an end may come without tokens
                         if choice.last_at:
                             interval = now - choice.last_at

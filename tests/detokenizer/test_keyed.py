@@ -193,6 +193,45 @@ def test_a_frontends_death_keeps_the_request_and_the_next_one_gets_all() -> None
     assert second.accepted.arrival_s == first.accepted.arrival_s if first.accepted else False
 
 
+def test_the_next_connection_is_told_what_was_counted_already() -> None:
+    """Not what came while nobody was there."""
+    bench = Bench()
+    bench.ask(F0)
+    (work,) = bench.works
+    bench.generate(work, 0, 5)
+    bench.event(PeerLost(F0, LIFE))
+    bench.generate(work, 5, 8)
+    told = []
+    for connection in (bench.ask(F1), bench.ask(F0)):
+        assert connection.accepted is not None
+        told.append(connection.accepted.num_told)
+    assert told == [(5,), (8,)]
+    bench.generate(work, 8, len(ANSWER))
+    last = bench.ask(F1)
+    assert last.accepted is not None
+    assert last.accepted.num_told == (len(ANSWER),)
+
+
+def test_after_its_detokenizers_death_a_connection_has_what_it_had() -> None:
+    """And the one that takes over from it while the prompt is encoded has not to count that."""
+    bench = Bench()
+    delivered = pack_i32(token_ids(ANSWER[:5]))
+    again = Submit(
+        (Handle(1),),
+        (RequestId("r"),),
+        TokenPrompt(pack_i32([1, 2])),
+        SamplingParams(),
+        max_tokens=len(ANSWER),
+        attempt=1,
+        delivered=delivered,
+        retry=Retry("r", b"b", (0,)),
+    )
+    bench.event(Received(F0, LIFE, again))
+    second = bench.ask(F1)
+    assert second.accepted is not None
+    assert second.accepted.num_told == (5,)
+
+
 def test_without_a_key_it_ends_with_its_frontend() -> None:
     bench = Bench()
     submit = Submit((Handle(1),), (RequestId("plain"),), TokenPrompt(pack_i32([1])), SamplingParams())

@@ -18,7 +18,7 @@ from meshlm.frontend.submits import position
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextParams, TextPrompt
+from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextDeltas, TextParams, TextPrompt
 from meshlm.protocol.token_edge import First
 
 D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
@@ -273,6 +273,21 @@ def test_the_key_says_which_detokenizer() -> None:
             desk.detokenizer_up(one)
         homes.append([opened(desk, f"{number:08x}")[1][0].to for number in range(6)])
     assert homes[0] == homes[1] == [D0, D1] * 3
+
+
+def test_tokens_that_another_connection_had_are_not_counted_again() -> None:
+    """In rows that end before, at and after the last of them."""
+    desk = Desk()
+    desk.detokenizer_up(D0)
+    (first, second), _ = opened(desk, "0")
+    desk.accepted(Accepted((first.handle, second.handle), 3, num_told=(4, 0)))
+    counted = []
+    for start, count in ((0, 2), (2, 3), (5, 2)):
+        handles, starts = pack_i32([first.handle, second.handle]), pack_i32([start, start])
+        counts = pack_i32([count, count])
+        desk.deltas(TextDeltas(handles, starts, counts, pack_i32([7] * 2 * count), ["x", "x"]), D0, 1.0)
+        counted.append(desk.num_tokens)
+    assert counted == [2, 2 + 3 + 1, 2 + 3 + 1 + 4]
 
 
 def test_a_key_waits_for_its_detokenizer() -> None:

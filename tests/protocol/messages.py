@@ -125,7 +125,7 @@ FULL: tuple[Struct, ...] = (
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True),
     text.Detokenize(Handle(7), pack_i32([1])),
-    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5),
+    text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5, (5,)),
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
     TOKEN_LOGPROB,
     POSITION,
