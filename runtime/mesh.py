@@ -72,6 +72,7 @@ class Mesh:
         self.log: Any = _log.bind(process=str(identity))
         self.ready = False
         self.on_fatal: asyncio.Future[None] | None = None  # set by process.py
+        self.say_beat: Callable[[], None] = lambda: None  # a phase that is not to wait for the timer; set by process.py
         self.on_refused: Callable[[Identity, str], None] | None = None  # set by the supervisor
         self.supervisor = Identity(Role.SUPERVISOR, config.node.index if config.node else 0)
         self._listener = listener
@@ -377,9 +378,8 @@ class Mesh:
     def _tick(self) -> None:
         assert self._loop is not None
         usual_s = TICK_S if self._remote is None else TICK_REMOTE_S
-        self._timer = self._loop.call_later(
-            usual_s, self._tick
-        )  # first: without ticks nothing is acknowledged any more
+        # First: without ticks nothing is acknowledged any more.
+        self._timer = self._loop.call_later(usual_s, self._tick)
         now, impatient = self._loop.time(), False
         for link in list(self._peers.values()):
             session = link.session

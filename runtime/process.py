@@ -149,6 +149,7 @@ class _Process:
     def __init__(self, config: MeshConfig, identity: Identity, incarnation: Incarnation, app: App) -> None:
         self._config, self._identity, self._incarnation, self._app = config, identity, incarnation, app
         self._mesh = Mesh(identity, incarnation, config, self)
+        self._mesh.say_beat = self._say_beat
         self._facts: dict[str, str] | None = None
         self._shutdown: asyncio.Event | None = None
         self._drain_s = config.run.drain_timeout
@@ -218,10 +219,13 @@ class _Process:
         self._shutdown.set()
 
     def _beat(self) -> None:
+        self._say_beat()
+        self._mesh.call_later(BEAT_S, self._beat)
+
+    def _say_beat(self) -> None:
         step, phase = self._app.beat()
         rss = int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self._mesh.tell_supervisor(control.Beat(step, phase, rss))
-        self._mesh.call_later(BEAT_S, self._beat)
 
     # --- Listener: the App's events, less what concerns the process itself ---
 

@@ -41,6 +41,7 @@ class SchedulerApp:
         self._mesh: Mesh | None = None
         self._core: Scheduler | None = None
         self._early: list[Event] = []  # what peers said before start() ran
+        self._said_serving = False
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
@@ -89,10 +90,20 @@ class SchedulerApp:
         while effects := self._core.plan(time.monotonic_ns()):
             self._send(effects)
         self._send(self._core.report())
+        if (
+            self._core.serving is not self._said_serving
+        ):  # `meshlm status` is not to show that it waits when the mesh is ready
+            self._said_serving = self._core.serving
+            assert self._mesh is not None
+            self._mesh.say_beat()
 
     def beat(self) -> tuple[int, str]:
         core = self._core
-        return (core.num_steps, "waiting for its workers" if core.inflight else "idle") if core else (0, "starting")
+        if core is None:
+            return 0, "starting"
+        if not core.serving:
+            return core.num_steps, "waiting for its workers"
+        return core.num_steps, f"{len(core.requests)} requests" if core.requests else "idle"
 
     async def drain(self, limit_s: float) -> None:
         """Frontends end first and wait for their requests; nothing is left then."""
