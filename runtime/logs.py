@@ -60,7 +60,8 @@ def configure(config: RunConfig) -> None:
 class Limited:
     """A log for what strangers can cause: BURST lines, then PER_SECOND, and how many were left out."""
 
-    BURST, PER_SECOND = 1000, 20
+    BURST = 1000
+    PER_SECOND: float = 20
 
     def __init__(self, log: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock

@@ -21,6 +21,7 @@ from meshlm.protocol.session import BAD_BODY, Hello, Rival, Session
 from meshlm.runtime import keys, tcp
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
+from meshlm.runtime.strangers import Strangers
 
 NOTICE_S = 2.0  # how long a refusal may take to reach a stranger
 MAX_NOTICES = 16
@@ -63,9 +64,16 @@ class Remote:
         self._tcp = tcp.Tcp(self.node.address, mesh_keys, self._network)
         self._doorman = tcp.Doorman(context, frozenset({mesh_keys.public}), log)
         self._doorman.start(loop)
+        self._strangers = Strangers(log)
+
+        def bind(sock: "zmq.Socket[bytes]") -> str:
+            self._strangers.watch(sock, loop)
+            return self._tcp.bind(sock, self._port)
+
         try:
-            self._inbox = Inbox(context, "", on_frame, on_drained, lambda sock: self._tcp.bind(sock, self._port))
+            self._inbox = Inbox(context, "", on_frame, on_drained, bind)
         except zmq.ZMQError as error:
+            self._strangers.close()
             self._doorman.close()
             raise ProcessFatal(f"{self._wanted(error)} ({self.identity})") from None
         self._inbox.start(loop)
@@ -148,6 +156,7 @@ class Remote:
             outbox.close()
         if self.address:
             self._inbox.close()
+            self._strangers.close()
             self._doorman.close()
 
 

@@ -228,6 +228,9 @@ def test_a_node_with_another_key_is_refused(running: tuple[ProxyLink, Serving, S
     assert third.process.wait(timeout=LIMIT_S) == 1
     third.stop()
     assert "does not take the key" in third.lines[-1]
+    said = [line for line in first.lines if "connection refused" in line]
+    assert len(said) == 1, said
+    assert "it has the key of another mesh" in said[0]
     on_rank(first, 1)
 
 

@@ -82,6 +82,7 @@ def simulated() -> Iterator[None]:
             (remote_module, "Outbox", Outbox),
             (remote_module, "tcp", two_hosts.tcp),
             (remote_module, "keys", two_hosts.keys),
+            (remote_module, "Strangers", two_hosts.Strangers),
             (supervisor_network, "agreement", SimpleNamespace(facts=lambda config: {}, differences=lambda *_: "")),
             (worker_io, "threading", two_hosts.threading),
             (worker_io, "sys", SimpleNamespace(setswitchinterval=lambda seconds: None)),

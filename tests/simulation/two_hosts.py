@@ -34,6 +34,14 @@ class _Doorman:
     def start(self, loop: object) -> None: ...
 
 
+class Strangers:
+    """There are none."""
+
+    def __init__(self, log: object) -> None: ...
+    def watch(self, sock: object, loop: object) -> None: ...
+    def close(self) -> None: ...
+
+
 class _Thread:
     """Calls its target at once: what a simulated worker does there is but to begin."""
 
