@@ -19,27 +19,41 @@ from meshlm.scheduler_proc import prefix
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.events import Limits, PeerUp, Received
 
+MAX_NUM_SEQS, BLOCK_SIZE, PROMPT_LEN = 1024, 16, 16
+BESIDE_PROMPTS = 100  # steps, at most, that the first requests decode while the last ones' prompts are computed
 LIFE = Incarnation(1)
 WORKER, DETOKENIZER, COORDINATOR = Identity(Role.WORKER), Identity(Role.DETOKENIZER), Identity(Role.COORDINATOR)
 
 
 def steady(num_requests: int, num_steps: int) -> dict[str, float]:
-    """Median µs of plan() and of handling a result, with all requests decoding."""
-    core = Scheduler(Limits(max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=8192))
+    """Median µs of plan() and of handling a result, with all requests decoding.
+
+    Their prompts may take several steps; `num_steps` are those after them.
+    """
+    max_tokens = num_steps + BESIDE_PROMPTS
+    num_blocks = num_requests * -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE)
+    core = Scheduler(
+        Limits(max_model_len=PROMPT_LEN + max_tokens, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192)
+    )
     core.handle(PeerUp(DETOKENIZER, LIFE), 0.0)
     core.handle(PeerUp(WORKER, LIFE), 0.0)
-    core.handle(Received(WORKER, LIFE, WorkerReady(core.session, 60000, 16, 1024, 8192, 50000)), 0.0)
+    core.handle(
+        Received(WORKER, LIFE, WorkerReady(core.session, num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, 8192, 50000)), 0.0
+    )
     for number in range(num_requests):
-        prompt = pack_i32([number] * 16)
-        work = Work(RequestId(f"r{number}"), Handle(number), prompt, SamplingParams(max_tokens=8000), arrival_s=number)
+        prompt = pack_i32([number] * PROMPT_LEN)
+        work = Work(
+            RequestId(f"r{number}"), Handle(number), prompt, SamplingParams(max_tokens=max_tokens), arrival_s=number
+        )
         core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
     plans: list[float] = []
     results: list[float] = []
     waiting = [send.message for _ in range(2) for send in core.plan(0)]
-    for _ in range(num_steps):
+    while len(plans) < num_steps:
         plan = waiting.pop(0)
         assert isinstance(plan, StepPlan)
-        tokens = array("i", [7]) * num_requests
+        num_rows = len(plan.rows) // 4
+        tokens = array("i", [7]) * (sum(plan.samples) if plan.samples else num_rows)
         result = StepResult(session=plan.session, step=plan.step, token_ids=tokens.tobytes(), done_ns=1)
         event = Received(WORKER, LIFE, result)
         begun = time.perf_counter()
@@ -48,8 +62,9 @@ def steady(num_requests: int, num_steps: int) -> dict[str, float]:
         sends = core.plan(0)
         planned = time.perf_counter()
         waiting += [send.message for send in sends]
-        results.append((handled - begun) * 1e6)
-        plans.append((planned - handled) * 1e6)
+        if plan.num_tokens == num_rows == num_requests:
+            results.append((handled - begun) * 1e6)
+            plans.append((planned - handled) * 1e6)
     return {"plan_us": round(statistics.median(plans), 1), "result_us": round(statistics.median(results), 1)}
 
 
@@ -67,6 +82,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
+    if not (1 <= arguments.requests <= MAX_NUM_SEQS and arguments.steps >= 1):
+        parser.error(f"--requests is 1 to {MAX_NUM_SEQS}, --steps 1 at least")
     result = {"requests": arguments.requests, **steady(arguments.requests, arguments.steps)}
     result["hash_us_per_1000_tokens"] = hashing()
     print(json.dumps(result))

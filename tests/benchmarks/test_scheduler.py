@@ -1,0 +1,23 @@
+"""benchmarks/scheduler.py: steps in which all requests decode, however many prompts a step takes."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "scheduler", raising=False)
+    import scheduler
+
+    return scheduler
+
+
+@pytest.mark.parametrize("num_requests", [1, 1000])
+def test_steady_decodes_are_measured(scheduler: ModuleType, num_requests: int) -> None:
+    """The prompts of 1,000 are more than a step's token budget."""
+    measured = scheduler.steady(num_requests, 5)
+    assert all(measured[name] > 0 for name in ("plan_us", "result_us"))
