@@ -196,9 +196,16 @@ class Desk:
             for steady in self._steady.values():
                 steady.settle()
             return []
-        sends = self.close(late)
-        for choice in late:
-            self._fail(choice, ErrorKind.TIMEOUT, "the request's timeout passed", "")
+        return self._end(late, ErrorKind.TIMEOUT, "the request's timeout passed")
+
+    def end_all(self, message: str) -> list[Send]:
+        """This frontend stops, and what is still open has had its time."""
+        return self._end([*self.by_handle.values(), *self.orphans], ErrorKind.OVERLOADED, message)
+
+    def _end(self, choices: list[Choice], kind: ErrorKind, message: str) -> list[Send]:
+        sends = self.close(choices)
+        for choice in choices:
+            self._fail(choice, kind, message, "")
         return sends
 
     def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:

@@ -279,7 +279,7 @@ def make_server(app: Any) -> Server:
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=2,  # for who does not read what ended; the supervisor kills after 5 s
         backlog=4096,
     )
     return Server(config)

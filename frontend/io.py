@@ -35,6 +35,7 @@ TICK_S = 1.0
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 ASK_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
+STOPPING = "this server is stopping"
 FULL = "the queue is full; try again"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
 
@@ -124,7 +125,7 @@ class FrontendApp:
 
     def not_ready_reason(self) -> str:
         if self._draining:
-            return "this server is stopping"
+            return STOPPING
         if self._refusing:
             return "this server is draining and takes no new requests (meshlm drain)"
         if self._stats.serving and not self._desk.load:
@@ -352,6 +353,12 @@ class FrontendApp:
                     await self._closed.wait()
 
     async def stop(self) -> None:
+        """What is open still gets its reason; after a hand-over its connections break, since others serve who asks again."""
+        if not self._handing_over:
+            self._send(self._desk.end_all(STOPPING))
+            for _, future in self._asked.values():
+                if not future.done():
+                    future.set_exception(HttpError.of(ErrorKind.OVERLOADED, STOPPING))
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=6)

@@ -93,9 +93,11 @@ def main(
     _dump_stacks_on_request(Path(config.run.run_dir), identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
     code = uvloop.run(process.run())
-    if any(thread.daemon for thread in threading.enumerate()):
-        # An interpreter that ends while such a thread is in a library's C++ code takes the process down with an abort.
+    if threading.active_count() > 1:
+        # An interpreter that ends waits for threads: for a long prompt that is being encoded, say. While a daemon's is in a
+        # library's C++ code it takes the process down with an abort.
         sys.stdout.flush()
+        sys.stderr.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

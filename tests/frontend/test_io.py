@@ -11,6 +11,7 @@ from meshlm.frontend import io
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FULL, FrontendApp
+from meshlm.protocol.control_edge import Shutdown
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Detokenize, DetokenizeReply, Submit, TextPrompt
@@ -108,6 +109,33 @@ async def test_a_question_that_kills_detokenizers_is_given_up() -> None:
     with pytest.raises(HttpError, match="died 5 times before it answered") as told:
         await asyncio.wait_for(asked, LIMIT_S)
     assert told.value.status == 500
+    assert mesh.sent.empty()
+
+
+async def test_what_is_open_when_its_time_is_over_is_told_why() -> None:
+    app, mesh = started(ONE)
+    choices, submit, exchange = asking(app)
+    app.open(choices, submit)
+    asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"")))
+    await mesh.next()
+    await mesh.next()
+    await app.stop()
+    assert await mesh.next() == (ONE, Abort((RequestId("r"),)))
+    assert exchange.failures == [(ErrorKind.OVERLOADED, "this server is stopping")]
+    with pytest.raises(HttpError, match="this server is stopping") as told:
+        await asyncio.wait_for(asked, LIMIT_S)
+    assert told.value.status == 503
+
+
+async def test_after_a_hand_over_what_is_open_breaks_off() -> None:
+    """With an Idempotency-Key it goes on at another frontend, which an error would not lead to."""
+    app, mesh = started(ONE)
+    choices, submit, exchange = asking(app)
+    app.open(choices, submit)
+    await mesh.next()
+    app.on_message(Identity(Role.SUPERVISOR), Shutdown(1.0, handover=True))
+    await app.stop()
+    assert not exchange.failures
     assert mesh.sent.empty()
 
 

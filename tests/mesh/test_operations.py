@@ -1,6 +1,7 @@
 """`meshlm restart` and `meshlm drain` on a mesh that serves."""
 
 import json
+import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -122,3 +123,25 @@ def test_drain_gives_up_waiting() -> None:
             done = meshlm(server, "drain", "--timeout", "0.1")
         assert done.returncode == 1
         assert "1 requests are still open" in done.stderr
+
+
+def test_what_is_open_when_the_drain_is_over_is_told_why() -> None:
+    """And nothing waits for it: the supervisor would kill what is left after five seconds, and the connections would just break."""
+    with (
+        serving(
+            "--device", "fake", "--fake-step-ms", "50", "--max-model-len", "4096", "--drain-timeout", "0"
+        ) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        url = f"{server.url}/v1/completions"
+        body = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True}
+        whole = pool.submit(httpx.post, url, json=body, timeout=60)
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as answer:
+            events = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+            next(events)
+            until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 2)
+            server.process.send_signal(signal.SIGTERM)
+            told = [json.loads(event)["error"] for event in events if "error" in event]
+        assert whole.result(timeout=20).status_code == 503
+        assert [(error["message"], error["code"]) for error in told] == [("this server is stopping", 503)]
+        assert server.process.wait(timeout=20) == 0
