@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import answering
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,7 @@ from meshlm.frontend.submits import build as build_submits
 from meshlm.frontend.submits import position
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextDeltas, TextParams, TextPrompt
+from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.token_edge import First
 
 D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
@@ -26,28 +26,9 @@ PATH = "/v1/completions"
 
 
 def asking(**changes: object) -> Ask:
-    plain = Ask(
-        prompts=[TextPrompt("Hi")],
-        sampling=SamplingParams(),
-        seed=None,
-        text=TextParams(),
-        max_tokens=16,
-        num_choices=1,
-        num_returned=1,
-        stream=True,
-        include_usage=False,
-        continuous_usage=False,
-        echo=False,
-        logprobs=-1,
-        prompt_logprobs=-1,
-        return_token_ids=False,
-        priority=0,
-        cache_salt="",
-        timeout_s=0.0,
-        is_chat=False,
-        unknown_fields=(),
-    )
-    return plain._replace(**changes)  # type: ignore[arg-type]
+    """A streamed one, unless it is changed."""
+    streamed: dict[str, Any] = {"is_chat": False, "stream": True, **changes}
+    return answering.asking(**streamed)
 
 
 def read(key: str = "k", last_id: str = "", path: str = PATH, api_key: str = "", body: bytes = b"{}") -> retry.Again:

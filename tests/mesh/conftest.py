@@ -4,11 +4,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from http_clients import FLAGS
+from http_clients import AUTH, FLAGS
 from serving import Serving, serving
 
 
@@ -32,3 +33,10 @@ def keyed() -> Iterator[Serving]:
     with serving(*FLAGS) as server:
         yield server
     assert server.process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def client(keyed: Serving) -> Iterator[httpx.Client]:
+    """Of the keyed mesh."""
+    with httpx.Client(base_url=keyed.url, headers=AUTH, timeout=30) as found:
+        yield found

@@ -12,7 +12,6 @@ import random
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -264,13 +263,6 @@ def on_rank(server: Serving, rank: int, count: int = 8) -> list[int]:
     ids: list[int] = answer.json()["choices"][0]["token_ids"]
     assert ids == reference(prompt, count)
     return ids
-
-
-def until(found: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not found():
-        assert time.monotonic() < deadline, "it did not come to be"
-        threading.Event().wait(0.05)
 
 
 def states(server: Serving) -> dict[str, str]:

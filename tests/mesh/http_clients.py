@@ -6,8 +6,7 @@ import json
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 from fake_answers import reference
 from serving import Serving
+from waiting import until
 
 KEY = "secret"
 CONTEXT, STEP_MS = 4096, 2
@@ -135,14 +135,6 @@ def reset(sock: socket.socket) -> None:
 def metric(client: httpx.Client, name: str) -> float:
     lines = client.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"meshlm:{name}{{"))
-
-
-def until(true: Callable[[], bool], limit_s: float = 10) -> None:
-    """Wait for what only asking can tell (the schedulers' figures come once a second)."""
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        threading.Event().wait(0.02)
 
 
 def logged(mesh: Serving, text: str, limit_s: float = 5) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,15 +14,10 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from waiting import free_port
+
 MESHLM = str(Path(sys.executable).parent / "meshlm")
 START_LIMIT_S = 90
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class Serving:
@@ -115,3 +109,9 @@ def serving(*flags: str) -> Iterator[Serving]:
         yield server
     finally:
         server.stop()
+
+
+def meshlm(server: Serving, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A subcommand for this mesh."""
+    command = [MESHLM, *arguments, "--run-dir", server.run_dir]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)

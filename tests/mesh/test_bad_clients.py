@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -29,17 +28,11 @@ from http_clients import (
     reset,
     send,
     undisturbed,
-    until,
 )
 from serving import Serving, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
-
-
-@pytest.fixture(scope="module")
-def client(keyed: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=keyed.url, headers=AUTH, timeout=30) as found:
-        yield found
 
 
 # --- sizes ---

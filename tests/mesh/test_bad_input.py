@@ -5,14 +5,12 @@ Beside every case a stream runs whose tokens must all come, once and right (`und
 
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fake_answers import VOCAB
 from http_clients import (
-    AUTH,
     COMPLETIONS,
     CONTEXT,
     KEY,
@@ -31,12 +29,6 @@ from serving import Serving
 pytestmark = pytest.mark.mesh
 CHAT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/tokenize", "/detokenize"
 USER = {"role": "user", "content": "hi"}
-
-
-@pytest.fixture(scope="module")
-def client(keyed: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=keyed.url, headers=AUTH, timeout=30) as found:
-        yield found
 
 
 # --- bodies ---

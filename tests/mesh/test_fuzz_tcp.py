@@ -10,8 +10,9 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from hosts import free_ports, made_keys, on_rank, reference, states, stream, until
+from hosts import free_ports, made_keys, on_rank, reference, states, stream
 from serving import Serving
+from waiting import until
 
 from meshlm.protocol.channels import MAX_FRAME_BYTES
 from meshlm.protocol.digest import schema_digest

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hosts import LINKS, LoopbackLink, NamespaceLink, free_ports, link_of, made_keys, states, stream, until
+from hosts import LINKS, LoopbackLink, NamespaceLink, free_ports, link_of, made_keys, states, stream
 from serving import Serving
 from split_models import FLAGS, PROMPTS, greedy, reference, small_model
+from waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 GROUP = ("--load-format", "dummy", "-tp", "2", "--nnodes", "2", "--max-restarts", "50", "--peer-timeout", "1")

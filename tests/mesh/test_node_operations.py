@@ -8,17 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_answers import reference
-from hosts import LoopbackLink, head, made_keys, node, on_rank, states, stream, until
-from serving import MESHLM, Serving
+from hosts import LoopbackLink, head, made_keys, node, on_rank, states, stream
+from serving import Serving, meshlm
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 FLAGS = ("--fake-step-ms", "5", "--max-model-len", "4096", "--max-restarts", "0")
 NUM_STREAMS, NUM_TOKENS = 8, 60
-
-
-def meshlm(server: Serving, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [MESHLM, *arguments, "--run-dir", server.run_dir]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)
 
 
 def pids(server: Serving) -> dict[str, int]:

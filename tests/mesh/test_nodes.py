@@ -14,20 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_answers import reference
-from hosts import (
-    LINKS,
-    Link,
-    ProxyLink,
-    head,
-    link_of,
-    made_keys,
-    node,
-    on_rank,
-    states,
-    stream,
-    until,
-)
+from hosts import LINKS, Link, ProxyLink, head, link_of, made_keys, node, on_rank, states, stream
 from serving import MESHLM, Serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 LIMIT_S = 40

@@ -2,23 +2,18 @@
 
 import json
 import signal
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from http_clients import error_of, events, reference, until
-from serving import MESHLM, Serving, serving
+from http_clients import error_of, events, reference
+from serving import Serving, meshlm, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 NUM_STREAMS = 16
 NUM_TOKENS = 60
-
-
-def meshlm(server: Serving, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [MESHLM, *arguments, "--run-dir", server.run_dir]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)
 
 
 def stream(server: Serving, number: int) -> None:

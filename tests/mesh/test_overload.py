@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from http_clients import answer_of, connect, error_of, events, head, metric, post, reference, until
+from http_clients import answer_of, connect, error_of, events, head, metric, post, reference
 from serving import Serving, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 STEP_MS, PLACES, QUEUE, BURST = 20, 4, 4, 60

@@ -14,8 +14,9 @@ import httpx
 import openai
 import psutil
 import pytest
-from http_clients import connect, error_of, metric, post, reference, until
+from http_clients import connect, error_of, metric, post, reference
 from serving import Serving, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 STEP_MS = 10

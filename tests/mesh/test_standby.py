@@ -6,8 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_clients import events, reference, until
+from http_clients import events, reference
 from serving import Serving, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 ROLES = ("detokenizer", "scheduler", "coordinator", "worker", "frontend")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import MESHLM, free_port
+from serving import MESHLM
+from waiting import free_port
 
 pytestmark = pytest.mark.mesh
 FAILED, USAGE = 1, 2

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 from serving import Serving, serving
+from waiting import until
 
 from meshlm.protocol.channels import BY_DIRECTION, MAX_FRAME_BYTES
 from meshlm.protocol.digest import schema_digest
@@ -135,13 +135,6 @@ def pids(mesh: Serving) -> dict[str, int]:
 def logged(mesh: Serving, *words: str) -> int:
     """How many lines have all these words."""
     return sum(all(word in line for word in words) for line in mesh.lines)
-
-
-def until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        threading.Event().wait(0.01)
 
 
 # --- frames that are none ---

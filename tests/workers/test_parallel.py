@@ -17,6 +17,7 @@ from gguf_models import write_gguf
 from small_models import BLOCK, CPU, SMALL, batch_of, caches, load, resolved, run
 from tiny_models import spec_of
 from torch import Tensor
+from waiting import free_port
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
@@ -238,13 +239,6 @@ def test_gguf_parts_are_cut_before_decoding_where_blocks_allow(tmp_path: Path) -
 
 
 # --- how the ranks of a group meet ---
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("where", ["file", "address"])
