@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from meshlm.runtime.logs import Limited
 
 _SEEN = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_REASONS = {
+_REASONS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "it has the key of another mesh (--key-file)",
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it speaks ZeroMQ without CURVE",
 }
