@@ -98,7 +98,6 @@ def main(
         # library's C++ code it takes the process down with an abort.
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
