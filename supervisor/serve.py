@@ -12,6 +12,7 @@ import msgspec
 import setproctitle
 import uvloop
 
+import meshlm.runtime.structlog_alone  # noqa: F401  # before what imports structlog
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime import logs
 from meshlm.supervisor import flags, io, joining, layout, resolve, rundir

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from meshlm.supervisor import control, rundir
 from meshlm.supervisor.errors import StartError, UsageError
@@ -67,6 +65,10 @@ def _ports(alive: dict[int, Path]) -> str:
 
 def show(status: control.MeshStatus) -> None:
     """A table for people."""
+    # Imported here: rich takes as long as all else that `--json` and the commands that only find a mesh need.
+    from rich.console import Console
+    from rich.table import Table
+
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
     lacks = f": no node has {status.missing}" if status.missing else ""
     state = f" ({status.scaling})" if status.scaling else "" if status.ready else f" (not ready{lacks})"

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,8 +46,6 @@ def test_no_torch_outside_workers_and_kernels(folder: str) -> None:
 
 
 def test_protocol_imports_msgspec_and_the_standard_library_only() -> None:
-    import sys
-
     for path in (ROOT / "protocol").rglob("*.py"):
         for name in imports(path):
             top = name.split(".")[0]
@@ -57,3 +57,13 @@ def test_no_pickle() -> None:
     for folder in ALLOWED:
         for path in (ROOT / folder).rglob("*.py"):
             assert not pattern.search(path.read_text("utf-8")), path
+
+
+@pytest.mark.parametrize("name", [*PROCESSES[:-1], "supervisor"])
+def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
+    """In a fresh interpreter, as the mesh starts it. The supervisor is `meshlm serve`."""
+    main = f"import meshlm.runtime.structlog_alone, meshlm.{name}.{'serve' if name == 'supervisor' else 'main'}"
+    heavy = "{'torch', 'triton', 'numpy', 'transformers', 'rich', 'openai', 'httpx'}"
+    found = f"{main}, sys; print(sorted({heavy} & {{name for name, module in sys.modules.items() if module}}))"
+    done = subprocess.run([sys.executable, "-P", "-c", found], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout == "[]\n"

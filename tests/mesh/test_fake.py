@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import openai
 import pytest
 from fake_answers import complete, reference, stream_ids
 from http_clients import error_of
-from serving import Serving, serving
+from serving import MESHLM, Serving, serving
 
 pytestmark = pytest.mark.mesh
 
@@ -98,6 +99,18 @@ def test_status_shows_all_processes_and_small_memory(fake: Serving) -> None:
         assert process["state"] == "ready"
         if process["role"] != "worker":
             assert process["rss_bytes"] < 150e6, process
+
+
+def test_the_command_prints_the_status_that_the_tests_ask_for(fake: Serving) -> None:
+    command = [MESHLM, "status", "--json", "--run-dir", fake.run_dir]
+    printed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout)
+
+    def lasting(status: dict[str, Any]) -> dict[str, Any]:
+        """Without what changes from one moment to the next."""
+        rows = [{**row, "uptime_s": 0, "rss_bytes": 0, "phase": ""} for row in status["processes"]]
+        return {**status, "processes": rows}
+
+    assert lasting(printed) == lasting(fake.status())
 
 
 @pytest.mark.parametrize("role", ["worker", "scheduler", "detokenizer", "coordinator", "frontend"])
