@@ -1,18 +1,21 @@
 """The whole mesh with the fake device: every token is what the KV contents say it must be."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
-import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from fake_answers import complete, reference, stream_ids
-from http_clients import error_of
+from http_clients import error_of, until
 from serving import MESHLM, Serving, serving
 
 pytestmark = pytest.mark.mesh
@@ -113,26 +116,43 @@ def test_the_command_prints_the_status_that_the_tests_ask_for(fake: Serving) -> 
     assert lasting(printed) == lasting(fake.status())
 
 
-@pytest.mark.parametrize("role", ["worker", "scheduler", "detokenizer", "coordinator", "frontend"])
-def test_a_killed_process_is_started_again(role: str) -> None:
-    """And what is computed stays, unless the memory went that held it."""
-    import os
-    import signal
-
-    prompt = list(range(500, 1500))
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Serving]:
+    """A mesh for tests that kill a process, one role each, and leave it whole."""
     with serving("--device", "fake", "--max-model-len", "4096") as server:
-        complete(server, prompt, 8)
-        os.kill(server.pid(role), signal.SIGKILL)
-        server.wait_for(f"{role}/0 is ready")
-        for _ in range(200):
-            if httpx.get(f"{server.url}/ready").status_code == 200:
-                break
-            threading.Event().wait(0.05)
-        again = complete(server, prompt, 8)
-        assert again["choices"][0]["token_ids"] == reference(prompt, 8)
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (0 if role == "worker" else 992)
-        process = next(p for p in server.status()["processes"] if p["role"] == role)
-        assert process["restarts"] == 1
+        yield server
+
+
+ROLES = ["worker", "scheduler", "detokenizer", "coordinator", "frontend"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_killed_process_is_started_again(mortal: Serving, role: str) -> None:
+    """And what is computed stays, unless the memory went that held it. All others live on."""
+    prompt = list(
+        range(500 + 1000 * ROLES.index(role), 1500 + 1000 * ROLES.index(role))
+    )  # one that nobody has asked for before
+
+    def lives() -> dict[str, tuple[int, int]]:
+        return {
+            row["role"]: (row["pid"], row["restarts"])
+            for row in mortal.status()["processes"]
+            if row["state"] == "ready"
+        }
+
+    before = lives()
+    assert len(before) == len(ROLES) + 1, "it is whole, with its supervisor"
+    assert complete(mortal, prompt, 8)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    mortal.forget()
+    os.kill(before[role][0], signal.SIGKILL)
+    mortal.wait_for(f"{role}/0 is ready")
+    until(lambda: httpx.get(f"{mortal.url}/ready").status_code == 200)
+    again = complete(mortal, prompt, 8)
+    assert again["choices"][0]["token_ids"] == reference(prompt, 8)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (0 if role == "worker" else 992)
+    after = lives()
+    assert after[role][1] == before[role][1] + 1 == 1
+    assert {name for name in after if after[name] != before[name]} == {role}
 
 
 def test_port_in_use_is_one_line() -> None:
@@ -234,11 +254,6 @@ def test_tokenize_and_detokenize(fake: Serving) -> None:
 
 
 def test_the_supervisor_takes_all_with_it() -> None:
-    import os
-    import signal
-
-    import psutil
-
     with serving("--device", "fake") as server:
         pids = [process["pid"] for process in server.status()["processes"]]
         os.kill(server.process.pid, signal.SIGKILL)
