@@ -19,6 +19,7 @@ from typing import Protocol
 import httpx
 from fake_answers import reference
 from serving import MESHLM, Serving
+from waiting import ports
 
 HEAD, HEAD_SEEN, NODE, NODE_SEEN = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"
 PORTS = 12
@@ -135,9 +136,9 @@ class ProxyLink:
 
 
 def free_ports(*hosts: str) -> int:
-    """The first of PORTS ports in a row that are free on all these addresses, below those that the kernel gives away."""
+    """The first of PORTS ports in a row that are free on all these addresses."""
     while True:
-        first = random.randrange(10_000, 30_000)
+        first = random.choice(ports()[:-PORTS])
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for host in hosts:
                 for port in range(first, first + PORTS):

@@ -1,5 +1,8 @@
 """What tests of real processes wait for, and where these listen."""
 
+import contextlib
+import os
+import random
 import socket
 import threading
 import time
@@ -16,8 +19,18 @@ def until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         threading.Event().wait(0.02)
 
 
+def ports() -> range:
+    """This test process's own, so that two that start meshes at the same time never choose the same one. They are below those that the
+    kernel gives to connections."""
+    number, count = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("", "_COUNT"))
+    each = 20_000 // int(count or 1)
+    first = 10_000 + each * int(number.removeprefix("gw") or 0)
+    return range(first, first + each)
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    while True:
+        port = random.choice(ports())
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
