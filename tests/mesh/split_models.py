@@ -30,7 +30,10 @@ SHAPE: dict[str, Any] = {
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 PROMPTS = [[3 + 7 * i % 200 for i in range(length)] for length in (5, 40, 17, 130)]
 COUNT = 24
-FLAGS = ("--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "8M", "--max-num-batched-tokens", "64")
+FLAGS = (
+    *("--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "8M", "--max-num-batched-tokens", "64"),
+    *("--standby-roles", "none"),  # nobody kills the detokenizer or the coordinator here
+)
 
 
 def small_model(folder: Path, kind: str) -> str:

@@ -110,8 +110,9 @@ def test_the_command_prints_the_status_that_the_tests_ask_for(fake: Serving) -> 
 
     def lasting(status: dict[str, Any]) -> dict[str, Any]:
         """Without what changes from one moment to the next."""
-        rows = [{**row, "uptime_s": 0, "rss_bytes": 0, "phase": ""} for row in status["processes"]]
-        return {**status, "processes": rows}
+        moments: dict[str, Any] = {"uptime_s": 0, "rss_bytes": 0, "phase": "", "state": ""}
+        rows = {kind: [{**row, **moments} for row in status[kind]] for kind in ("processes", "standbys")}
+        return {**status, **rows}
 
     assert lasting(printed) == lasting(fake.status())
 

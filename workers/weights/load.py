@@ -51,7 +51,7 @@ def load_model(
 
 def _make_tensors(model: Decoder, device: torch.device) -> None:
     """What `model.to_empty(device=device)` does. That calls empty_like, which imports sympy for a meta tensor: 34 MiB, and time."""
-    model._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+    model._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))  # type: ignore[no-untyped-call]
 
 
 def _fill(
