@@ -2,11 +2,12 @@
 
 Called by io.py with what it saw (pidfds, messages, timers); answers with what to do (events.py). Never spawns or kills itself.
 
-A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. One that is killed
-while others of each role are ready does not: they serve already. Later a dead process is started again, at once where it had done
-its job for a while, else with exponential backoff, until `max_restarts` within `WINDOW_S` seconds are used up, or until as many lives
-in a row, however long each, ended in the same words before they were ready. A process that is silent, or whose step does not end, is
-stuck: it is killed, and so replaced.
+A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Once each role has had
+somebody who was ready there may be clients, though: from then on only one that was never ready and fails by itself ends the start.
+Any other dead process is started again, at once where it had done its job for a while, else with exponential backoff, until
+`max_restarts` within `WINDOW_S` seconds are used up, or until as many lives in a row, however long each, ended in the same words
+before they were ready. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced. All this holds
+until the mesh has ended: while frontends finish their requests these still need everybody else.
 
 Processes may be added to a running mesh and taken out of it, one change at a time. New ones are on trial until all of them are
 ready: when one fails they are all taken away again, and nothing else is touched. Those that leave are not started again; they are
@@ -80,6 +81,7 @@ class Process:
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
     early_words: list[str] = field(default_factory=list)  # the same of each life since one was ready, or said otherwise
+    proven: bool = False  # it was ready, in this life or an earlier one
     on_trial: bool = False  # added, and not all that were added are ready yet
     leaves_at: float | None = None  # it leaves the mesh, at the latest then
 
@@ -100,7 +102,8 @@ class Group:
         self.max_restarts = max_restarts
         self.start_deadline_s = start_deadline_s
         self.stall_s, self.step_s = stall_s, step_s
-        self.was_ready = False
+        self.was_ready = False  # all were, at the same time
+        self._serves = False  # each role has had somebody who was ready: there may be clients
         self.stopping = False
         self.gave_up = False
         self._started_at = 0.0
@@ -154,7 +157,8 @@ class Group:
     def _ready(self, process: Process, now: float) -> list[Effect]:
         if process.state is not State.STARTING:
             return []
-        process.state = State.READY
+        process.state, process.proven = State.READY, True
+        self._serves = self._serves or self._each_role_is_ready()
         process.ready_at = process.beaten_at = process.moved_at = now
         process.early_words.clear()
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
@@ -218,14 +222,13 @@ class Group:
     # --- deaths ---
 
     def _exited(self, process: Process, event: Exited, now: float) -> list[Effect]:
-        if self.stopping:
-            process.state = State.STOPPED
-            return [AllStopped()] if self._all_stopped() else self._ask_next()
+        if self.stopping and (process.leaves_at is not None or not self._is_needed(process)):
+            return self._stopped(process)
         words = process.last_words or (event.loading if process.state is State.STARTING else "")
         was_killed = not words and event.code < 0
         words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
-        if not self.was_ready and not (was_killed and self._serves_already()):
-            return self._give_up(words)
+        if not self.was_ready and not (self._serves and (was_killed or process.proven)):
+            return self._stopped(process) if self.stopping else self._give_up(words)
         died = TellDied(process.identity, process.incarnation)
         if process.on_trial:
             process.state = State.STOPPED
@@ -233,7 +236,7 @@ class Group:
         if process.leaves_at is not None:
             return [died, *self._gone(process)]
         if text := self._too_often(process, words, now):
-            return self._give_up(text)
+            return self._stopped(process) if self.stopping else self._give_up(text)
         process.state = State.BACKOFF
         process.restarts += 1
         steady = process.ready_at and now - process.ready_at >= STEADY_S
@@ -242,8 +245,7 @@ class Group:
         process.restart_at = now + (min(FIRST_BACKOFF_S * 2.0 ** min(nth - 2, 10), MAX_BACKOFF_S) if nth > 1 else 0.0)
         return [died, *self._tick(now)]
 
-    def _serves_already(self) -> bool:
-        """Whether there may be clients although not everybody is ready: each role has somebody who is."""
+    def _each_role_is_ready(self) -> bool:
         able = {process.identity.role for process in self.processes.values() if process.state is State.READY}
         return all(process.identity.role in able for process in self.processes.values())
 
@@ -260,18 +262,13 @@ class Group:
 
     def _tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if self.stopping:
-            return effects
-        if not self.was_ready and now - self._started_at > self.start_deadline_s:
-            late = ", ".join(str(p.identity) for p in self.processes.values() if p.state is not State.READY)
-            return self._give_up(f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {late}")
         self._forgive_own_sleep(now)
-        overdue = [p for p in self.processes.values() if p.on_trial and now - p.started_at > self.start_deadline_s]
-        if overdue:
-            names = ", ".join(str(p.identity) for p in overdue if p.state is not State.READY)
-            effects += self._withdraw(
-                f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {names}", now
-            )
+        if not self.stopping and (overdue := self._overdue(now)):
+            names = ", ".join(map(str, overdue))
+            text = f"not ready after {self.start_deadline_s:.0f} s (--startup-timeout): {names}"
+            if not self.was_ready:
+                return self._give_up(text)
+            effects += self._withdraw(text, now)
         for process in self.processes.values():
             if process.leaves_at is not None and now >= process.leaves_at:
                 effects += self._let_go(process.identity)
@@ -281,6 +278,12 @@ class Group:
                 process.beaten_at = process.moved_at = now
                 effects.append(Replace(process.identity, reason))
         return effects
+
+    def _overdue(self, now: float) -> list[Identity]:
+        """Those that a start, or a change, waits for, where one of them has taken longer than allowed. A new life has its own time."""
+        awaited = [p for p in self.processes.values() if (p.on_trial or not self.was_ready) and p.state is not State.READY]
+        late = any(p.state is State.STARTING and now - p.started_at > self.start_deadline_s for p in awaited)
+        return [process.identity for process in awaited] if late else []
 
     def _forgive_own_sleep(self, now: float) -> None:
         """This process was stopped, or the clock jumped: nobody else was silent for that long."""
@@ -292,7 +295,9 @@ class Group:
 
     def _stuck(self, process: Process, now: float) -> str:
         """Why this process must be replaced; "" when it need not."""
-        if process.state not in (State.STARTING, State.READY) or not self.was_ready:
+        if process.state not in (State.STARTING, State.READY) or not self._serves:
+            return ""
+        if not process.proven and not self.was_ready:
             return ""  # the first start has a limit of its own
         limit_s = self.stall_s * (START_STALLS if process.state is State.STARTING else 1)
         if limit_s and now - process.beaten_at > limit_s:
@@ -307,27 +312,39 @@ class Group:
         self.stopping = True
         for process in self.processes.values():
             process.on_trial = False
-            if process.state is State.BACKOFF:
-                process.state = State.STOPPED
-        return [AllStopped()] if self._all_stopped() else self._ask_next()
+        return self._ask_next()
 
     def _ask_next(self) -> list[Effect]:
         """Frontends end first: they let running requests finish, which needs everybody else."""
-        living = [p for p in self.processes.values() if p.state is not State.STOPPED]
-        frontends = [p for p in living if p.identity.role is Role.FRONTEND]
         asked: list[Effect] = []
-        for process in frontends or living:
+        for process in self.processes.values():
+            if process.state is State.BACKOFF and not self._is_needed(process):
+                process.state = State.STOPPED
+        living = [p for p in self.processes.values() if p.state is not State.STOPPED]
+        for process in self._frontends() or living:
             if process.state is not State.STOPPING:
                 process.state = State.STOPPING
                 asked.append(AskToStop(process.identity))
-        return asked
+        return asked if living else [AllStopped()]
+
+    def _frontends(self) -> list[Process]:
+        """Those that have not ended."""
+        return [
+            p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.state is not State.STOPPED
+        ]
+
+    def _is_needed(self, process: Process) -> bool:
+        """Whether frontends that finish their requests need this one."""
+        alive = [frontend for frontend in self._frontends() if frontend.state is not State.BACKOFF]
+        return process.identity.role is not Role.FRONTEND and bool(alive)
+
+    def _stopped(self, process: Process) -> list[Effect]:
+        process.state = State.STOPPED
+        return self._ask_next()
 
     def _give_up(self, message: str) -> list[Effect]:
         self.gave_up = True
         return [GiveUp(message)]
-
-    def _all_stopped(self) -> bool:
-        return all(process.state is State.STOPPED for process in self.processes.values())
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -336,7 +353,7 @@ class Group:
         for process in self.processes.values():
             often = max(len(process.deaths), len(process.early_words))
             assert often <= self.max_restarts + 1, f"{process.identity} died too often to be alive"
-            assert not (self.stopping and process.state is State.BACKOFF)
+            assert not (self.stopping and process.state is State.BACKOFF and not self._is_needed(process))
             assert not (process.on_trial and process.leaves_at is not None), "it comes and goes"
             assert not (process.leaves_at is not None and process.state is State.BACKOFF), (
                 "one that leaves is not started"

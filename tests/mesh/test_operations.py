@@ -1,6 +1,7 @@
 """`meshlm restart` and `meshlm drain` on a mesh that serves."""
 
 import json
+import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,23 @@ def test_drain_lets_what_runs_finish_and_can_be_undone() -> None:
         until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
         assert json.loads(httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 1}).content)["choices"]
         assert meshlm(server, "drain", "--stop").returncode == 0
+        assert server.process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_who_dies_while_the_mesh_stops_costs_no_stream_its_rest(role: str) -> None:
+    body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    with serving("--device", "fake", "--fake-step-ms", "30", "--max-model-len", "4096") as server:
+        pid = server.pid(role)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            found = events(answer.iter_lines())
+            ids = next(found)["choices"][0]["token_ids"]
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: any("stopping" in line for line in server.lines))
+            os.kill(pid, signal.SIGKILL)
+            for event in found:
+                ids += event["choices"][0]["token_ids"]
+        assert ids == reference([5, 6], 100)
         assert server.process.wait(timeout=20) == 0
 
 

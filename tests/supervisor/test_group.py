@@ -79,6 +79,42 @@ def test_a_kill_during_the_start_ends_it_where_nobody_serves() -> None:
     assert isinstance(end, GiveUp)
 
 
+def starting() -> Group:
+    """Clients may be there already: only the second worker is not ready yet."""
+    group = Group([FRONTEND, WORKER, OTHER], 3, 60.0)
+    group.handle(Start(), 1000.0)
+    ready(group, FRONTEND)
+    ready(group, WORKER)
+    return group
+
+
+def test_while_the_last_one_starts_the_others_may_die_more_than_once() -> None:
+    group = starting()
+    assert [type(effect) for effect in die(group, WORKER, 1002.0)] == [TellDied, Spawn]
+    assert [type(effect) for effect in die(group, FRONTEND, 1002.1)] == [TellDied, Spawn], "nobody of some role is ready"
+    assert [type(effect) for effect in die(group, WORKER, 1002.2)] == [TellDied], "it is started again a moment later"
+    assert [type(effect) for effect in group.handle(Tick(), 1002.4)] == [Spawn]
+    life = group.processes[WORKER].incarnation
+    group.handle(SaidFailed(WORKER, life, "no memory"), 1003.0)
+    effects = group.handle(Exited(WORKER, life, 1), 1003.0)
+    assert [type(effect) for effect in effects] == [TellDied], "it was ready once: no setting is wrong"
+
+
+def test_while_the_last_one_starts_the_others_may_hang() -> None:
+    group = starting()
+    replaced = ticks(group, 1001.0, 1040.0)
+    assert set(replaced) == {FRONTEND}, "not the worker that starts in silence"
+
+
+def test_the_time_for_the_start_begins_anew_with_the_life_that_is_waited_for() -> None:
+    group = starting()
+    die(group, OTHER, 1050.0)
+    assert not any(isinstance(effect, GiveUp) for effect in group.handle(Tick(), 1070.0))
+    (end,) = [effect for effect in group.handle(Tick(), 1111.0) if isinstance(effect, GiveUp)]
+    assert "worker/1" in end.message
+    assert "worker/0" not in end.message
+
+
 def test_restart_at_once_then_with_backoff_then_give_up() -> None:
     group = started(max_restarts=2)
     ready(group, FRONTEND)
@@ -163,6 +199,41 @@ def test_frontends_stop_first() -> None:
     assert group.handle(Stop(), 1002.0) == [AskToStop(FRONTEND)]
     assert die(group, FRONTEND, 1003.0) == [AskToStop(WORKER)]
     assert die(group, WORKER, 1004.0) == [AllStopped()]
+
+
+def test_what_finishing_requests_need_is_started_again() -> None:
+    group = running()
+    assert group.handle(Stop(), 1010.0) == [AskToStop(FRONTEND)]
+    assert [type(effect) for effect in die(group, WORKER, 1011.0)] == [TellDied, Spawn]
+    assert [type(effect) for effect in die(group, WORKER, 1012.0)] == [TellDied, Spawn]
+    assert [type(effect) for effect in die(group, WORKER, 1012.1)] == [TellDied]
+    assert [type(effect) for effect in group.handle(Tick(), 1013.0)] == [Spawn]
+    assert die(group, WORKER, 1013.1) == [], "too often: nothing is left to give up but this one"
+    assert die(group, FRONTEND, 1014.0) == [AllStopped()]
+
+
+def test_who_is_to_be_started_again_when_the_mesh_stops_is_if_requests_need_it() -> None:
+    for needed in (True, False):
+        group = running()
+        die(group, WORKER, 1002.0)
+        die(group, WORKER, 1002.0)
+        assert group.processes[WORKER].state is State.BACKOFF
+        if not needed:
+            die(group, FRONTEND, 1002.0)
+            die(group, FRONTEND, 1002.0)
+        assert group.handle(Stop(), 1002.0) == ([AskToStop(FRONTEND)] if needed else [AllStopped()])
+        assert [type(effect) for effect in group.handle(Tick(), 1003.0)] == ([Spawn] if needed else [])
+        group.check()
+
+
+def test_one_that_hangs_while_requests_finish_is_replaced() -> None:
+    group = running()
+    group.handle(Stop(), 1001.0)
+    replaced: set[Identity] = set()
+    for tenth in range(200):
+        effects = group.handle(Tick(), 1001.0 + tenth / 10)
+        replaced |= {effect.identity for effect in effects if isinstance(effect, Replace)}
+    assert replaced == {WORKER}, "a frontend has its time for finishing"
 
 
 def beat(group: Group, identity: Identity, now: float, step: int = 0, phase: str = "idle") -> None:
