@@ -49,6 +49,8 @@ class Choice:
 class Exchange(Protocol):
     """What an HTTP request does with news of its choices (answers.py)."""
 
+    choices: list[Choice]  # all of them
+
     def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
     def row(
         self,

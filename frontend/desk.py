@@ -73,16 +73,21 @@ class Desk:
         return [send for choice in lost for send in self._again(choice, now)]
 
     def _again(self, choice: Choice, now: float) -> list[Send]:
-        """Another attempt: what its client has is delivered."""
+        """Its detokenizer died: another attempt, unless that was one death too many."""
         self.by_handle.pop(choice.handle, None)
-        self.unaccepted.discard(choice.handle)
-        choice.detokenizer = None
-        attempt, have = choice.submit.attempt + 1, len(choice.token_ids)
+        have = len(choice.token_ids)
         choice.deaths = one_more(() if have > choice.begun_with else choice.deaths, Role.DETOKENIZER, now)
         choice.begun_with = have
         if text := too_many(choice.deaths):
+            choice.detokenizer = None
             self._fail(choice, ErrorKind.INTERNAL, text, "")
             return []
+        return self._next_attempt(choice)
+
+    def _next_attempt(self, choice: Choice) -> list[Send]:
+        """What its client has is delivered."""
+        self.unaccepted.discard(choice.handle)
+        choice.detokenizer, attempt = None, choice.submit.attempt + 1
         delivered = choice.token_ids.tobytes()
         logprobs = tuple(choice.logprobs)
         choice.submit = msgspec.structs.replace(choice.submit, attempt=attempt, delivered=delivered, logprobs=logprobs)
@@ -120,7 +125,9 @@ class Desk:
     # --- requests ---
 
     def open(self, choices: list[Choice], submit: Submit) -> list[Send]:
-        """Ask for all choices of one prompt; `submit` names them all."""
+        """Ask for all choices of one prompt; `submit` names them all. A prompt before it may have been refused, and all with it."""
+        if all(choice.finished is not None for choice in choices):
+            return []
         target = self._target(submit)
         if target is None:
             self.orphans += choices
@@ -166,11 +173,28 @@ class Desk:
                     choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
                 choice.exchange.accepted(choice, message)
 
-    def rejected(self, message: Rejected) -> None:
+    def rejected(self, message: Rejected) -> list[Send]:
+        sends: list[Send] = []
         for handle in message.handles:
             choice = self.by_handle.get(handle)
-            if choice is not None:
+            if choice is None:
+                continue
+            if message.kind is ErrorKind.OVERLOADED:
+                sends += self._refused(choice, message)
+            else:
                 self._fail(choice, message.kind, message.message, message.param)
+        return sends
+
+    def _refused(self, choice: Choice, message: Rejected) -> list[Send]:
+        """There is no room for it. An HTTP request is let in or refused as a whole: by what became of the first of its choices."""
+        mates = choice.exchange.choices
+        if not choice.submit.attempt and any(mate.first_at for mate in mates):
+            self._forget(choice)
+            return self._next_attempt(choice)  # which has its place
+        self._fail(choice, message.kind, message.message, message.param)
+        if any(mate.first_at for mate in mates):
+            return []
+        return self._end([mate for mate in mates if mate.finished is None], message.kind, message.message)
 
     def _fail(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         self._settle()

@@ -119,7 +119,7 @@ class FrontendApp:
             except LinkFull:
                 self._mesh.log.warning("queue full", to=str(send.to), message=type(send.message).__name__)
                 if isinstance(send.message, Submit):
-                    self._desk.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL))
+                    self._send(self._desk.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
 
     # --- Backend ---
 
@@ -294,7 +294,7 @@ class FrontendApp:
             case Accepted():
                 self._desk.accepted(message)
             case Rejected():
-                self._desk.rejected(message)
+                self._send(self._desk.rejected(message))
             case TokenizeReply() | DetokenizeReply():
                 _, future = self._asked.get(message.handle, (peer, None))
                 if future is not None and not future.done():

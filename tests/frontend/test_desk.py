@@ -192,6 +192,45 @@ def test_rejected_ends_each_choice_once() -> None:
     desk.check()
 
 
+def test_a_request_is_refused_as_a_whole() -> None:
+    desk = a_desk()
+    client, _ = opened(desk, n=3)
+    first, second, third = (choice.handle for choice in client.choices)
+    sends = desk.rejected(Rejected((second,), ErrorKind.OVERLOADED, "full"))
+    assert sends == [Send(D0, Abort((RequestId("r-0"), RequestId("r-2"))))]
+    assert client.errors == dict.fromkeys(range(3), (ErrorKind.OVERLOADED, "full", ""))
+    assert desk.rejected(Rejected((first, third), ErrorKind.OVERLOADED, "full")) == []
+    assert (desk.by_handle, desk.load) == ({}, {D0: 0})
+    assert desk.open(client.choices, client.choices[0].submit) == [], "of another prompt of the same request"
+    desk.check()
+
+
+def test_a_request_is_let_in_as_a_whole() -> None:
+    desk = a_desk()
+    client, _ = opened(desk, n=2)
+    first, second = client.choices
+    desk.deltas(deltas((first, 0, [1]), finished=[Finished(0, FinishReason.STOP)]), D0, 1.0)
+    (send,) = desk.rejected(Rejected((second.handle,), ErrorKind.OVERLOADED, "full"))
+    assert isinstance(send.message, Submit)
+    assert (send.to, send.message.request_ids, send.message.attempt) == (D0, (RequestId("r-1"),), 1)
+    assert desk.load == {D0: 1}
+    desk.deltas(deltas((second, 0, [1])), D0, 1.0)
+    assert (client.tokens, client.errors) == ({0: [1], 1: [1]}, {})
+    desk.check()
+
+
+def test_what_is_refused_again_and_again_ends() -> None:
+    desk = a_desk()
+    client, _ = opened(desk, n=2)
+    first, second = client.choices
+    desk.deltas(deltas((first, 0, [1])), D0, 1.0)
+    while second.finished is None:
+        desk.rejected(Rejected((second.handle,), ErrorKind.OVERLOADED, "full"))
+    assert client.errors[1][:2] == (ErrorKind.OVERLOADED, "full")
+    assert second.submit.attempt < 9
+    desk.check()
+
+
 def test_accepted_reaches_open_choices_only() -> None:
     desk = a_desk()
     client, _ = opened(desk, n=2)
