@@ -51,10 +51,15 @@ class Inbox:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read whenever something is there; what came before is read at once."""
+        """Read whenever something is there, from the next turn but one: a process opens its mesh and then begins its App's start(),
+        and what peers said already must not come before that."""
         self._loop = loop
-        loop.add_reader(self._socket.FD, self._read)
-        loop.call_soon(self._read)
+        loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(self._socket.FD, self._read)
+            self._loop.call_soon(self._read)
 
     def _read(self) -> None:
         """Read until empty or READ_AT_MOST. The FD is edge-triggered: stopping early needs another turn."""

@@ -87,6 +87,38 @@ async def test_what_the_peer_is_not_there_for_waits(context: "zmq.Context[zmq.So
     outbox.close()
 
 
+async def test_an_app_begins_before_it_is_told_anything(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str
+) -> None:
+    """What a process does with its mesh: open it, then begin. A message that came in between would find no App, and be lost."""
+    reader = Reader(context, address)
+    story: list[str] = []
+
+    async def begin() -> None:
+        story.append("begun")
+
+    reader.on_frame = lambda frame: story.append("told")
+    sent(context, address, [b"early"])
+    assert reader.inbox._socket.poll(1000 * LIMIT_S), "it waits"
+    reader.inbox.start(asyncio.get_running_loop())
+    begins = asyncio.ensure_future(begin())
+    await reader.wait(1)
+    await begins
+    reader.inbox.close()
+    assert story == ["begun", "told"]
+
+
+async def test_closed_before_it_is_read(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+    reader = Reader(context, address)
+    sent(context, address, [b"late"])
+    reader.inbox.start(asyncio.get_running_loop())
+    reader.inbox.close()
+    turns = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, turns.set_result, None)
+    await turns
+    assert reader.frames == []
+
+
 async def test_closed_by_what_a_frame_says(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
     reader = Reader(context, address)
     reader.on_frame = lambda frame: reader.inbox.close()
