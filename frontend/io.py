@@ -71,7 +71,8 @@ class FrontendApp:
             raise ProcessFatal("mesh.json is not resolved")
         self.resolved = mesh.config.resolved
         self._desk.num_detokenizers = mesh.config.server.detokenizers
-        shared_metrics.prepare(mesh.config.run.run_dir)
+        if why := shared_metrics.prepare(mesh.config.run.run_dir):
+            mesh.log.warning("metrics are of this frontend alone", reason=why)
         from meshlm.frontend import metrics  # after the directory is set
 
         self._metrics = metrics.Metrics(self.resolved.served_names[0])

@@ -1,9 +1,10 @@
 """Prometheus metrics with vLLM's names under the prefix `meshlm:`.
 
-Import after runtime/metrics.py has set the multiprocess directory: any frontend then answers for all. Per-token observations are
+Import after runtime/metrics.py has set the multiprocess directory: any frontend then answers for all, where there is one. Per-token observations are
 counted in plain lists and handed over once a second, because one observation of the library costs more than sending the token.
 """
 
+import os
 from bisect import bisect_left
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
@@ -181,7 +182,9 @@ class _Bulk:
 
 
 def exposition() -> bytes:
-    """All frontends' metrics in Prometheus' text format."""
+    """All frontends' metrics in Prometheus' text format, or this one's."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return generate_latest()
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     return generate_latest(registry)

@@ -4,6 +4,7 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 """
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Iterable
@@ -344,30 +345,29 @@ class Supervisor:
             return "a restart is under way"
         try:
             change = self._scaling.begin(self.config, num_ranks, drain_s)
-        except UsageError as error:
+            if change is None:
+                return ""
+            rundir.write_config(self._run_dir, change.config)
+        except (UsageError, StartError) as error:
+            self._scaling.end("")
             return str(error)
-        if change is not None:
-            self._display.line(self._scaling.doing)
-            self._set_config(change.config)
-            if change.added:
-                self._do(events.Add(change.added))
-            else:
-                self._do(events.Retire(change.removed, self._clock() + change.drain_s))
+        self._display.line(self._scaling.doing)
+        self.config = change.config  # for processes that start from now on
+        self._tell_ranks()
+        until = self._clock() + change.drain_s
+        self._do(events.Add(change.added) if change.added else events.Retire(change.removed, until))
         return ""
 
     def _changed(self, failure: str) -> None:
         """The end of a change. What failed is undone."""
         before = self._scaling.end(failure)
         if failure and before is not None:
-            self._set_config(before)
-        text = f"scaling failed: {failure}" if failure else f"ranks: {self.config.parallel.data_parallel_size}"
-        self._display.line(text)
-
-    def _set_config(self, config: MeshConfig) -> None:
-        """For processes that start from now on, and for the coordinator."""
-        self.config = config
-        rundir.write_config(self._run_dir, config)
-        self._tell_ranks()
+            with contextlib.suppress(StartError):  # the coordinator is the only one that minds, and is told
+                rundir.write_config(self._run_dir, before)
+            self.config = before
+            self._tell_ranks()
+        num_ranks = self.config.parallel.data_parallel_size
+        self._display.line(f"scaling failed: {failure}" if failure else f"ranks: {num_ranks}")
 
     def _tell_ranks(self) -> None:
         self.send(Identity(Role.COORDINATOR), edge.SetRanks(self.config.parallel.data_parallel_size))

@@ -92,11 +92,14 @@ def _empty(path: Path) -> None:
 
 
 def write_config(path: Path, config: MeshConfig) -> None:
-    """Write mesh.json: whole, or as it was before, whenever a process reads it."""
+    """Write mesh.json: whole, or as it was before, whenever a process reads it. StartError when it cannot be written."""
     new = path / f"{CONFIG_FILE}.new"
-    new.touch(mode=0o600)
-    new.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-    new.replace(path / CONFIG_FILE)
+    try:
+        new.touch(mode=0o600)
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+        new.replace(path / CONFIG_FILE)
+    except OSError as error:
+        raise StartError(f"{path / CONFIG_FILE} cannot be written: {error.strerror}") from None
 
 
 def running(base: Path) -> list[Path]:

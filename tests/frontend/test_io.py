@@ -51,6 +51,7 @@ class Exchange:
     """Of one choice: how it failed."""
 
     def __init__(self) -> None:
+        self.choices: list[Choice] = []
         self.failures: list[tuple[ErrorKind, str]] = []
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
@@ -71,7 +72,8 @@ def asking(app: FrontendApp) -> tuple[list[Choice], Submit, Exchange]:
     submit = Submit((handle,), (RequestId("r"),), TextPrompt("a"), SamplingParams())
     exchange = Exchange()
     stub: Any = exchange
-    return [Choice(stub, 0, 0, submit, handle)], submit, exchange
+    exchange.choices = [Choice(stub, 0, 0, submit, handle)]
+    return exchange.choices, submit, exchange
 
 
 async def test_a_question_goes_on_at_another_detokenizer() -> None:
