@@ -27,6 +27,7 @@ class Choice:
         "last_at",
         "logprobs",
         "num_told",
+        "orphan_since",
         "prompt_index",
         "submit",
         "token_ids",
@@ -43,6 +44,7 @@ class Choice:
         self.num_told = 0  # first tokens that connections before had, and their frontends counted
         self.begun_with = 0  # tokens at this attempt's begin
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
+        self.orphan_since = 0.0  # without a detokenizer; 0: it has one, or nobody has looked yet
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 

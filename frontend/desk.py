@@ -23,6 +23,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.deaths import one_more, too_many
 
+ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
 
 
@@ -116,7 +117,7 @@ class Desk:
         return min(self.load, key=lambda identity: (self.load[identity], identity.index), default=None)
 
     def _assign(self, choice: Choice, target: Identity) -> None:
-        choice.detokenizer = target
+        choice.detokenizer, choice.orphan_since = target, 0.0
         self.by_handle[choice.handle] = choice
         self.load[target] += 1
         if not choice.submit.attempt:
@@ -202,11 +203,14 @@ class Desk:
         choice.finished = Finished(0, FinishReason.ERROR, None, len(choice.token_ids), message, kind)
         choice.exchange.failed(choice, kind, message, param)
 
-    def expire_orphans(self, message: str) -> None:
-        """No detokenizer came in time."""
-        orphans, self.orphans = self.orphans, []
-        for choice in orphans:
-            self._fail(choice, ErrorKind.OVERLOADED, message, "")
+    def expire_orphans(self, now: float) -> None:
+        """No detokenizer came in time. Called often: an orphan's time begins with the first call that finds it."""
+        for choice in self.orphans:
+            choice.orphan_since = choice.orphan_since or now
+        late = [choice for choice in self.orphans if now - choice.orphan_since > ORPHAN_S]
+        self.orphans = [choice for choice in self.orphans if choice not in late] if late else self.orphans
+        for choice in late:
+            self._fail(choice, ErrorKind.OVERLOADED, f"no detokenizer was there for {ORPHAN_S:.0f} s", "")
 
     def expire(self, wall_s: float) -> list[Send]:
         """End what is past its deadline (wall clock), whoever should have said so and is stuck or dead. A little later than its

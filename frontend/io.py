@@ -32,7 +32,6 @@ from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
 TICK_S = 1.0
-ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 ASK_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
 STOPPING = "this server is stopping"
@@ -54,7 +53,6 @@ class FrontendApp:
         self._server: http.Server | None = None
         self._listener: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._orphaned_at: float | None = None
         self._draining = False
         self._refusing = False  # meshlm drain
         self._queue_full = False  # by the coordinator's word
@@ -101,13 +99,7 @@ class FrontendApp:
         self._ticks += 1
         self._flush()
         self._send(self._desk.expire(time.time()))
-        if self._desk.orphans:
-            now = time.monotonic()
-            self._orphaned_at = self._orphaned_at or now
-            if now - self._orphaned_at > ORPHAN_S:
-                self._desk.expire_orphans(f"no detokenizer was there for {ORPHAN_S:.0f} s")
-        else:
-            self._orphaned_at = None
+        self._desk.expire_orphans(time.monotonic())
 
     def _send(self, sends: list[Send]) -> None:
         assert self._mesh is not None

@@ -1,7 +1,8 @@
 """Prometheus metrics with vLLM's names under the prefix `meshlm:`.
 
-Import after runtime/metrics.py has set the multiprocess directory: any frontend then answers for all, where there is one. Per-token observations are
-counted in plain lists and handed over once a second, because one observation of the library costs more than sending the token.
+Import after runtime/metrics.py has set the multiprocess directory: any frontend then answers for all. Without that directory it
+answers for itself. Per-token observations are counted in plain lists and handed over once a second, because one observation of the
+library costs more than sending the token.
 """
 
 import os

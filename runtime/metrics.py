@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-# Of the library's files, by the kind of metric. It maps them: where the disk is full when a page is first written to, the kernel ends the
-# process (SIGBUS). So their room is taken before. What the metrics of a mesh with many ranks need, twice.
+# Of the library's files, by the kind of metric. It maps them: where the disk is full when a page is first written to, the kernel ends
+# the process (SIGBUS). So their room is taken before: more than the metrics of a mesh with many ranks need.
 RESERVED_BYTES = {"histogram": 128 << 10, "counter": 32 << 10, "gauge_mostrecent": 256 << 10}
 
 

@@ -281,7 +281,9 @@ class Group:
 
     def _overdue(self, now: float) -> list[Identity]:
         """Those that a start, or a change, waits for, where one of them has taken longer than allowed. A new life has its own time."""
-        awaited = [p for p in self.processes.values() if (p.on_trial or not self.was_ready) and p.state is not State.READY]
+        awaited = [
+            p for p in self.processes.values() if (p.on_trial or not self.was_ready) and p.state is not State.READY
+        ]
         late = any(p.state is State.STARTING and now - p.started_at > self.start_deadline_s for p in awaited)
         return [process.identity for process in awaited] if late else []
 
@@ -329,9 +331,7 @@ class Group:
 
     def _frontends(self) -> list[Process]:
         """Those that have not ended."""
-        return [
-            p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.state is not State.STOPPED
-        ]
+        return [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.state is not State.STOPPED]
 
     def _is_needed(self, process: Process) -> bool:
         """Whether frontends that finish their requests need this one."""

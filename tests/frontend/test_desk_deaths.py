@@ -5,7 +5,7 @@ from desk_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.frontend.desk import Desk, Send
+from meshlm.frontend.desk import ORPHAN_S, Desk, Send
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
 from meshlm.protocol.text_edge import (
@@ -65,10 +65,34 @@ def test_without_a_detokenizer_requests_wait() -> None:
 def test_orphans_expire_in_words() -> None:
     desk = Desk()
     client, _ = opened(desk)
-    desk.expire_orphans("nobody came")
-    desk.expire_orphans("nobody came")
-    assert client.errors == {0: (ErrorKind.OVERLOADED, "nobody came", "")}
+    desk.expire_orphans(100.0)
+    desk.expire_orphans(100.0 + ORPHAN_S)
+    assert desk.orphans
+    for _ in range(2):
+        desk.expire_orphans(101.0 + ORPHAN_S)
+    assert client.errors == {0: (ErrorKind.OVERLOADED, "no detokenizer was there for 10 s", "")}
     assert desk.detokenizer_up(D0) == []
+
+
+def test_an_orphans_time_is_its_own() -> None:
+    """However often a detokenizer comes and goes: somebody may wait at each look, and nobody for long."""
+    desk = Desk()
+    desk.detokenizer_up(D0)
+    client, _ = opened(desk, "a")
+    for second in range(30):
+        desk.detokenizer_down(D0, 100.0 + second)
+        desk.expire_orphans(100.0 + second)
+        desk.detokenizer_up(D0)
+        desk.deltas(deltas((client.choices[0], second, [second])), D0, 100.0 + second)
+    assert (client.tokens, client.errors) == ({0: list(range(30))}, {})
+    waiting, _ = opened(desk, "b")
+    desk.detokenizer_down(D0, 140.0)
+    desk.expire_orphans(140.0)
+    late, _ = opened(desk, "c")
+    desk.expire_orphans(145.0)
+    desk.expire_orphans(141.0 + ORPHAN_S)
+    assert [bool(one.errors) for one in (waiting, late)] == [True, False]
+    desk.check()
 
 
 def test_a_client_that_leaves_takes_its_orphans_along() -> None:
@@ -228,6 +252,7 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
     draw = data.draw
     mesh = Mesh()
     actions = ["open", "step", "step", "step", "lose", "again", "finish", "reject", "close", "rise", "fall", "expire"]
+    actions += ["refuse"]
     mesh.rise(D0)
     for number in range(draw(st.integers(1, 40))):
         action = draw(st.sampled_from(actions))
@@ -239,7 +264,8 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
         elif action in ("rise", "fall"):
             getattr(mesh, action)(draw(st.sampled_from([D0, D1, D2])))
         elif action == "expire":
-            mesh.desk.expire_orphans("nobody came")
+            for at in (1.0, 2.0 + ORPHAN_S):
+                mesh.desk.expire_orphans(at)
         elif action == "close" and (here := [client for client in mesh.clients if not client.closed]):
             client = draw(st.sampled_from(here))
             sends = mesh.desk.close(client.choices)
@@ -254,6 +280,9 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
             elif action == "reject":
                 del mesh.streams[sender][handle]
                 mesh.desk.rejected(Rejected((Handle(handle),), ErrorKind.INTERNAL, "no"))
+            elif action == "refuse":
+                del mesh.streams[sender][handle]
+                mesh.take(mesh.desk.rejected(Rejected((Handle(handle),), ErrorKind.OVERLOADED, "full")))
             elif action in ("step", "lose"):
                 mesh.step(sender, handle, draw(st.integers(1, 3)), lost=action == "lose")
     mesh.rise(D0)

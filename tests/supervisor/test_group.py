@@ -91,7 +91,9 @@ def starting() -> Group:
 def test_while_the_last_one_starts_the_others_may_die_more_than_once() -> None:
     group = starting()
     assert [type(effect) for effect in die(group, WORKER, 1002.0)] == [TellDied, Spawn]
-    assert [type(effect) for effect in die(group, FRONTEND, 1002.1)] == [TellDied, Spawn], "nobody of some role is ready"
+    assert [type(effect) for effect in die(group, FRONTEND, 1002.1)] == [TellDied, Spawn], (
+        "nobody of some role is ready"
+    )
     assert [type(effect) for effect in die(group, WORKER, 1002.2)] == [TellDied], "it is started again a moment later"
     assert [type(effect) for effect in group.handle(Tick(), 1002.4)] == [Spawn]
     life = group.processes[WORKER].incarnation
