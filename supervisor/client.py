@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.control_edge import MeshStats
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
@@ -83,9 +83,7 @@ class Client:
                         if message.prompt_text:
                             request.prompt = message.prompt_text
             case Rejected():
-                for handle in [handle for handle in message.handles if handle in self._rows]:
-                    self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
-                    self._end(handle)
+                self._rejected(message)
             case TokenizeReply() | DetokenizeReply():
                 question = self._asked.pop(message.handle, None)
                 if question is not None and not question.answer.done():
@@ -263,8 +261,20 @@ class Client:
             self._errors.append(end.message)
         self._end(handle)
 
+    def _rejected(self, message: Rejected) -> None:
+        """Where there is no room it waits: nobody else is asked instead, and nobody is in a hurry."""
+        for handle in [handle for handle in message.handles if handle in self._rows]:
+            if message.kind is ErrorKind.OVERLOADED:
+                row = self._rows[handle]
+                row.alone(handle)
+                self._placing.refused(row.submit)
+            else:
+                self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
+                self._end(handle)
+
     def _end(self, handle: int) -> None:
         del self._rows[handle]
+        self._placing.ended()
         if self._bar is not None:
             self._bar.update(1)
         if not self._rows:

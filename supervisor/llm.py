@@ -35,7 +35,7 @@ from meshlm.supervisor.tokenizer import Tokenizer, chat_prompt
 T = TypeVar("T")
 OnePrompt = str | Sequence[int] | dict[str, Any]
 # Work comes at once, nothing idles then, and nobody reads along.
-OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full"}
+OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
 
 
 class LLM:

@@ -1,4 +1,7 @@
-"""Which detokenizer is asked what, and what waits until one takes it: while none is there, or none has room. Owned by client.py."""
+"""Which detokenizer is asked what, and what waits until one takes it: while none is there, or none has room. Owned by client.py.
+
+After the first refusal for want of room, as many are sent as end, and one now and then.
+"""
 
 import contextlib
 from collections import deque
@@ -30,12 +33,27 @@ class Placing:
         self._holder = holder
         self._waiting: deque[Message] = deque()
         self._turn = 0
+        self._room: int | None = None  # so many may be sent; None: any number
         self._timer_runs = False
 
     def place(self, message: Message) -> None:
         """Send it, or have it wait behind what waits already."""
         if not self._waiting and self._took(message):
             return
+        self._wait(message)
+
+    def refused(self, message: Message) -> None:
+        """There was no room for it in the mesh."""
+        self._room = 0
+        self._wait(message)
+
+    def ended(self) -> None:
+        """One of those that were sent: that leaves room."""
+        if self._room is not None:
+            self._room += 1
+            self.look_again()
+
+    def _wait(self, message: Message) -> None:
         self._holder.has(message, None)
         self._waiting.append(message)
         self._look_later()
@@ -56,10 +74,13 @@ class Placing:
 
     def _timer(self) -> None:
         self._timer_runs = False
+        self._room = max(1, self._room) if self._room is not None else None
         self.look_again()
 
     def _took(self, message: Message) -> bool:
         """Whether a detokenizer has it now. Its answer may come at once."""
+        if self._room == 0:
+            return False
         mesh = self._mesh()
         peers = mesh.peers(Role.DETOKENIZER)
         for _ in peers:
@@ -68,6 +89,7 @@ class Placing:
             self._holder.has(message, peer)
             with contextlib.suppress(LinkDown, LinkFull):
                 mesh.send(peer, message)
+                self._room = self._room and self._room - 1
                 return True
         self._holder.has(message, None)
         return False

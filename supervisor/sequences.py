@@ -32,14 +32,18 @@ class Generated:
         have = len(self.output.token_ids)
         self.deaths = one_more(() if have > self.had else self.deaths, Role.DETOKENIZER, now)
         self.had = have
+        self.alone(handle)
+        delivered = pack_i32(self.output.token_ids)
+        self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1, delivered=delivered)
+        return too_many(self.deaths)
+
+    def alone(self, handle: Handle) -> None:
+        """Make its own Submit of what it was a part of."""
         sampling = self.submit.sampling
         self.submit = msgspec.structs.replace(
             self.submit,
             handles=(handle,),
             request_ids=(self.name,),
             sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + self.choice) & 0x7FFF_FFFF_FFFF_FFFF),
-            attempt=self.submit.attempt + 1,
-            delivered=pack_i32(self.output.token_ids),
         )
         self.choice, self.peer = 0, None
-        return too_many(self.deaths)

@@ -128,6 +128,21 @@ print("done")
 """
 
 
+FULL = """
+from meshlm import LLM, SamplingParams
+from meshlm.workers.fake import expected_token
+llm = LLM(device="fake", max_model_len="512", max_waiting=4, max_num_seqs=2)
+prompts = [[300 + number, 301] for number in range(100)]
+for prompt, answer in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True, n=2), use_tqdm=False)):
+    assert [output.token_ids for output in answer.outputs] == [[expected_token(prompt, llm.vocab_size)]] * 2
+print("done")
+"""
+
+
+def test_a_full_queue_makes_a_script_wait(tmp_path: Path) -> None:
+    run(tmp_path, FULL)
+
+
 def test_all_processes_are_ready_from_the_first_call_on(tmp_path: Path) -> None:
     """One that died before would have ended the start, although requests were served."""
     run(tmp_path, ALL_READY)

@@ -9,9 +9,19 @@ import pytest
 from msgspec import Struct
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Role
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Attach, Finished, Submit, TextDeltas, TextPrompt, Tokenize, TokenizeReply
+from meshlm.protocol.text_edge import (
+    Abort,
+    Attach,
+    Finished,
+    Rejected,
+    Submit,
+    TextDeltas,
+    TextPrompt,
+    Tokenize,
+    TokenizeReply,
+)
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.runtime.errors import LinkFull
 from meshlm.supervisor import client as client_module
@@ -183,6 +193,41 @@ def test_each_choice_goes_on_after_its_tokens_when_its_detokenizer_dies() -> Non
         client.on_message(other, row(again[1].handles[0], 2, [9, 10], "zu", end=True))
         (request,) = await outputs
         assert [(output.token_ids, output.text) for output in request.outputs] == [([5], "v"), ([7, 8, 9, 10], "xyzu")]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_what_the_mesh_has_no_room_for_waits_until_something_ends() -> None:
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        outputs = asyncio.ensure_future(client.run(two_choices(client), None))
+        await stub.was_sent(1)
+        first, second = last_submit(stub).handles
+        client.on_message(DETOKENIZER, Rejected((second,), ErrorKind.OVERLOADED, "8 requests are waiting already"))
+        assert len(stub.sent) == 1, "not at once"
+        client.on_message(DETOKENIZER, row(first, 0, [5], "v", end=True))
+        again = last_submit(stub)
+        assert (again.handles, again.request_ids) == ((second,), (name_of("r", 1),))
+        assert (again.sampling.seed, again.attempt, again.delivered) == (41, 0, b"")
+        client.on_message(DETOKENIZER, Rejected((second,), ErrorKind.OVERLOADED, "8 requests are waiting already"))
+        assert len(stub.sent) == 2, "nothing has ended since"
+        stub.timers.pop()()
+        assert len(stub.sent) == 3, "nothing of ours runs: it is tried now and then"
+        client.on_message(DETOKENIZER, row(second, 0, [6], "w", end=True))
+        (request,) = await outputs
+        assert [output.token_ids for output in request.outputs] == [[5], [6]]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_another_refusal_is_an_error() -> None:
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
+        await stub.was_sent(1)
+        client.on_message(DETOKENIZER, Rejected(last_submit(stub).handles, ErrorKind.INVALID, "too long", "prompt"))
+        with pytest.raises(ValueError, match="prompt: too long"):
+            await outputs
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
