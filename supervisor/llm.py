@@ -1,65 +1,46 @@
 """The Python API: the same mesh without HTTP.
 
 `LLM` starts the processes as `meshlm serve` does, less the frontends, and takes a frontend's place itself (client.py), in a
-background thread with its own event loop. The children are programs of their own, so a script needs no `__main__` guard.
+background thread (background.py). The children are programs of their own, so a script needs no `__main__` guard.
 """
 
-import asyncio
-import atexit
-import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import msgspec
-import uvloop
 from tqdm import tqdm
 
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
-from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import flags, io, layout, resolve, rundir
+from meshlm.supervisor import flags, layout, resolve
 from meshlm.supervisor.arguments import settings_of
-from meshlm.supervisor.client import Client, name_of
-from meshlm.supervisor.display import StartDisplay
-from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.background import Background
+from meshlm.supervisor.client import name_of
 from meshlm.supervisor.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.sampling import SamplingParams
 from meshlm.supervisor.tokenizer import Tokenizer, chat_prompt
 
-T = TypeVar("T")
 OnePrompt = str | Sequence[int] | dict[str, Any]
 # Work comes at once, nothing idles then, and nobody reads along.
 OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
 
 
 class LLM:
-    """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores."""
+    """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores.
+
+    The processes end with `shutdown`, with the last reference to the object, or with the program.
+    """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         given = {**OFFLINE, **settings_of(settings), "model": model}
         config = flags.build(given, None)
         layout.check_alone(config)
-        config = resolve.resolve(config)
-        self._folder = tempfile.TemporaryDirectory(prefix="mlm")
-        run_dir = Path(self._folder.name) / "run"
-        rundir.create(run_dir)
-        run = msgspec.structs.replace(config.run, run_dir=str(run_dir))
-        self._config: MeshConfig = msgspec.structs.replace(config, run=run)
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="meshlm", daemon=True)
-        self._thread.start()
-        atexit.register(self.shutdown)
-        try:
-            self._supervisor, self._client = self._call(self._start())
-        except BaseException:
-            self._stop_loop()
-            raise
+        self._config = resolve.resolve(config)
+        self._background = Background(self._config)
+        self._supervisor, self._client = self._background.supervisor, self._background.client
+        self._finalizer = weakref.finalize(self, self._background.stop)
 
     def generate(
         self,
@@ -104,16 +85,18 @@ class LLM:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, by the mesh's own tokenizer."""
-        return self._ask(self._client.tokenize([TextPrompt(text) for text in texts]))
+        return self._background.ask(self._client.tokenize([TextPrompt(text) for text in texts]))
 
     def get_tokenizer(self) -> Tokenizer:
         """The mesh's tokenizer, with its chat template."""
 
         def ids(prompt: Prompt) -> list[int]:
-            (found,) = self._ask(self._client.tokenize([prompt]))
+            (found,) = self._background.ask(self._client.tokenize([prompt]))
             return found
 
-        return Tokenizer(ids, lambda token_ids: self._ask(self._client.detokenize(token_ids)), self.vocab_size)
+        return Tokenizer(
+            ids, lambda token_ids: self._background.ask(self._client.detokenize(token_ids)), self.vocab_size
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """With the defaults of the model's generation_config.json."""
@@ -129,16 +112,14 @@ class LLM:
         return self._profile(start=False)
 
     def _profile(self, *, start: bool) -> tuple[str, ...]:
-        answer = self._ask(self._supervisor.profile(start=start))
+        answer = self._background.ask(self._supervisor.profile(start=start))
         if answer.error:
             raise ValueError(answer.error)
         return answer.paths
 
     def shutdown(self) -> None:
-        """End all processes. Called at exit by itself."""
-        if self._loop.is_running():
-            self._call(self._stop())
-            self._stop_loop()
+        """End all processes. RuntimeError from any call afterwards, but this one."""
+        self._finalizer()
 
     def _run(
         self,
@@ -159,7 +140,7 @@ class LLM:
         for one in {id(one): one for one in each}.values():
             one.check(self.vocab_size)
         with tqdm(total=sum(one.n for one in each), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            return self._ask(self._client.run(self._submits(prompts, each, ranks), bar))
+            return self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
 
     def _submits(
         self, prompts: Iterator[Prompt], each: list[SamplingParams], ranks: list[int]
@@ -183,66 +164,6 @@ class LLM:
             text = prompt.text if isinstance(prompt, TextPrompt) else None
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
             yield submit, RequestOutput(name, text, ids, [CompletionOutput(index) for index in range(params.n)])
-
-    # --- the background loop ---
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:  # Ctrl-C: nobody waits for it any more
-            future.cancel()
-            raise
-
-    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Of the mesh. StartError when that ends first, with its reason: nobody would answer any more."""
-        return self._call(_unless_ended(self._supervisor, work))
-
-    async def _start(self) -> tuple[io.Supervisor, Client]:
-        members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
-        supervisor = io.Supervisor(self._config, members, StartDisplay())
-        client = Client()
-        client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self._config, client)
-        try:
-            await supervisor.start()
-            await client.mesh.open()
-            # All of them: until then the death of any ends the start, also when requests are served already.
-            await _unless_ended(supervisor, supervisor.ready.wait())
-            await _unless_ended(supervisor, client.serving.wait())
-        except BaseException:
-            await client.mesh.close()
-            await supervisor.close()
-            raise
-        return supervisor, client
-
-    async def _stop(self) -> None:
-        self._supervisor.stop(0.0)
-        await asyncio.wait({self._supervisor.ended}, timeout=5)
-        if self._client.mesh is not None:
-            await self._client.mesh.close()
-        await self._supervisor.close()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self._loop.close()
-        self._folder.cleanup()
-        atexit.unregister(self.shutdown)
-
-
-async def _unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives, or StartError with the reason when the mesh ends before."""
-    task = asyncio.ensure_future(work)
-    either: set[asyncio.Future[Any]] = {task, supervisor.ended}
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-    finally:
-        task.cancel()
-    supervisor.ended.result()
-    raise StartError("the mesh has ended")
 
 
 def _prompt(item: Any) -> Prompt:

@@ -139,6 +139,66 @@ print("done")
 """
 
 
+ENDS = """
+import gc, os
+from meshlm import LLM, SamplingParams
+def pids(llm):
+    return [process.pid for process in llm._supervisor.status().processes if process.role != "supervisor"]
+def alive(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+one, two = LLM(device="fake"), LLM(device="fake")
+of_one, of_two = pids(one), pids(two)
+assert alive(of_one) and alive(of_two)
+del one
+gc.collect()
+assert not alive(of_one) and alive(of_two)
+assert two.generate([300, 301], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
+two.shutdown()
+two.shutdown()
+assert not alive(of_two)
+try:
+    two.encode(["hi"])
+except RuntimeError as error:
+    assert str(error) == "this LLM was shut down"
+else:
+    raise AssertionError("an answer of nobody")
+print("done")
+"""
+
+
+def test_the_processes_end_with_their_object(tmp_path: Path) -> None:
+    """As with vLLM: `del llm` frees the GPU."""
+    run(tmp_path, ENDS)
+
+
+INTERRUPTED = """
+import _thread
+from meshlm import LLM
+from meshlm.supervisor.display import StartDisplay
+line = StartDisplay.line
+def interrupting(self, text):
+    line(self, text)
+    if "coordinator/0 is ready" in text:
+        _thread.interrupt_main()
+StartDisplay.line = interrupting
+try:
+    LLM(device="fake")
+except KeyboardInterrupt:
+    print("done")
+"""
+
+
+def test_ctrl_c_ends_a_start(tmp_path: Path) -> None:
+    """Without a word but the interrupt: no task or process is left behind."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "never retrieved" not in done.stderr
+    assert "destroyed" not in done.stderr
+
+
 def test_a_full_queue_makes_a_script_wait(tmp_path: Path) -> None:
     run(tmp_path, FULL)
 
