@@ -1,0 +1,56 @@
+"""examples/ do what they say."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import Serving, serving
+
+pytestmark = pytest.mark.mesh
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving("--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096") as found:
+        yield found
+
+
+def example(name: str, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-P", str(EXAMPLES / name), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    """All that is left of its output, once it has ended well."""
+    with process:
+        assert process.stdout is not None
+        out = process.stdout.read()
+    assert process.returncode == 0
+    return out
+
+
+def test_stream(server: Serving) -> None:
+    out = said(example("stream.py", "Why is the sky blue?", "--url", server.url, "--max-tokens", "20"))
+    assert "20 tokens; the first after" in out
+
+
+def test_unbreakable_outlives_its_frontend(server: Serving) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
+    expected = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()["choices"][0]["text"]
+    process = example("unbreakable.py", "Once upon a time", "--url", server.url, "--max-tokens", "150")
+    assert process.stdout is not None
+    begun = process.stdout.read(40)
+    os.kill(server.pid("frontend"), signal.SIGKILL)
+    assert begun + said(process) == expected + "\n"
+
+
+def test_offline() -> None:
+    lines = said(example("offline.py", "--device", "fake")).splitlines()
+    assert [line.split(" -> ")[0] for line in lines][:2] == ["'The capital of France is'", "'Once upon a time'"]
+    assert len(lines) == 4
