@@ -1,7 +1,6 @@
 """A rank that is its own peers (benchmarks/echo.py): products of one row that send and receive. By the interpreter without a GPU."""
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -15,12 +14,8 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "echo", raising=False)
-    import echo
-
-    return echo
+def echo(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("echo")
 
 
 @pytest.mark.parametrize("size", [2, 4])

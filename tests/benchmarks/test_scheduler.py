@@ -1,19 +1,14 @@
 """benchmarks/scheduler.py: steps in which all requests decode, however many prompts a step takes."""
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "scheduler", raising=False)
-    import scheduler
-
-    return scheduler
+def scheduler(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("scheduler")
 
 
 @pytest.mark.parametrize("num_requests", [1, 1000])
