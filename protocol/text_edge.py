@@ -147,9 +147,7 @@ class Accepted(Struct, frozen=True, tag="accepted"):
     prompt_text: str = ""  # with want_text ...
     first_token_text: str = ""  # ... and the part of it that is the first token's, which has no log-probability
     arrival_s: float = 0.0  # with a Retry: when the request first came
-    num_told: tuple[
-        int, ...
-    ] = ()  # with a Retry, by handle: output tokens that connections before had; (): none had any
+    num_told: tuple[int, ...] = ()  # with a Retry, by handle: tokens that connections before had; (): none had any
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):

@@ -40,14 +40,11 @@ class SchedulerApp:
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
         self._core: Scheduler | None = None
-        self._early: list[Event] = []  # what peers said before start() ran
         self._said_serving = False
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
         self._core = Scheduler(limits_of(mesh.config, mesh.identity.index))
-        for event in self._early:
-            self._do(event)
         self._tick()
         self.flush()
         return {}
@@ -59,8 +56,7 @@ class SchedulerApp:
 
     def _do(self, event: Event) -> None:
         if self._core is None:
-            self._early.append(event)
-            return
+            return  # start() failed: this process is about to end
         self._send(self._core.handle(event, time.monotonic()))
 
     def _send(self, effects: list[Send]) -> None:
@@ -90,10 +86,10 @@ class SchedulerApp:
         while effects := self._core.plan(time.monotonic_ns()):
             self._send(effects)
         self._send(self._core.report())
-        if (
-            self._core.serving is not self._said_serving
-        ):  # `meshlm status` is not to show that it waits when the mesh is ready
-            self._said_serving = self._core.serving
+        if self._core.serving is not self._said_serving:
+            self._said_serving = (
+                self._core.serving
+            )  # at once: `meshlm status` of a mesh that is ready shows nobody who waits
             assert self._mesh is not None
             self._mesh.say_beat()
 

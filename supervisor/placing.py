@@ -89,7 +89,8 @@ class Placing:
             self._holder.has(message, peer)
             with contextlib.suppress(LinkDown, LinkFull):
                 mesh.send(peer, message)
-                self._room = self._room and self._room - 1
+                if self._room is not None:
+                    self._room -= 1
                 return True
         self._holder.has(message, None)
         return False
