@@ -52,6 +52,7 @@ class DetokenizerApp:
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
         self._to_encode: deque[Encode] = deque()
         self._num_new = 0  # of those, since the threads were called last
+        self._early: list[Event] = []  # what peers said before start() ran
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         resolved = mesh.config.resolved
@@ -67,6 +68,7 @@ class DetokenizerApp:
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
         self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
+        self._do_all(self._early)
         self._tick()
         self.flush()
         return {"vocabulary": f"{vocab_size} tokens"}
@@ -78,7 +80,8 @@ class DetokenizerApp:
 
     def _do(self, event: Event) -> None:
         if self._core is None:
-            return  # start() failed: this process is about to end
+            self._early.append(event)
+            return
         for effect in self._core.handle(event):
             self._perform(effect)
 

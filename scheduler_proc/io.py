@@ -40,11 +40,14 @@ class SchedulerApp:
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
         self._core: Scheduler | None = None
+        self._early: list[Event] = []  # what peers said before start() ran
         self._said_serving = False
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
         self._core = Scheduler(limits_of(mesh.config, mesh.identity.index))
+        for event in self._early:
+            self._do(event)
         self._tick()
         self.flush()
         return {}
@@ -56,7 +59,8 @@ class SchedulerApp:
 
     def _do(self, event: Event) -> None:
         if self._core is None:
-            return  # start() failed: this process is about to end
+            self._early.append(event)
+            return
         self._send(self._core.handle(event, time.monotonic()))
 
     def _send(self, effects: list[Send]) -> None:
