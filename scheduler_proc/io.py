@@ -90,10 +90,8 @@ class SchedulerApp:
         while effects := self._core.plan(time.monotonic_ns()):
             self._send(effects)
         self._send(self._core.report())
-        if self._core.serving is not self._said_serving:
-            self._said_serving = (
-                self._core.serving
-            )  # at once: `meshlm status` of a mesh that is ready shows nobody who waits
+        if self._core.serving is not self._said_serving:  # at once: in a mesh that is ready nobody is shown waiting
+            self._said_serving = self._core.serving
             assert self._mesh is not None
             self._mesh.say_beat()
 
