@@ -76,6 +76,8 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
         for batch in arguments.batch
     ]
     found["sums"] = 2 * spec.num_hidden_layers + 1
+    found["fused"] = getattr(engine._comm, "fused", None)  # sums with norms; None: by NCCL
+    found["by_products"] = getattr(engine._comm, "one_row", None) is not None  # those of one row
     if size > 1:
         found["all_reduce_us"] = sums(engine._comm, getattr(engine._comm, "_plain", engine._comm), torch)
     found["gpu"] = torch.cuda.get_device_name()

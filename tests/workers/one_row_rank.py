@@ -14,10 +14,10 @@ from meshlm.workers.attention.backend import choose
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.parallel import proofs
 from meshlm.workers.parallel.communicator import Distributed
 from meshlm.workers.parallel.one_row import OneRow
 from meshlm.workers.parallel.shard import Shard
-from meshlm.workers.parallel.symmetric import _wrong_parts
 from meshlm.workers.weights.load import load_model
 
 SIZE, HIDDEN, ROWS = 2, 48, 4
@@ -78,7 +78,7 @@ def run_rank(
     with torch.inference_mode():
         one_row = one_row_of(rank, memory, more)
         made: Any = SimpleNamespace(one_row=one_row, device=CPU)
-        found.append(_wrong_parts(made, shard, HIDDEN))
+        found.append(proofs.first_wrong(proofs.parts(made, shard, HIDDEN)))
         model = load_model(resolved(Path(path), "dummy"), CPU, 0, lambda done, total: None, shard).to(BF16)
         model.rope = model.rope.float()
         model._head_weight = model._head_weight.to(BF16)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.packets import FOR_EVER
 from meshlm.kernels.sum_norm import kernel
+from meshlm.workers.parallel import proofs
 from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
 from meshlm.workers.parallel.one_row import OneRow
 from meshlm.workers.parallel.shard import Shard
@@ -25,7 +25,7 @@ PACKET_ROWS = {2: 64, 4: 32, 8: 8}  # of those, by ranks: up to which rows go as
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
-TEST_POLLS = 1 << 20  # half a second: a peer that does not show up is no reason to hang at start
+TEST_POLLS = 1 << 22  # two seconds: packets that never come are no reason to hang at start
 FRESH_TURN = 1 << 16  # more than the proofs at start take
 
 
@@ -160,17 +160,20 @@ def make_symmetric(
         warnings.warn(f"no symmetric memory between these GPUs, NCCL sums: {failure}", RuntimeWarning, stacklevel=2)
         return plain
     assert made is not None
-    wrong = _said(lambda: _wrong_sums(made, plain, shard, dtype))
+    wrong = _said(lambda: proofs.first_wrong(proofs.sums(made, plain, shard, dtype)))
     if not all_say_yes(not wrong, group):
         warnings.warn(f"symmetric memory is wrong here, NCCL sums: {wrong}", RuntimeWarning, stacklevel=2)
         return plain
-    wrong = _said(lambda: _wrong_norms(made, shard, dtype, widest[1]))
+    if device.type == "cuda":
+        failure = _said(lambda: proofs.compile_all(made, shard, dtype, widest[1]))
+        all_say_yes(not failure, group)  # nobody waits for packets while a peer still compiles what sends them
+    wrong = _said(lambda: proofs.first_wrong(proofs.norms(made, shard, dtype, widest[1])))
     fused = all_say_yes(not wrong, group)
     if not fused:
         warnings.warn(
             f"kernels/sum_norm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
         )
-    wrong = _said(lambda: _wrong_parts(made, shard, widest[1])) if fused else "sum_norm is wrong"
+    wrong = _said(lambda: proofs.first_wrong(proofs.parts(made, shard, widest[1]))) if fused else "sum_norm is wrong"
     one_row = all_say_yes(not wrong, group)
     if fused and not one_row:
         warnings.warn(
@@ -180,10 +183,10 @@ def make_symmetric(
     return made
 
 
-def _said(check: Callable[[], str]) -> str:
+def _said(check: Callable[[], str | None]) -> str:
     """What a check says, or what ended it."""
     try:
-        return check()
+        return check() or ""
     except Exception as error:  # of a compiler or a driver: this rank votes no, and all go another way
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -193,76 +196,3 @@ def all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:
     votes = torch.tensor([int(yes)])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())
-
-
-def _wrong_sums(made: Symmetric, plain: Distributed, shard: Shard, dtype: torch.dtype) -> str:
-    """Each kind of sum and the gathering against what they must give; "" when all is right.
-
-    Also NCCL's first call, which must not be in a graph.
-    """
-    size, wrong = shard.tp_size, []
-    device = made.device
-    of_all = float(size * (size + 1) // 2)
-    for rows in (1, 3, 4096):
-        x = torch.full((rows, 128 * size), float(shard.tp_rank + 1), dtype=dtype, device=device)
-        if not (made.all_reduce(x.clone()) == of_all).all():
-            wrong.append(f"sum of {rows} rows")
-        found = made.gather(x[:, :128].contiguous(), 128 * size)
-        wanted = torch.arange(1, size + 1, device=device, dtype=dtype).repeat_interleave(128)
-        if not (found == wanted).all():
-            wrong.append(f"gathering of {rows} rows")
-    if not (plain.all_reduce(torch.ones(8, dtype=dtype, device=device)) == size).all():
-        wrong.append("NCCL")
-    return ", ".join(wrong)
-
-
-def _wrong_norms(made: Symmetric, shard: Shard, dtype: torch.dtype, columns: int) -> str:
-    """The same of sums with a norm, in both halves of the inboxes."""
-    size, wrong = shard.tp_size, []
-    device = made.device
-    weight = torch.ones(columns, dtype=dtype, device=device)
-    steps = torch.arange(columns, device=device) % 8
-    for rows in (1, FUSED_ROWS, 2, 1, PACKET_ROWS[size], 1):
-        x = (steps + shard.tp_rank).to(dtype).repeat(rows, 1)
-        residual = torch.ones(rows, columns, dtype=dtype, device=device)
-        normed = made.sum_norm(x, residual, weight, 1e-6)
-        stream = (steps * size + size * (size - 1) // 2 + 1).to(dtype).repeat(rows, 1)
-        near = normed is not None and (normed - F.rms_norm(stream, (columns,), weight, 1e-6)).abs().max() < 0.02
-        if not near or not torch.equal(residual, stream):
-            wrong.append(f"{rows} rows")
-    return ", ".join(wrong)
-
-
-def _wrong_parts(made: Symmetric, shard: Shard, columns: int) -> str:
-    """The same of products of one row, in steps with an odd number of sums."""
-    one_row, device, size, few = made.one_row, made.device, shard.tp_size, min(64, columns)
-    if one_row is None:
-        return ""
-    steps = torch.arange(columns, device=device) % 8
-    weight = torch.zeros(columns, 64, dtype=torch.bfloat16, device=device)
-    weight[:, 5] = steps + shard.tp_rank
-    x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
-    x[0, 5] = 1
-    norm = torch.ones(columns, dtype=torch.bfloat16, device=device)
-    following = torch.eye(few, columns, dtype=torch.bfloat16, device=device)
-    total = steps * size + size * (size - 1) // 2
-    for step in range(3):
-        stream = torch.zeros(1, columns, dtype=torch.bfloat16, device=device)
-        for nth in range(1, 4):
-            part = one_row.send(x, weight, None)
-            assert part is not None
-            if nth < 3:
-                found = one_row.norm_linear(part, stream, (norm, 1e-6), following, None, gate=False)
-                assert found is not None
-                out, stream = found
-            else:
-                out = one_row.norm(part, stream, norm, 1e-6)[:, :few]
-            wanted = F.rms_norm((nth * total).to(torch.bfloat16)[None], (columns,), norm, 1e-6)[:, :few]
-            if not torch.equal(stream[0], (nth * total).to(torch.bfloat16)) or (out - wanted).abs().max() > 0.03:
-                return f"sum {nth} of step {step + 1}"
-        head = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
-        head[:, 5] = torch.arange(16, device=device) + 16 * shard.tp_rank + step
-        logits = one_row.logits(x, head, 16 * size - 2, None)
-        if logits is None or not torch.equal(logits[0].long(), torch.arange(16 * size - 2, device=device) + step):
-            return f"columns of step {step + 1}"
-    return ""
