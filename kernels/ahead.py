@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import torch
-from triton.runtime import jit
+from triton.runtime import build, jit
 
 THREADS = 8  # at most: then the front end of one or the other always has Python's lock
 Progress = Callable[[int, int], None]  # done, of how many
@@ -53,13 +54,40 @@ def compiled_ahead(progress: Progress = lambda done, total: None, threads: int |
     def only_compile(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *arguments, grid=grid, warmup=True, **options)
 
-    with _pool(threads or min(THREADS, len(os.sched_getaffinity(0)))) as pool, _ahead(mode_class, pool) as mode:
+    with (
+        launchers_apart(),
+        _pool(threads or min(THREADS, len(os.sched_getaffinity(0)))) as pool,
+        _ahead(mode_class, pool) as mode,
+    ):
         function.run = only_compile
         try:
             yield
         finally:
             function.run = launch
         _wait(mode.raw_futures, progress)
+
+
+@contextmanager
+def launchers_apart() -> Iterator[None]:
+    """Each launcher that is loaded inside is a module of its own.
+
+    Triton's (3.6) are files of one name in C, whose modules are of the old kind (single-phase initialisation): when a file is loaded
+    for the second time, CPython fills the module that was loaded last under the name with that file's functions. A thread that has
+    loaded another file and is about to take its function from there would get the wrong one.
+    """
+    load, lock = build._load_module_from_path, threading.Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        with lock:
+            copy = ModuleType(name)
+            vars(copy).update(vars(load(name, path)))
+            return copy
+
+    build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

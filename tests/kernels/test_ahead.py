@@ -12,11 +12,12 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
+from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from meshlm.kernels import ahead
-from meshlm.kernels.ahead import compiled_ahead
+from meshlm.kernels.ahead import compiled_ahead, launchers_apart
 
 PATCHED = (tl, tl.core, tl.math, *(value for value in vars(tl.core).values() if isinstance(value, type)))
 COMPILED = [(owner, dict(vars(owner))) for owner in PATCHED]  # no test has run yet
@@ -199,6 +200,29 @@ def test_a_triton_that_cannot_do_it_launches(gpu: Driver, monkeypatch: pytest.Mo
         launch(JITFunction(copy))
     assert gpu.launched == ["copy"]
     assert gpu.compiled == ["MainThread"]
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "twin", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_twin(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_a_launcher_that_is_loaded_again_is_nobody_elses(tmp_path: Path) -> None:
+    """One is loaded, another, then the first again, before the other's function is taken from its module."""
+    files = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "twin.c").write_text(LAUNCHER.replace("NUMBER", str(number)))
+        files.append(build._build("twin", str(folder / "twin.c"), str(folder), [], [], [], []))
+    first, second = files
+    with launchers_apart():
+        modules = [build._load_module_from_path("twin", path) for path in (first, second, first)]
+    assert [module.launch() for module in modules] == [1, 2, 1]
 
 
 def test_this_triton_can() -> None:

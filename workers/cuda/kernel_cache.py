@@ -33,15 +33,17 @@ def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> 
 
     alone: no other worker waits in the middle of the first attempt; else the start ends, and the next one will do.
     """
+    before = _inode(where)
     try:
         return make()
     except (ProcessFatal, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if not of_loading(error) or not where.is_dir():
+        moved = before is not None and _inode(where) != before  # by another worker that could not read it
+        if not of_loading(error) or not (moved or where.is_dir()):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        aside = _set_aside(where)
+        aside = f"{where}.broken-..." if moved else _set_aside(where)
     if not alone:
         raise ProcessFatal(f"the kernel cache {where} was broken ({reason}); it is now {aside}: start again")
     # Outside the handler: the error's frames hold the first engine, weights and all.
@@ -67,8 +69,16 @@ def of_loading(error: BaseException) -> bool:
     return False
 
 
+def _inode(where: Path) -> int | None:
+    """Which folder it is."""
+    try:
+        return where.stat().st_ino
+    except OSError:
+        return None
+
+
 def _set_aside(where: Path) -> str:
-    """Its new name. Another process may have been faster; then there is nothing to move."""
+    """Its new name."""
     aside = where.with_name(f"{where.name}.broken-{time.time_ns()}")
     try:
         where.rename(aside)

@@ -77,6 +77,26 @@ def test_one_of_a_group_does_not_start_over(cache: Path) -> None:
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("made_again", [False, True])
+def test_what_another_worker_has_set_aside_is_not_moved_again(cache: Path, made_again: bool) -> None:
+    """Its kernels may be half written already, by workers that do not fail."""
+    aside = cache.with_name("cache.broken-1")
+    calls = []
+
+    def make() -> str:
+        calls.append(None)
+        if len(calls) == 1:
+            cache.rename(aside)
+            if made_again:
+                cache.mkdir()
+            fail("triton.compiler.compiler", FileNotFoundError("kernel.source"))
+        return "engine"
+
+    assert retry_without(make, cache) == "engine"
+    assert cache.exists() == made_again
+    assert [path for path in cache.parent.iterdir() if path != cache] == [aside]
+
+
 class OutOfResources(Exception):
     """As Triton calls it."""
 
