@@ -78,6 +78,7 @@ def write(op: str, values: Table, folder: Path | None = None) -> Path:
     """Keep what tune.py found for this GPU."""
     gpu = this_gpu()
     path = (folder or FOLDER / op / "tables") / f"{name_of(gpu['name'])}.json"
+    path.parent.mkdir(exist_ok=True)
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     path.write_text(json.dumps({"gpu": gpu, **versions, **values}, indent=1) + "\n")
     return path

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import warm_sizes
-from meshlm.kernels.few_rows.kernel import warm_rows
+from meshlm.kernels.few_rows import kernel as few_rows
+from meshlm.kernels.many_rows import kernel as many_rows
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec
@@ -161,11 +162,12 @@ class CudaEngine:
         decodes = warm_sizes(kv_heads, most, longest, self._device, group)
         tokens = self._resolved.max_num_batched_tokens
         prompt = min(tokens, self._resolved.max_model_len)
-        for counts in warm_up.steps(decodes, warm_rows(), most, prompt, tokens):
+        rows = few_rows.warm_rows() | many_rows.warm_rows()
+        for counts in warm_up.steps(decodes, rows, most, prompt, tokens):
             self._dummy_step(counts)
         self._inbox.clear()
         with torch.inference_mode():
-            for key in warm_up.graphs(self.graphs.keys):
+            for key in warm_up.graphs(self.graphs.keys, rows, min(tokens, most * prompt)):
                 self._compute.padded(key)
             if self._shard.is_last:
                 self.head.one_line()

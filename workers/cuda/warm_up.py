@@ -22,11 +22,17 @@ def steps(
         yield [longest_prompt] * (tokens // longest_prompt) + ([rest] if rest else [])
 
 
-def graphs(keys: list[Key]) -> list[Key]:
-    """Of the graphs, one of each kind: steps by hand have neither lines that are in order nor one request more than may run."""
+def graphs(keys: list[Key], rows: set[int], most: int) -> list[Key]:
+    """Of the graphs, one of each kind: steps by hand have neither lines that are in order nor one request more than may run.
+
+    rows: as for `steps`, which have up to `most` tokens; with few requests the padding of a graph makes them more.
+    """
     decodes = [key for key in keys if key.uniform]
     mixed: dict[int, Key] = {}
     for key in keys:
         if not key.uniform:
             mixed.setdefault(key.requests, key)
-    return decodes[:1] + list(mixed.values())
+    wide = {
+        max((key for key in keys if not key.uniform and most < key.tokens <= number), default=None) for number in rows
+    }
+    return decodes[:1] + list(mixed.values()) + sorted(key for key in wide if key is not None)

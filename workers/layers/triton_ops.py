@@ -1,6 +1,7 @@
 """Ops on a GPU: cuBLAS for products, fused Triton kernels for what stands between them.
 
-A product of one row with a weight that is not too large: one Triton kernel does norm, product and gate.
+A product of one row with a weight that is not too large: one Triton kernel does norm, product and gate. Of many rows: product and gate,
+where that is faster.
 """
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from meshlm.kernels.embedding.kernel import embed
 from meshlm.kernels.few_rows.kernel import few_rows, shape_for
 from meshlm.kernels.gemv.kernel import gemv, pays
+from meshlm.kernels.many_rows import kernel as many_rows
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.product.kernel import product
 from meshlm.kernels.rope_cache.kernel import rope_cache
@@ -59,12 +61,17 @@ class TritonOps(Composed):
     ) -> tuple[Tensor, Tensor]:
         if pays(packed, x.shape[-2]) and not (gate and bias is not None):
             return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
-        use = "gate" if gate else "product"
-        shape = shape_for(x.shape[-2], *packed.shape, use) if bias is None else None
-        if shape is not None:
-            y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
-            return few_rows(y, packed, shape, use), (x if residual is None else residual)
-        return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
+        rows, use = x.shape[-2], "gate" if gate else "product"
+        few = shape_for(rows, *packed.shape, use) if bias is None else None
+        many = many_rows.shape_for(rows, *packed.shape, "gated") if gate and bias is None else None
+        if few is None and many is None:
+            return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
+        y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
+        stream = x if residual is None else residual
+        if few is not None:
+            return few_rows(y, packed, few, use), stream
+        assert many is not None
+        return many_rows.gated(y, packed, many), stream
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

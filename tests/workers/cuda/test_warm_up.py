@@ -17,6 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from meshlm.kernels.attention import tiles
 from meshlm.kernels.few_rows import kernel as few_rows
 from meshlm.kernels.few_rows.kernel import Shape
+from meshlm.kernels.many_rows import kernel as many_rows
+from meshlm.kernels.many_rows.kernel import Shape as Tile
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
@@ -40,6 +42,8 @@ CPU = torch.device("cpu")
 LENGTH, BLOCK, TOKENS = 512, 16, 1024
 FEW = [Shape(16, 32, 16, 1, 4, 3), Shape(16, 32, 16, 1, 2, 3), Shape(32, 32, 16, 1, 4, 3), Shape(64, 32, 16, 1, 4, 3)]
 FEW_ROWS = list(zip([1, 8, 16, 192], [8, 16, 192, 256], FEW, strict=True))  # rows above, up to
+MANY = [Tile(16, 16, 16, 4, 3), Tile(16, 16, 16, 4, 3, True), Tile(32, 16, 16, 4, 3)]
+MANY_ROWS = list(zip([256, 300, 700], [300, 700, 9999], MANY, strict=True))
 Variant = tuple[str, tuple[tuple[str, object], ...]]
 
 
@@ -115,6 +119,7 @@ class Case:
         split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in FEW_ROWS]
         table = {size: split if size[2] == "parts" else FEW_ROWS for size in sizes}
         monkeypatch.setattr(few_rows, "_table", lambda: table)
+        monkeypatch.setattr(many_rows, "_table", lambda: {(192, 64, "gated"): MANY_ROWS})
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
@@ -132,9 +137,11 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def no_shapes_of_other_tables() -> Iterator[None]:
-    few_rows.shape_for.cache_clear()
+    for cached in (few_rows.shape_for, many_rows.shape_for):
+        cached.cache_clear()
     yield
-    few_rows.shape_for.cache_clear()
+    for cached in (few_rows.shape_for, many_rows.shape_for):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(("max_rows", "heads"), [(16, (8, 2)), (1, (4, 4)), (48, (8, 8)), (73, (4, 1))])
@@ -143,15 +150,19 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
 ) -> None:
     """With 16 rows and 2 kv heads, only the 17 requests of a mixed graph have contexts in 16 parts beside prompts."""
     case = Case(monkeypatch, max_rows, heads)
-    for counts in warm_up.steps(case.decodes, few_rows.warm_rows(), max_rows, LENGTH, TOKENS):
+    rows = few_rows.warm_rows() | many_rows.warm_rows()
+    for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
         case.by_hand(counts)
-    for key in warm_up.graphs(case.keys):
+    for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
         case.padded(key)
     case.head.one_line()
     known, case.launched = case.launched, set()
     assert len(known) > 15
     for length in (1, 2, 7, 16, 40, 100, 128, 200, LENGTH):
         case.by_hand([length])
+    for length in (257, 400, 750, TOKENS):
+        if max_rows > 1 or length <= LENGTH:
+            case.by_hand([min(length, LENGTH), length - LENGTH] if length > LENGTH else [length])
     for count in range(1, max_rows + 1):
         case.by_hand([1] * count)
         case.by_hand([1] * (count - 1) + [19])
@@ -161,7 +172,7 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
     for count in range(1, max_rows + 1):  # lines whose log-probabilities are asked for
         logprobs.in_chunks(case.head.hidden[:count], case.head.sampled[:count].long(), 2, case.model.logits)
     assert case.launched - known == set()
-    assert {name for name, _ in known} >= {"_few_rows", "_sum_add_norm"}
+    assert {name for name, _ in known} >= {"_few_rows", "_sum_add_norm", "_gated"}
 
 
 @pytest.mark.parametrize(("max_rows", "longest", "tokens"), [(4, 10, 64), (2, 64, 64), (64, 512, 512)])
@@ -171,3 +182,11 @@ def test_prompts_of_as_many_rows_as_there_are_kinds(max_rows: int, longest: int,
     most = min(tokens, max_rows * longest)
     assert {sum(counts) for counts in found} == {min(rows, most) for rows in (3, 8, 48, 256, longest)}
     assert all(len(counts) <= max_rows and max(counts) <= longest for counts in found)
+
+
+def test_graphs_of_each_kind() -> None:
+    """Decodes, mixed ones by their requests, and the widest of each kind of products that no step by hand has."""
+    decodes, mixed = [Key(1, 1), Key(2, 2)], [Key(tokens, 3) for tokens in (128, 256, 512, 1024)]
+    assert warm_up.graphs([*decodes, *mixed], set(), 200) == [decodes[0], mixed[0]]
+    assert warm_up.graphs([*decodes, *mixed], {100, 300, 700}, 200) == [decodes[0], mixed[0], mixed[1], mixed[2]]
+    assert warm_up.graphs([*decodes, *mixed], {9999}, 1024) == [decodes[0], mixed[0]]
