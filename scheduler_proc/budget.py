@@ -10,7 +10,7 @@ that are learned from finished steps. benchmarks/step_budget.py tries the consta
 import math
 
 EVEN_TOKENS = 1024  # steps with prompts hold so many; fewer leave the products short of work, more make streams wait
-EVEN_PROMPT_S = 0.008  # ... or prompts for so long: where tokens are quick, what each step with prompts costs counts
+EVEN_PROMPT_S = 0.012  # ... or prompts for so long: where tokens are quick, what each step with prompts costs counts
 KEEP_UP = 1.15  # ... or so many times what comes in
 PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
 REQUESTS_REMEMBERED = 32  # what comes in is known from about so many that ended
@@ -19,7 +19,7 @@ LONGEST_TARGET_S = 0.055
 LONGEST_STRETCH = 7.0  # where decodes alone take long (a large model), the longest grows with them
 MANY_DECODES = 128  # ... and with their number beyond this: each step reads the cache of all of them
 MIN_PREFILL_TOKENS = 256  # below this a step's fixed cost dominates
-MOST_MIXED_TOKENS = 3072  # with decodes among them: more make the products no faster, and who decodes waits for them
+MOST_MIXED_TOKENS = 4096  # with decodes among them: more make the products no faster, and who decodes waits for them
 GRID = 128  # steps of more than a few end at a multiple of this; at coarser ones the larger they are
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
 LEAST_PROMPT_SHARE = 0.5  # of a mixed step's time, whatever decodes took lately

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import warm_sizes
 from meshlm.kernels.few_rows import kernel as few_rows
-from meshlm.kernels.many_rows import kernel as many_rows
+from meshlm.kernels.gated import kernel as gated
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec
@@ -162,7 +162,7 @@ class CudaEngine:
         decodes = warm_sizes(kv_heads, most, longest, self._device, group)
         tokens = self._resolved.max_num_batched_tokens
         prompt = min(tokens, self._resolved.max_model_len)
-        rows = few_rows.warm_rows() | many_rows.warm_rows()
+        rows = few_rows.warm_rows() | gated.warm_rows()
         for counts in warm_up.steps(decodes, rows, most, prompt, tokens):
             self._dummy_step(counts)
         self._inbox.clear()

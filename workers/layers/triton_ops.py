@@ -9,8 +9,8 @@ from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
 from meshlm.kernels.few_rows.kernel import few_rows, shape_for
+from meshlm.kernels.gated import kernel as gated
 from meshlm.kernels.gemv.kernel import gemv, pays
-from meshlm.kernels.many_rows import kernel as many_rows
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.product.kernel import product
 from meshlm.kernels.rope_cache.kernel import rope_cache
@@ -63,7 +63,7 @@ class TritonOps(Composed):
             return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
         rows, use = x.shape[-2], "gate" if gate else "product"
         few = shape_for(rows, *packed.shape, use) if bias is None else None
-        many = many_rows.shape_for(rows, *packed.shape, "gated") if gate and bias is None else None
+        many = gated.shape_for(rows, *packed.shape) if gate and bias is None else None
         if few is None and many is None:
             return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
         y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
@@ -71,7 +71,7 @@ class TritonOps(Composed):
         if few is not None:
             return few_rows(y, packed, few, use), stream
         assert many is not None
-        return many_rows.gated(y, packed, many), stream
+        return gated.gated(y, packed, many), stream
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from meshlm.kernels.attention import tiles
 from meshlm.kernels.few_rows import kernel as few_rows
 from meshlm.kernels.few_rows.kernel import Shape
-from meshlm.kernels.many_rows import kernel as many_rows
-from meshlm.kernels.many_rows.kernel import Shape as Tile
+from meshlm.kernels.gated import kernel as gated
+from meshlm.kernels.gated.kernel import Shape as Tile
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
@@ -119,7 +119,7 @@ class Case:
         split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in FEW_ROWS]
         table = {size: split if size[2] == "parts" else FEW_ROWS for size in sizes}
         monkeypatch.setattr(few_rows, "_table", lambda: table)
-        monkeypatch.setattr(many_rows, "_table", lambda: {(192, 64, "gated"): MANY_ROWS})
+        monkeypatch.setattr(gated, "_table", lambda: {(192, 64): MANY_ROWS})
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
@@ -137,10 +137,10 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def no_shapes_of_other_tables() -> Iterator[None]:
-    for cached in (few_rows.shape_for, many_rows.shape_for):
+    for cached in (few_rows.shape_for, gated.shape_for):
         cached.cache_clear()
     yield
-    for cached in (few_rows.shape_for, many_rows.shape_for):
+    for cached in (few_rows.shape_for, gated.shape_for):
         cached.cache_clear()
 
 
@@ -150,7 +150,7 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
 ) -> None:
     """With 16 rows and 2 kv heads, only the 17 requests of a mixed graph have contexts in 16 parts beside prompts."""
     case = Case(monkeypatch, max_rows, heads)
-    rows = few_rows.warm_rows() | many_rows.warm_rows()
+    rows = few_rows.warm_rows() | gated.warm_rows()
     for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
         case.by_hand(counts)
     for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):

@@ -1,6 +1,6 @@
-"""Products of many rows with a weight, and what follows them, in one kernel: its input is not written to memory and read again.
+"""Gate and up projection of many rows and the gate itself in one kernel: their product is not written to memory and read again.
 
-    gated     out = silu(x W_gate^T) * (x W_up^T)        W holds the gate's rows, then the up projection's
+    out = silu(x W_gate^T) * (x W_up^T)        W holds the gate's rows, then the up projection's
 
 As many programs as run at once take tiles of the result in turn. Tiles that follow one another share rows of x or of W, in the L2
 cache; those of both come by bulk copies (TMA). A tile of gate and the same columns of up are one tile of a product, twice as wide.
@@ -71,28 +71,28 @@ class Shape(NamedTuple):
         return (min(tiles, self.programs * pdl.multiprocessors(device)),)
 
 
-Key = tuple[int, int, str]  # rows and columns of the weight; "gated"
+Key = tuple[int, int]  # rows and columns of the weight
 
 
 @cache
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
-    table = tables.own("many_rows") if torch.cuda.is_available() else None
+    table = tables.own("gated") if torch.cuda.is_available() else None
     return {
-        (each["outputs"], each["inputs"], each["use"]): [(over, to, Shape(*shape)) for over, to, shape in each["rows"]]
+        (each["outputs"], each["inputs"]): [(over, to, Shape(*shape)) for over, to, shape in each["rows"]]
         for each in (table or {"products": []})["products"]
     }
 
 
 @cache
-def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:
+def shape_for(rows: int, outputs: int, inputs: int) -> Shape | None:
     """None where the unfused operations are faster, as measured."""
-    known = _table().get((outputs, inputs, use), [])
+    known = _table().get((outputs, inputs), [])
     return next((shape for over, to, shape in known if over < rows <= to), None)
 
 
 def warm_rows() -> set[int]:
-    """So many rows meet every variant of the kernels that steps may use."""
+    """So many rows meet every variant of the kernel that steps may use."""
     return {to for known in _table().values() for _, to, _ in known}
 
 

@@ -1,4 +1,4 @@
-"""A model whose products of many rows do the work of the kernels behind them too: the same states as unfused."""
+"""A model whose gate and up projections are one kernel with the gate: the same states as unfused."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from small_models import BLOCK, CPU, batch_of, caches
 from torch import Tensor
 
 pytest.importorskip("triton")
-from meshlm.kernels.many_rows import kernel
-from meshlm.kernels.many_rows.kernel import Shape
+from meshlm.kernels.gated import kernel
+from meshlm.kernels.gated.kernel import Shape
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.layers.ops import Ops, TorchOps
@@ -22,14 +22,14 @@ TILE = Shape(16, 16, 16, 4, 3)
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every product of 8 rows or more goes by kernels/many_rows; which of its uses were asked for and there."""
-    found: set[str] = set()
+def used(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """Every such projection of 8 rows or more goes by kernels/gated; which weights did."""
+    found: set[tuple[int, int]] = set()
 
-    def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:
+    def shape_for(rows: int, outputs: int, inputs: int) -> Shape | None:
         if rows < 8:
             return None
-        found.add(use)
+        found.add((outputs, inputs))
         return TILE
 
     monkeypatch.setattr(kernel, "shape_for", shape_for)
@@ -63,14 +63,16 @@ def states(model: Decoder, ops: Ops, lengths: list[int]) -> tuple[Tensor, list[T
 @pytest.mark.parametrize(
     ("settings", "uses"),
     [
-        ({}, {"gated"}),
-        ({"qk_norm": True, "sliding_window": 4}, {"gated"}),
+        ({}, {(112, 32)}),
+        ({"qk_norm": True, "sliding_window": 4}, {(112, 32)}),
         ({"hidden_act": "gelu_pytorch_tanh"}, set()),
         ({"output_bias": True, "mlp_bias": True, "attention_bias": True}, set()),
     ],
     ids=["plain", "window", "gelu", "biases"],
 )
-def test_the_same_states(used: set[str], settings: dict[str, object], uses: set[str], lengths: list[int]) -> None:
+def test_the_same_states(
+    used: set[tuple[int, int]], settings: dict[str, object], uses: set[tuple[int, int]], lengths: list[int]
+) -> None:
     model = model_of(**settings)
     expected, expected_kv = states(model, TorchOps(), lengths)
     found, kv = states(model, TritonOps(), lengths)

@@ -1,4 +1,4 @@
-"""Products of many rows that do the work of the kernel behind them too, against the unfused operations."""
+"""Gate and up projection with the gate in one kernel, against the unfused operations."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, near
 
 from meshlm.kernels import tables
-from meshlm.kernels.many_rows import kernel, reference, tune
-from meshlm.kernels.many_rows.cases import GATED, cases
-from meshlm.kernels.many_rows.kernel import Shape, gated
+from meshlm.kernels.gated import kernel, reference, tune
+from meshlm.kernels.gated.kernel import Shape, gated
+from meshlm.kernels.gated.tune import CANDIDATES
 
 pytestmark = MARKS
 SMALL = [Shape(16, 32, 16, 4, 3), Shape(32, 16, 32, 4, 3, True), Shape(16, 32, 16, 4, 3, False, 2)]
-SHAPES = GATED if ON_GPU else SMALL
+SHAPES = CANDIDATES if ON_GPU else SMALL
 A, B = SMALL[:2]
 
 
@@ -32,7 +32,7 @@ def test_gated(rows: int, outputs: int, inputs: int, shape: Shape, dtype: torch.
 
 
 @pytest.mark.skipif(not ON_GPU, reason="as many rows and inputs as these tiles are for")
-@pytest.mark.parametrize("shape", GATED)
+@pytest.mark.parametrize("shape", CANDIDATES)
 def test_gated_as_models_have_it(shape: Shape) -> None:
     x = torch.randn(1000, 2048, device=DEVICE, dtype=torch.bfloat16)
     w = torch.randn(2 * 5632, 2048, device=DEVICE, dtype=torch.bfloat16) / 2048**0.5
@@ -47,15 +47,15 @@ def test_every_tile_is_taken_once() -> None:
 
 
 def test_shapes_go_by_the_table_of_this_very_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"products": [{"outputs": 128, "inputs": 64, "use": "gated", "rows": [[700, 1024, [128, 64, 64, 8, 3]]]}]}
+    found = {"products": [{"outputs": 128, "inputs": 64, "rows": [[700, 1024, [128, 64, 64, 8, 3]]]}]}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for table, shape in ((found, Shape(128, 64, 64, 8, 3)), (None, None)):
         monkeypatch.setattr(tables, "own", lambda op, table=table: table)
         kernel._table.cache_clear()
         kernel.shape_for.cache_clear()
-        assert kernel.shape_for(701, 128, 64, "gated") == kernel.shape_for(1024, 128, 64, "gated") == shape
-        assert kernel.shape_for(700, 128, 64, "gated") is kernel.shape_for(1025, 128, 64, "gated") is None
-        assert kernel.shape_for(800, 64, 128, "gated") is None
+        assert kernel.shape_for(701, 128, 64) == kernel.shape_for(1024, 128, 64) == shape
+        assert kernel.shape_for(700, 128, 64) is kernel.shape_for(1025, 128, 64) is None
+        assert kernel.shape_for(800, 64, 128) is None
         assert kernel.warm_rows() == ({1024} if table else set())
     kernel._table.cache_clear()
     kernel.shape_for.cache_clear()
@@ -71,30 +71,26 @@ def test_entries_of_a_table() -> None:
     assert tune.entries({512: lost}) == []
 
 
-def test_what_tune_makes_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates that compute something else are left out, those that cannot run too; the others are in the report."""
-    (case, *_) = cases({"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}, 1)
-    assert case.key == (96, 32, "gated")
-    case.weights = [torch.randn(96, 32) / 6]
-    on_cpu = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *sizes, **_: on_cpu(*sizes))
-    monkeypatch.setattr(case, "candidates", lambda: [A, B, SMALL[2]])
-    broken = {B: lambda x, w: reference.gated(x, w) * 1.1, SMALL[2]: lambda x, w: 1 / 0}
-    fused = case.fused
-    monkeypatch.setattr(case, "usual", reference.gated)
-    monkeypatch.setattr(
-        case, "fused", lambda x, w, shape: broken[shape](x, w) if shape in broken else fused(x, w, shape)
-    )
-    assert tune.right(case, 20) == [A]
-    (line,) = tune.lines(case, {512: {None: 10.0, A: 9.0}})
+def test_candidates_that_compute_something_else_or_cannot_run_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {B: lambda x, w: reference.gated(x, w) * 1.1, SMALL[2]: lambda x, w: 1 / 0}
+    monkeypatch.setattr(tune, "usual", reference.gated)
+    monkeypatch.setattr(tune, "gated", lambda x, w, shape: odd.get(shape, reference.gated)(x, w))
+    assert tune.right(torch.randn(20, 32), torch.randn(96, 32) / 6, [A, B, SMALL[2]]) == [A]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["wrong", "cannot run"]
+
+
+def test_what_the_report_says() -> None:
+    (line,) = tune.lines({512: {None: 10.0, A: 9.0}})
     assert json.loads(json.dumps(line)) == {
-        "outputs": 96, "inputs": 32, "use": "gated", "rows": 512, "usual_us": 10.0, "fused_us": 9.0,
-        "shape": list(A), "all": [[list(A), 9.0]],
+        "rows": 512, "usual_us": 10.0, "fused_us": 9.0, "shape": list(A), "all": [[list(A), 9.0]]
     }  # fmt: skip
-    assert tune.lines(case, {512: {None: 10.0}})[0]["shape"] is None
+    assert tune.lines({512: {None: 10.0}})[0]["shape"] is None
 
 
 def test_a_gpus_first_table_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tables, "this_gpu", lambda: {"name": "A GPU"})
-    path = tables.write("many_rows", {"products": []}, tmp_path / "tables")
+    path = tables.write("gated", {"products": []}, tmp_path / "tables")
     assert SimpleNamespace(**json.loads(path.read_text())).products == []
