@@ -13,6 +13,7 @@ if torch.cuda.device_count() < 2:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TOKENS, NEAR = 24, 0.125  # two steps of a bfloat16 logit of about 10
+AGREED = 0.95  # of the tokens: with random weights about 3 in 100 are as likely as another, as far as bfloat16 can tell
 SHAPE: dict[str, Any] = {
     "vocab_size": 4099,  # divides by no number of ranks
     "hidden_size": 1024,
@@ -90,4 +91,4 @@ def test_the_same_answers_as_one_gpu(layout: dict[str, int], model: str, alone: 
         assert len(plain) == TOKENS
         same = next((i for i in range(TOKENS) if plain[i] != tokens[i]), TOKENS)
         agreed, total = agreed + same, total + min(TOKENS, same + 1)
-    assert agreed / total > 0.97, f"{agreed} of {total}"
+    assert agreed / total > AGREED, f"{agreed} of {total}"
