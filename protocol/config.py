@@ -197,8 +197,11 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
     api_key: Annotated[tuple[str, ...], Meta(description="clients must send one of these as Bearer token")] = ()
-    frontends: Annotated[int, Meta(ge=1, le=256, description="HTTP processes")] = 1
-    detokenizers: Annotated[int, Meta(ge=1, le=256, description="text processes")] = 1
+    frontends: Annotated[
+        int,
+        Meta(ge=0, le=256, description="HTTP processes; 0: one for each rank, as far as there are 8 cores for each"),
+    ] = 0
+    detokenizers: Annotated[int, Meta(ge=0, le=256, description="text processes; 0: as many by the same rule")] = 0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="larger bodies get 413", extra={"bytes": True})] = 32 << 20
     max_concurrent_requests: Annotated[
         int, Meta(ge=1, description="open requests per frontend beyond which it answers 503")

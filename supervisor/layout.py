@@ -19,6 +19,7 @@ from meshlm.supervisor import balancing
 from meshlm.supervisor.errors import StartError, UsageError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+CORES_EACH = 8  # of this machine for a rank, a frontend and a detokenizer
 
 
 def places(config: MeshConfig) -> tuple[range, range]:
@@ -86,6 +87,20 @@ def _spanning(parallel: ParallelConfig) -> list[int]:
     return [rank for rank in range(parallel.data_parallel_size) if len(parallel.nodes_of(rank)) > 1]
 
 
+def with_text_processes(config: MeshConfig) -> MeshConfig:
+    """The same with the numbers of frontends and detokenizers that the flags leave open: one for each rank, where there are cores.
+
+    A detokenizer keeps up with about 50,000 tokens a second, which is what one GPU gives with a small model.
+    """
+    cores = len(os.sched_getaffinity(0))
+    usual = max(1, min(config.parallel.data_parallel_size, cores // CORES_EACH))
+    server = config.server
+    server = msgspec.structs.replace(
+        server, frontends=server.frontends or usual, detokenizers=server.detokenizers or usual
+    )
+    return msgspec.structs.replace(config, server=server)
+
+
 def identities(config: MeshConfig) -> list[Identity]:
     """All processes of this node, in the order of starting: slow ones first."""
     ranks, workers = places(config)
@@ -94,15 +109,15 @@ def identities(config: MeshConfig) -> list[Identity]:
         Role.WORKER: workers,
         Role.COORDINATOR: range(rest),
         Role.SCHEDULER: ranks,
-        Role.DETOKENIZER: range(rest * config.server.detokenizers),
-        Role.FRONTEND: range(rest * config.server.frontends),
+        Role.DETOKENIZER: range(rest * max(1, config.server.detokenizers)),
+        Role.FRONTEND: range(rest * max(1, config.server.frontends)),
     }
     return [Identity(role, index) for role, indices in numbers.items() for index in indices]
 
 
 def check(config: MeshConfig) -> None:
     """UsageError unless the flags about nodes fit together: those of this mesh, where an outer balancer is over several."""
-    config = msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel))
+    config = with_text_processes(msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel)))
     network, parallel = config.network, config.parallel
     if network.headless and parallel.data_parallel_hybrid_lb and parallel.nnodes == 1:
         raise UsageError("--data-parallel-hybrid-lb: not together with --headless; each node has HTTP of its own")

@@ -24,7 +24,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file."""
-    config = msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel))
+    config = layout.with_text_processes(msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel)))
     try:
         files = model_files.resolve_model(
             config.model.model,

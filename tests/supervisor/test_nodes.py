@@ -31,6 +31,27 @@ def test_one_node_has_all() -> None:
     assert places(data_parallel_size=2, tensor_parallel_size=2) == ([0, 1], [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "said", "found"),
+    [
+        (2, 4, {}, (1, 1)),
+        (64, 1, {}, (1, 1)),
+        (64, 4, {}, (4, 4)),
+        (24, 8, {}, (3, 3)),
+        (64, 4, {"frontends": 2}, (2, 4)),
+    ],
+)
+def test_as_many_text_processes_as_ranks_where_there_are_cores(
+    cores: int, ranks: int, said: dict[str, int], found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    tree = {"parallel": {"data_parallel_size": ranks}, "server": said}
+    made = layout.with_text_processes(msgspec.convert(tree, MeshConfig))
+    assert (made.server.frontends, made.server.detokenizers) == found
+    roles = [identity.role for identity in layout.identities(made)]
+    assert (roles.count(Role.FRONTEND), roles.count(Role.DETOKENIZER)) == found
+
+
 def test_ranks_of_a_node() -> None:
     assert places(data_parallel_size=4, tensor_parallel_size=2, data_parallel_start_rank=2) == ([2, 3], [4, 5, 6, 7])
     head = {"data_parallel_size": 4, "data_parallel_size_local": 0}
