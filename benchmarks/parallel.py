@@ -5,7 +5,8 @@
 --tp: the GPU engine alone, a process per GPU, no mesh. `step_ms` is the wall time of a decode step with two in flight, `graph_ms` a
 replay alone, `all_reduce_us` one sum of so many bytes inside a CUDA graph (the engine's choice, and NCCL), `sums` how many a step has.
 --pp, --dp: the whole mesh through the Python API, `--requests` requests for each GPU, all at once; `gpu_idle_share` is the last stage's
-time between two steps, the bubble of a pipeline. Dummy weights.
+time between two steps, the bubble of a pipeline; `busiest_cores` how much of a core the busiest process of each role took, and this
+one, which is the client: at 1 it is what holds the mesh up. Dummy weights.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -156,9 +159,14 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
         deliver(peer, message)
 
     client.on_message = on_message  # type: ignore[method-assign]
-    begun = time.perf_counter()
+    before, begun = cpu_seconds(llm), time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
-    elapsed = time.perf_counter() - begun
+    elapsed, after = time.perf_counter() - begun, cpu_seconds(llm)
+    busiest: dict[str, float] = {}
+    for (role, number), seconds in after.items():
+        share = round((seconds - before.get((role, number), 0.0)) / elapsed, 2)
+        busiest[role] = max(busiest.get(role, 0.0), share)
+    found["busiest_cores"] = busiest
     llm.shutdown()
     found["requests"], found["elapsed_s"] = count, round(elapsed, 2)
     found["output_tokens_per_s"] = round(count * arguments.output_len / elapsed, 1)
@@ -168,6 +176,13 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     found["gpu_idle_share"] = round(gap / (gpu + gap), 4) if gpu else None
     found["steps"] = len(seen)
     return found
+
+
+def cpu_seconds(llm: Any) -> dict[tuple[str, int], float]:
+    """So far, by role and number."""
+    pids = {(process.role, process.index): process.pid for process in llm._supervisor.status().processes}
+    used = {name: psutil.Process(pid).cpu_times() for name, pid in {**pids, ("client", 0): os.getpid()}.items()}
+    return {name: times.user + times.system for name, times in used.items()}
 
 
 # --- the whole run ---
