@@ -78,7 +78,7 @@ def run_rank(
     with torch.inference_mode():
         one_row = one_row_of(rank, memory, more)
         made: Any = SimpleNamespace(one_row=one_row, device=CPU)
-        found.append(proofs.first_wrong(proofs.parts(made, shard, HIDDEN)))
+        found.append(proofs.wrong(proofs.parts(made, shard, HIDDEN)))
         model = load_model(resolved(Path(path), "dummy"), CPU, 0, lambda done, total: None, shard).to(BF16)
         model.rope = model.rope.float()
         model._head_weight = model._head_weight.to(BF16)

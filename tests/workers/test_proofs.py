@@ -4,22 +4,23 @@ from collections.abc import Iterator
 
 import torch
 
-from meshlm.workers.parallel.proofs import Result, first_wrong
+from meshlm.workers.parallel.proofs import Result, wrong
 
 ONES = torch.ones(2, 3)
 
 
-def test_the_first_wrong_result_is_named_and_nothing_after_it_is_launched() -> None:
+def test_wrong_results_are_named_and_all_are_launched() -> None:
+    """A rank that stopped at the first would keep the others waiting."""
     launched: list[str] = []
 
     def results() -> Iterator[Result]:
-        for name, found in (("right", ONES), ("off by one", ONES + 1), ("none", None)):
+        for name, found in (("right", ONES), ("off by one", ONES + 1), ("none", None), ("right too", ONES)):
             launched.append(name)
             yield Result(name, found, ONES)
 
-    assert first_wrong(results()) == "off by one"
-    assert launched == ["right", "off by one"]
-    assert first_wrong(iter([Result("right", ONES, ONES)])) == ""
+    assert wrong(results()) == "off by one, none"
+    assert launched == ["right", "off by one", "none", "right too"]
+    assert wrong(iter([Result("right", ONES, ONES)])) == ""
 
 
 def test_nothing_and_what_is_no_number_are_wrong_and_near_is_right() -> None:

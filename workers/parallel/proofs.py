@@ -45,9 +45,9 @@ def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: in
     torch.cuda.synchronize()
 
 
-def first_wrong(results: Iterator[Result]) -> str:
-    """Its name; "" when all is right."""
-    return next((result.name for result in results if result.wrong()), "")
+def wrong(results: Iterator[Result]) -> str:
+    """Names; "" when all is right. All are launched, whatever comes of the first: the other ranks wait for this one in each."""
+    return ", ".join([result.name for result in results if result.wrong()])
 
 
 def sums(made: "Symmetric", plain: Distributed, shard: Shard, dtype: torch.dtype) -> Iterator[Result]:

@@ -25,7 +25,7 @@ PACKET_ROWS = {2: 64, 4: 32, 8: 8}  # of those, by ranks: up to which rows go as
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
-TEST_POLLS = 1 << 22  # two seconds: packets that never come are no reason to hang at start
+TEST_POLLS = 1 << 21  # a second: packets that never come are no reason to hang at start
 FRESH_TURN = 1 << 16  # more than the proofs at start take
 
 
@@ -160,20 +160,20 @@ def make_symmetric(
         warnings.warn(f"no symmetric memory between these GPUs, NCCL sums: {failure}", RuntimeWarning, stacklevel=2)
         return plain
     assert made is not None
-    wrong = _said(lambda: proofs.first_wrong(proofs.sums(made, plain, shard, dtype)))
+    wrong = _said(lambda: proofs.wrong(proofs.sums(made, plain, shard, dtype)))
     if not all_say_yes(not wrong, group):
         warnings.warn(f"symmetric memory is wrong here, NCCL sums: {wrong}", RuntimeWarning, stacklevel=2)
         return plain
     if device.type == "cuda":
         failure = _said(lambda: proofs.compile_all(made, shard, dtype, widest[1]))
         all_say_yes(not failure, group)  # nobody waits for packets while a peer still compiles what sends them
-    wrong = _said(lambda: proofs.first_wrong(proofs.norms(made, shard, dtype, widest[1])))
+    wrong = _said(lambda: proofs.wrong(proofs.norms(made, shard, dtype, widest[1])))
     fused = all_say_yes(not wrong, group)
     if not fused:
         warnings.warn(
             f"kernels/sum_norm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
         )
-    wrong = _said(lambda: proofs.first_wrong(proofs.parts(made, shard, widest[1]))) if fused else "sum_norm is wrong"
+    wrong = _said(lambda: proofs.wrong(proofs.parts(made, shard, widest[1]))) if fused else "sum_norm is wrong"
     one_row = all_say_yes(not wrong, group)
     if fused and not one_row:
         warnings.warn(
