@@ -90,7 +90,7 @@ def _spanning(parallel: ParallelConfig) -> list[int]:
 def with_text_processes(config: MeshConfig) -> MeshConfig:
     """The same with the numbers of frontends and detokenizers that the flags leave open: one for each rank, where there are cores.
 
-    A detokenizer keeps up with about 50,000 tokens a second, which is what one GPU gives with a small model.
+    By its CPU time a detokenizer keeps up with about 50,000 tokens a second, which one GPU gives with a small model.
     """
     cores = len(os.sched_getaffinity(0))
     usual = max(1, min(config.parallel.data_parallel_size, cores // CORES_EACH))
