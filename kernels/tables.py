@@ -7,13 +7,15 @@ serving: a GPU without a table gets the nearest one's, which the log says once.
 import json
 import logging
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 
+T = TypeVar("T")
 Table = dict[str, Any]
 FOLDER = Path(__file__).parent
 FALLBACK = "nvidia_h200"
@@ -45,6 +47,21 @@ def own(op: str) -> Table | None:
     """The table of this very GPU, if there is one: for what means nothing on another."""
     path = FOLDER / op / "tables" / f"{name_of(torch.cuda.get_device_name())}.json"
     return _load(path) if path.exists() else None
+
+
+def products(op: str) -> dict[tuple[Any, ...], list[list[Any]]]:
+    """What the table of this very GPU says of products, if there is one: by outputs, inputs and maybe use, choices by rows.
+
+    A choice: for rows above so many, up to so many, and what.
+    """
+    table = own(op) if torch.cuda.is_available() else None
+    known = (table or {"products": []})["products"]
+    return {tuple(each[name] for name in ("outputs", "inputs", "use") if name in each): each["rows"] for each in known}
+
+
+def for_rows(choices: Iterable[tuple[int, int, T]], rows: int) -> T | None:
+    """What was chosen for so many."""
+    return next((choice for over, to, choice in choices if over < rows <= to), None)
 
 
 def is_own(table: Table) -> bool:

@@ -87,37 +87,36 @@ def _spanning(parallel: ParallelConfig) -> list[int]:
     return [rank for rank in range(parallel.data_parallel_size) if len(parallel.nodes_of(rank)) > 1]
 
 
-def with_text_processes(config: MeshConfig) -> MeshConfig:
-    """The same with the numbers of frontends and detokenizers that the flags leave open: one for each rank, where there are cores.
+def settled(config: MeshConfig) -> MeshConfig:
+    """The same with the ranks that this mesh runs, where an outer balancer is over several, and all numbers of processes.
+
+    Where the flags leave them open there are as many frontends and detokenizers as ranks, if there are cores for them.
 
     By its CPU time a detokenizer keeps up with about 50,000 tokens a second, which one GPU gives with a small model.
     """
-    cores = len(os.sched_getaffinity(0))
-    usual = max(1, min(config.parallel.data_parallel_size, cores // CORES_EACH))
-    server = config.server
-    server = msgspec.structs.replace(
-        server, frontends=server.frontends or usual, detokenizers=server.detokenizers or usual
-    )
-    return msgspec.structs.replace(config, server=server)
+    parallel, server = balancing.own_part(config.parallel), config.server
+    usual = max(1, min(parallel.data_parallel_size, len(os.sched_getaffinity(0)) // CORES_EACH))
+    counts = {"frontends": server.frontends or usual, "detokenizers": server.detokenizers or usual}
+    return msgspec.structs.replace(config, parallel=parallel, server=msgspec.structs.replace(server, **counts))
 
 
 def identities(config: MeshConfig) -> list[Identity]:
-    """All processes of this node, in the order of starting: slow ones first."""
+    """All processes of this node, in the order of starting: slow ones first. Of a settled configuration."""
     ranks, workers = places(config)
     rest = 0 if config.network.headless else 1
     numbers = {
         Role.WORKER: workers,
         Role.COORDINATOR: range(rest),
         Role.SCHEDULER: ranks,
-        Role.DETOKENIZER: range(rest * max(1, config.server.detokenizers)),
-        Role.FRONTEND: range(rest * max(1, config.server.frontends)),
+        Role.DETOKENIZER: range(rest * config.server.detokenizers),
+        Role.FRONTEND: range(rest * config.server.frontends),
     }
     return [Identity(role, index) for role, indices in numbers.items() for index in indices]
 
 
 def check(config: MeshConfig) -> None:
-    """UsageError unless the flags about nodes fit together: those of this mesh, where an outer balancer is over several."""
-    config = with_text_processes(msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel)))
+    """UsageError unless the flags about nodes fit together."""
+    config = settled(config)
     network, parallel = config.network, config.parallel
     if network.headless and parallel.data_parallel_hybrid_lb and parallel.nnodes == 1:
         raise UsageError("--data-parallel-hybrid-lb: not together with --headless; each node has HTTP of its own")

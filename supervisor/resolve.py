@@ -13,7 +13,7 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime import model_files
-from meshlm.supervisor import balancing, layout, parallel
+from meshlm.supervisor import layout, parallel
 from meshlm.supervisor.errors import StartError, UsageError
 
 Device = Literal["cpu", "cuda", "fake"]
@@ -24,7 +24,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file."""
-    config = layout.with_text_processes(msgspec.structs.replace(config, parallel=balancing.own_part(config.parallel)))
+    config = layout.settled(config)
     try:
         files = model_files.resolve_model(
             config.model.model,

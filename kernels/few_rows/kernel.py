@@ -88,18 +88,16 @@ Key = tuple[int, int, str]  # rows and columns of the weight; "parts", "product"
 @cache
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
-    table = tables.own("few_rows") if torch.cuda.is_available() else None
     return {
-        (each["outputs"], each["inputs"], each["use"]): [(over, to, Shape(*shape)) for over, to, shape in each["rows"]]
-        for each in (table or {"products": []})["products"]
+        key: [(over, to, Shape(*shape)) for over, to, shape in rows]
+        for key, rows in tables.products("few_rows").items()
     }
 
 
 @cache
 def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:
     """None where cuBLAS is faster, as measured."""
-    known = _table().get((outputs, inputs, use), [])
-    return next((shape for over, to, shape in known if over < rows <= to), None)
+    return tables.for_rows(_table().get((outputs, inputs, use), []), rows)
 
 
 def warm_rows() -> set[int]:

@@ -22,7 +22,7 @@ GROUP = 8  # tiles of x's rows that share the columns of W
 
 
 @triton.jit
-def tile_at(nth, down, across, GROUP: tl.constexpr):
+def _tile_at(nth, down, across, GROUP: tl.constexpr):
     """Row and column of the nth tile, of down x across: by columns within GROUP rows of tiles."""
     first = nth // (GROUP * across) * GROUP
     height = tl.minimum(GROUP, down - first)
@@ -39,7 +39,7 @@ def _gated(
     """x, w and out are descriptors of [rows, INPUTS], [2, OUTPUTS, INPUTS] and [rows, OUTPUTS]."""
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(OUTPUTS, BLOCK_N)
     for nth in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=FLAT):
-        row, column = tile_at(nth, down, across, GROUP)
+        row, column = _tile_at(nth, down, across, GROUP)
         both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for k in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
             y = x.load([row * BLOCK_M, k])
@@ -77,18 +77,15 @@ Key = tuple[int, int]  # rows and columns of the weight
 @cache
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
-    table = tables.own("gated") if torch.cuda.is_available() else None
     return {
-        (each["outputs"], each["inputs"]): [(over, to, Shape(*shape)) for over, to, shape in each["rows"]]
-        for each in (table or {"products": []})["products"]
+        key: [(over, to, Shape(*shape)) for over, to, shape in rows] for key, rows in tables.products("gated").items()
     }
 
 
 @cache
 def shape_for(rows: int, outputs: int, inputs: int) -> Shape | None:
     """None where the unfused operations are faster, as measured."""
-    known = _table().get((outputs, inputs), [])
-    return next((shape for over, to, shape in known if over < rows <= to), None)
+    return tables.for_rows(_table().get((outputs, inputs), []), rows)
 
 
 def warm_rows() -> set[int]:
@@ -107,6 +104,6 @@ def gated(x: Tensor, w: Tensor, shape: Shape) -> Tensor:
         TensorDescriptor(w, [2, outputs, inputs], [outputs * inputs, inputs, 1], [2, block_n, block_k]),
         TensorDescriptor(out, [rows, outputs], [outputs, 1], [block_m, block_n]), rows,
         INPUTS=inputs, OUTPUTS=outputs, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        STAGES=shape.stages, FLAT=bool(shape.flat), GROUP=GROUP, num_warps=shape.warps, num_stages=shape.stages,
+        STAGES=shape.stages, FLAT=shape.flat, GROUP=GROUP, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out

@@ -46,7 +46,7 @@ def test_as_many_text_processes_as_ranks_where_there_are_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     tree = {"parallel": {"data_parallel_size": ranks}, "server": said}
-    made = layout.with_text_processes(msgspec.convert(tree, MeshConfig))
+    made = layout.settled(msgspec.convert(tree, MeshConfig))
     assert (made.server.frontends, made.server.detokenizers) == found
     roles = [identity.role for identity in layout.identities(made)]
     assert (roles.count(Role.FRONTEND), roles.count(Role.DETOKENIZER)) == found

@@ -11,8 +11,9 @@ from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.attention.backend import choose
+from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.ops import Ops, TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 
@@ -79,3 +80,26 @@ def run(model: Decoder, kv: list[LayerCache], parts: list[tuple[list[int], int, 
     with torch.inference_mode():
         backend = choose("torch" if isinstance(model.ops, TorchOps) else "cpu", model.spec, CPU, torch.float32, BLOCK)
         return model.logits(model(batch, kv, backend.step(batch, BLOCK)))
+
+
+def two_layers(intermediate_size: int, **settings: object) -> Decoder:
+    """Random weights, float32; `settings` of its ModelSpec."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    rest: dict[str, Any] = {**sizes, **heads, "intermediate_size": intermediate_size, **settings}
+    model = Decoder(ModelSpec(architecture="LlamaForCausalLM", **rest), 64)
+    model.prepare(CPU, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def states(model: Decoder, ops: Ops, lengths: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """What comes of prompts of these lengths (1: a decode) with these operations, and what the caches hold afterwards."""
+    parts = [([1 + n, *range(3, 2 + length)], 0, [n * 4 + k for k in range(4)]) for n, length in enumerate(lengths)]
+    batch = batch_of(parts)
+    model.ops, kv = ops, caches(model.spec, 4 * len(lengths))
+    with torch.inference_mode():
+        out: Tensor = model(batch, kv, TorchAttention(batch, BLOCK))
+    return out, [lines for cache in kv for lines in (cache.keys, cache.values)]

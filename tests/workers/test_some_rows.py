@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-from small_models import BLOCK, CPU, batch_of, caches
-from torch import Tensor
+from small_models import states, two_layers
 
 pytest.importorskip("triton")
 from meshlm.kernels.few_rows.kernel import Shape
-from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.layers import triton_ops
-from meshlm.workers.layers.ops import Ops, TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
-from meshlm.workers.models.decoder import Decoder
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where only the interpreter's kernels run", allow_module_level=True)
@@ -38,27 +34,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-def model_of(**settings: object) -> Decoder:
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    spec = ModelSpec(architecture="LlamaForCausalLM", **sizes, **heads, **settings)  # type: ignore[arg-type]
-    model = Decoder(spec, 64)
-    model.prepare(CPU, torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2, generator=generator)
-    return model
-
-
-def states(model: Decoder, ops: Ops, lengths: list[int]) -> Tensor:
-    parts = [([1 + n, *range(3, 2 + length)], 0, [n * 4 + k for k in range(4)]) for n, length in enumerate(lengths)]
-    batch = batch_of(parts)
-    model.ops = ops
-    with torch.inference_mode():
-        out: Tensor = model(batch, caches(model.spec, 4 * len(lengths)), TorchAttention(batch, BLOCK))
-    return out
-
-
 @pytest.mark.parametrize("last", [True, False], ids=["last", "stage"])
 @pytest.mark.parametrize("lengths", [[1, 1, 5], [1]])
 @pytest.mark.parametrize(
@@ -76,11 +51,11 @@ def test_the_same_states(
     used: set[str], settings: dict[str, object], uses: set[str], lengths: list[int], last: bool
 ) -> None:
     """last: with the last norm, else the stream that the next stage of a pipeline takes."""
-    model = model_of(**settings)
+    model = two_layers(64, **settings)
     if not last:
         model.norm = None
-    expected = states(model, TorchOps(), lengths)
-    found = states(model, TritonOps(), lengths)
+    expected, _ = states(model, TorchOps(), lengths)
+    found, _ = states(model, TritonOps(), lengths)
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)

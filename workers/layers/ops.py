@@ -152,10 +152,16 @@ class Composed:
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
+        y, stream = Composed._normed(self, x, residual, norm)
         out = self.linear(y, packed, bias, outputs)
         del y  # its memory is part of what the gate's result gets
-        return (self.silu_mul(out) if gate else out), (x if residual is None else residual)
+        return (self.silu_mul(out) if gate else out), stream
+
+    def _normed(self: "Ops", x: Tensor, residual: Tensor | None, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        """rms_norm(x + residual), and x + residual, which may be `residual` itself."""
+        if residual is None:
+            return self.rms_norm(x, *norm), x
+        return self.add_rms_norm(x, residual, *norm), residual
 
 
 class TorchOps(Composed):

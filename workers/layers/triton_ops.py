@@ -62,16 +62,13 @@ class TritonOps(Composed):
         if pays(packed, x.shape[-2]) and not (gate and bias is not None):
             return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
         rows, use = x.shape[-2], "gate" if gate else "product"
-        few = shape_for(rows, *packed.shape, use) if bias is None else None
-        many = gated.shape_for(rows, *packed.shape) if gate and bias is None else None
-        if few is None and many is None:
-            return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
-        y = self.rms_norm(x, *norm) if residual is None else self.add_rms_norm(x, residual, *norm)
-        stream = x if residual is None else residual
-        if few is not None:
+        if bias is None and (few := shape_for(rows, *packed.shape, use)) is not None:
+            y, stream = self._normed(x, residual, norm)
             return few_rows(y, packed, few, use), stream
-        assert many is not None
-        return gated.gated(y, packed, many), stream
+        if gate and bias is None and (many := gated.shape_for(rows, *packed.shape)) is not None:
+            y, stream = self._normed(x, residual, norm)
+            return gated.gated(y, packed, many), stream
+        return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)
