@@ -1,4 +1,4 @@
-"""Products of many rows with a weight:  out = x w^T.
+"""Products of many rows with a weight:  out = x w^T, or out += x w^T.
 
 By cuBLAS. Its heuristic's first choice is not always its fastest algorithm, by 1 to 20% (docs/performance.md): where tune.py has found
 another one for these sizes on this GPU, that one; else torch's own call.
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from meshlm.kernels import tables
 from meshlm.kernels.product.cublaslt import ALIGNED, TYPES, Algorithm, Products, library
+
+ADDED_ROWS = 512  # from so many on a product adds to the stream itself, and the norm behind it reads that alone
 
 
 class Entry(NamedTuple):
@@ -64,20 +66,32 @@ def _algorithm(device: torch.device, dtype: torch.dtype, outputs: int, inputs: i
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k], w [n, k] -> [m, n]."""
-    known = _table().get((w.shape[0], w.shape[1])) if bias is None and x.dtype in TYPES else None
-    entry = entry_for(known, x.shape[0]) if known else None
-    if entry is None or x.data_ptr() % ALIGNED or w.data_ptr() % ALIGNED or not x.is_contiguous():
-        return F.linear(x, w, bias)
+    found = _by_table(x, w, None) if bias is None else None
+    return F.linear(x, w, bias) if found is None else found
+
+
+def add_product(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
+    """to [m, n] += x w^T, in place, rounded once; x [m, k], w [n, k], all dense."""
+    return to.addmm_(x, w.t()) if _by_table(x, w, to) is None else to
+
+
+def _by_table(x: Tensor, w: Tensor, to: Tensor | None) -> Tensor | None:
+    """None where torch's own call does it."""
     outputs, inputs = w.shape
+    known = _table().get((outputs, inputs)) if x.dtype in TYPES else None
+    entry = entry_for(known, x.shape[0]) if known else None
+    unaligned = any(each.data_ptr() % ALIGNED for each in (x, w, to) if each is not None)
+    if entry is None or unaligned or not x.is_contiguous():
+        return None
     this = (outputs, inputs, entry)
     if this in _refused:
-        return F.linear(x, w)
+        return None
     try:
         algorithm = _algorithm(x.device, x.dtype, *this)
         if algorithm is None:
-            return F.linear(x, w)
-        out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
-        _products(x.device, x.dtype).run(x, w, out, algorithm)
+            return None
+        out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device) if to is None else to
+        _products(x.device, x.dtype).run(x, w, out, algorithm, add=to is not None)
     except torch.OutOfMemoryError:  # a RuntimeError too, and not the library's
         raise
     except RuntimeError as error:  # another version of it; or fewer rows than entry.to are another case for it
@@ -85,5 +99,5 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         _log.warning(
             "product of %d rows with [%d, %d]: %s; torch's own from now on", x.shape[0], outputs, inputs, error
         )
-        return F.linear(x, w)
+        return None
     return out

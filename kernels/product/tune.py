@@ -1,6 +1,6 @@
 """Finds which of cuBLAS's algorithms are faster than its first choice, for a model's products on this GPU; keeps them in the tree.
 
-    python -P -m meshlm.kernels.product.tune CONFIG.json ... [--tp 1 2 4] [--folder DIR] [--json FILE]
+    python -P -m meshlm.kernels.product.tune CONFIG.json ... [--tp 1 2 4] [--products qkv o] [--folder DIR] [--json FILE]
 
 CONFIG.json is a checkpoint's. Entries of other sizes stay. Candidates take turns, each for as long as the power limit needs to show;
 those far behind leave after the first turn. What is not clearly faster than torch's call is not entered.
@@ -9,6 +9,7 @@ those far behind leave after the first turn. What is not clearly faster than tor
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from meshlm.kernels import tables
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.product.cublaslt import Products
+from meshlm.kernels.product.kernel import ADDED_ROWS
 
 ROWS = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 ROWS += [1536, 2048, 2560, 3072, 3584, 4096, 6144, 8192, 12288, 16384]
@@ -29,6 +31,8 @@ TURNS = 3
 FAR = 1.04  # times the fastest
 GAIN = 0.985  # of the time of torch's call, at most
 WEIGHT_BYTES = 200 << 20  # copies of a small weight fill the L2 cache many times: a model's layers do
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer, as in `shapes`
+ADDING = ("o", "down")  # to the stream, where they are whole and have many rows
 Shape = tuple[int, int]  # outputs, inputs
 Timed = dict[tuple[int, ...], float]  # microseconds by config; () is torch's call
 
@@ -52,16 +56,18 @@ def choose(times: dict[int, Timed]) -> list[list[Any]]:
     return found
 
 
-def time_all(products: Products, rows: int, shape: Shape) -> Timed:
-    """Median microseconds of each algorithm, in turns."""
+def time_all(products: Products, rows: int, shape: Shape, *, adds: bool = False) -> Timed:
+    """Median microseconds of each algorithm, in turns. adds: to what there is."""
     outputs, inputs = shape
     weights = weights_of(shape)
     copies = len(weights)
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
-    runs: dict[tuple[int, ...], Callable[[Tensor], object]] = {(): lambda w: F.linear(x, w)}
+    out = torch.zeros(rows, outputs, device="cuda", dtype=torch.bfloat16)
+    runs: dict[tuple[int, ...], Callable[[Tensor], object]] = {
+        (): lambda w: out.addmm_(x, w.t()) if adds else F.linear(x, w)
+    }
     for algorithm in products.algorithms(rows, outputs, inputs):
-        runs.setdefault(algorithm.config, lambda w, a=algorithm: products.run(x, w, out, a))  # type: ignore[misc]
+        runs[algorithm.config] = lambda w, a=algorithm: products.run(x, w, out, a, add=adds)  # type: ignore[misc]
     graphs = {}
     for config, run in runs.items():
         try:
@@ -101,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--tp", type=int, nargs="+", default=[1])
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS, metavar="NAME")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/product/tables")
     parser.add_argument("--json", help="all times")
@@ -110,8 +117,10 @@ def main() -> None:
     report = []
     for path in arguments.configs:
         config = json.loads(path.read_text())
-        for shape in [shape for ranks in arguments.tp for shape in shapes(config, ranks)]:
-            times = {rows: time_all(products, rows, shape) for rows in arguments.rows}
+        for ranks, name in product(arguments.tp, arguments.products):
+            shape = shapes(config, ranks)[PRODUCTS.index(name)]
+            adds = ranks == 1 and name in ADDING
+            times = {rows: time_all(products, rows, shape, adds=adds and rows >= ADDED_ROWS) for rows in arguments.rows}
             kept[shape] = {"outputs": shape[0], "inputs": shape[1], "rows": choose(times)}
             for rows, timed in times.items():
                 best = min(timed.values())

@@ -86,8 +86,9 @@ def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     following = torch.randn(128, 64, device=DEVICE).half() / 8
     for rows, split in ((2, True), (16, True), (17, False)):
         x, residual = torch.randn(rows, 256, device=DEVICE).half(), torch.randn(rows, 64, device=DEVICE).half()
-        made = ops.part(x, w, None, 64)
+        made, same = ops.part(x, w, None, 64, residual)
         assert (made.dim() == 3) == split
+        assert same is residual
         near(ops.whole(made, x.dtype), torch.nn.functional.linear(x, w), torch.float16, 4.0)
         expected_stream = residual + torch.nn.functional.linear(x, w)
         normed = torch.nn.functional.rms_norm(expected_stream.float(), (64,), eps=1e-6).half()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from meshlm.kernels import tables
 from meshlm.kernels.product import kernel, tune
@@ -59,8 +60,11 @@ def test_tables_in_the_tree_can_be_read() -> None:
 
 
 def test_without_a_gpu_it_is_torchs_product() -> None:
-    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    x, w, to = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
     assert torch.equal(kernel.product(x, w), F.linear(x, w))
+    expected = to + F.linear(x, w)
+    assert kernel.add_product(x, w, to) is to
+    torch.testing.assert_close(to, expected)
 
 
 def test_what_the_library_refuses_is_torchs_product(
@@ -69,7 +73,7 @@ def test_what_the_library_refuses_is_torchs_product(
     """Said once; nothing ends for it."""
     calls = []
 
-    def run(*_: object) -> None:
+    def run(*_: object, add: bool) -> None:
         calls.append(1)
         raise RuntimeError("cublasLtMatmul failed with status 15")
 
@@ -79,8 +83,10 @@ def test_what_the_library_refuses_is_torchs_product(
     monkeypatch.setattr(kernel, "_algorithm", lambda *_: Algorithm(A, None))
     monkeypatch.setattr(kernel, "_products", lambda *_: SimpleNamespace(run=run))
     x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16)
+    to = torch.zeros(3, 5, dtype=torch.bfloat16)
     for _ in range(2):
         assert torch.equal(kernel.product(x, w), F.linear(x, w))
+        torch.testing.assert_close(kernel.add_product(x, w, to.zero_()), F.linear(x, w))
     assert len(calls) == 1
     assert "product of 3 rows with [5, 8]: cublasLtMatmul failed with status 15" in caplog.text
 
@@ -115,11 +121,15 @@ def test_all_algorithms_compute_the_same(rows: int, outputs: int, inputs: int, d
     expected = (x.float() @ w.float().t()).to(dtype)
     found = products.algorithms(rows, outputs, inputs)
     assert len(found) > 1
-    assert len({algorithm.config for algorithm in found}) > 1
+    assert len({algorithm.config for algorithm in found}) == len(found)
+    assert {algorithm.config[-1] for algorithm in found} <= {0, 1}
+    assert any(algorithm.config[-1] == 0 for algorithm in found)  # without a workspace
     for algorithm in found:
         out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=dtype)
         products.run(x, w, out, algorithm)
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+        products.run(x, w, out, algorithm, add=True)
+        torch.testing.assert_close(out, 2 * expected, atol=4e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
@@ -132,9 +142,9 @@ def test_the_table_is_followed_also_in_a_graph(monkeypatch: pytest.MonkeyPatch) 
     taken: list[tuple[int, ...]] = []
     run = Products.run
 
-    def seen(self: Products, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, algorithm: object) -> None:
-        taken.append(algorithm.config)  # type: ignore[attr-defined]
-        run(self, x, w, out, algorithm)  # type: ignore[arg-type]
+    def seen(self: Products, x: Tensor, w: Tensor, out: Tensor, algorithm: Algorithm, *, add: bool = False) -> None:
+        taken.append(algorithm.config)
+        run(self, x, w, out, algorithm, add=add)
 
     monkeypatch.setattr(Products, "run", seen)
     w = torch.randn(6144, 1024, device="cuda", dtype=torch.bfloat16) / 32
@@ -142,6 +152,10 @@ def test_the_table_is_followed_also_in_a_graph(monkeypatch: pytest.MonkeyPatch) 
         x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
         torch.testing.assert_close(kernel.product(x, w), F.linear(x, w), atol=2e-2, rtol=2e-2)
     assert taken == [config, config]
+    to = torch.randn(64, 6144, device="cuda", dtype=torch.bfloat16)
+    sum_ = to + F.linear(x[:64], w)
+    torch.testing.assert_close(kernel.add_product(x[:64], w, to), sum_, atol=4e-2, rtol=2e-2)
+    assert taken == [config] * 3
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -48,10 +48,13 @@ class Ops(Protocol):
         """Rows [t, size] of a table, which may be packed."""
         ...
 
-    def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        """The same where several ranks have a part of the inputs each. Only what adds it to a residual may read it.
+    def part(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for the stream, which several ranks may have a part of the inputs of each: what `norm_linear` takes.
 
-        On a GPU maybe [s, m, outputs], parts of it, which `add_rms_norm` and `norm_linear` add up.
+        That is the product and the stream; or the stream with the product in it already, and None. Only `norm_linear`, `add_rms_norm`
+        and `whole` may read the product: on a GPU it may be [s, m, outputs], parts of it, which those add up.
         """
         ...
 
@@ -121,8 +124,10 @@ class Composed:
     def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
 
-    def part(self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        return self.linear(x, packed, bias, outputs)
+    def part(
+        self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.linear(x, packed, bias, outputs), stream
 
     def embed(
         self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor

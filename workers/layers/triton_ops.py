@@ -12,7 +12,7 @@ from meshlm.kernels.few_rows.kernel import few_rows, shape_for
 from meshlm.kernels.gated import kernel as gated
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.norm import kernel as norms
-from meshlm.kernels.product.kernel import product
+from meshlm.kernels.product import kernel as products
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.workers.batch import ForwardBatch, LayerCache
@@ -38,12 +38,18 @@ class TritonOps(Composed):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
-        return product(x, packed, bias)
+        return products.product(x, packed, bias)
 
-    def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        """Maybe [s, rows, outputs], parts that the norm behind it adds up."""
-        shape = shape_for(x.shape[0], *packed.shape, "parts") if bias is None and x.is_contiguous() else None
-        return self.linear(x, packed, bias, outputs) if shape is None else few_rows(x, packed, shape, "parts")
+    def part(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Maybe [s, rows, outputs], parts that the norm behind it adds up; of many rows, added here."""
+        if bias is None and x.is_contiguous():
+            if (shape := shape_for(x.shape[0], *packed.shape, "parts")) is not None:
+                return few_rows(x, packed, shape, "parts"), stream
+            if x.shape[0] >= products.ADDED_ROWS:
+                return products.add_product(x, packed, stream), None
+        return self.linear(x, packed, bias, outputs), stream
 
     def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x if x.dim() == 2 else x.sum(dim=0).to(dtype)  # rounded before it is added, as the norm rounds it

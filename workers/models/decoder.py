@@ -55,11 +55,11 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T + b. After `prepare` the weight is in the form that the ops want. part: of a sum over the ranks."""
+    """x W^T + b. After `prepare` the weight is in the form that the ops want."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, part: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__()
-        self.outputs, self._part = outputs, part
+        self.outputs = outputs
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
 
@@ -67,7 +67,11 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return (ops.part if self._part else ops.linear)(x, self.weight, self.bias, self.outputs)
+        return ops.linear(x, self.weight, self.bias, self.outputs)
+
+    def onto(self, stream: Tensor, x: Tensor, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """See `Ops.part`."""
+        return ops.part(x, self.weight, self.bias, self.outputs, stream)
 
     def after_norm(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops, *, gate: bool = False
@@ -86,7 +90,7 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5
         width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
-        self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias, part=True)
+        self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
@@ -110,13 +114,16 @@ class Attention(nn.Module):
         attention: StepAttention,
         ops: Ops,
         normed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the stream, and the stream with x in it. normed: norm(x), where that is known (first layer)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """What attention adds to the stream, and the stream with x in it (see `Ops.part`).
+
+        normed: norm(x), where that is known (first layer).
+        """
         if normed is None:
             qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
         else:
             qkv, stream = self.qkv(normed, ops), x
-        return self.o(self.attend(qkv, batch, table, cache, attention, ops), ops), stream
+        return self.o.onto(stream, self.attend(qkv, batch, table, cache, attention, ops), ops)
 
     def attend(
         self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
@@ -132,15 +139,15 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, part=True)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self._act = spec.hidden_act
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
-        """What the MLP adds to the stream, and the stream with x in it."""
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """What the MLP adds to the stream, and the stream with x in it (see `Ops.part`)."""
         hidden, stream = self.gate_up.after_norm(x, residual, norm, ops, gate=self._act == "silu")
         if self._act != "silu":
             hidden = ops.act_mul(hidden, self._act)
-        return self.down(hidden, ops), stream
+        return self.down.onto(stream, hidden, ops)
 
 
 class DecoderLayer(nn.Module):
@@ -217,6 +224,7 @@ class Decoder(nn.Module):
         if self.parts is not None:
             return self.parts.run(self, batch, caches, attention)
         ops = self.ops
+        x: Tensor
         residual: Tensor | None = None
         normed: Tensor | None = None
         if self.shard.is_first:
@@ -232,11 +240,10 @@ class Decoder(nn.Module):
             x, residual = layer.attention(x, residual, norm, batch, self.rope, cache, attention, ops, normed)
             normed = None
             x, residual = layer.mlp(x, residual, layer.post_norm, ops)
-        assert residual is not None
-        if self.norm is None:
-            residual.add_(self.comm.all_reduce(ops.whole(x, residual.dtype)))
-            return residual
-        return ops.add_rms_norm(x, residual, self.norm.weight, self.norm.eps)
+        if self.norm is not None:
+            weight, eps = self.norm.weight, self.norm.eps
+            return ops.rms_norm(x, weight, eps) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
+        return x if residual is None else residual.add_(self.comm.all_reduce(ops.whole(x, residual.dtype)))
 
     @contextmanager
     def shortened(self) -> Iterator[int]:

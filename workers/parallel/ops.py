@@ -22,9 +22,11 @@ class SummingOps:
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
         self.act_mul, self.rows, self.whole = base.act_mul, base.rows, base.whole
 
-    def part(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    def part(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         sent = self._one_row.send(x, packed, bias) if self._one_row is not None and x.shape[0] == 1 else None
-        return self.base.linear(x, packed, bias, outputs) if sent is None else sent
+        return (self.base.linear(x, packed, bias, outputs) if sent is None else sent), stream
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor

@@ -1,0 +1,54 @@
+"""A model whose o and down projections add to the stream themselves: the same states as with the sum in the norm."""
+
+import pytest
+import torch
+from small_models import states, two_layers
+
+pytest.importorskip("triton")
+from torch import Tensor
+
+from meshlm.kernels.product import kernel
+from meshlm.kernels.product.kernel import add_product
+from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.layers.triton_ops import TritonOps
+from meshlm.workers.models import decoder
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, where only the interpreter's kernels run", allow_module_level=True)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of 4 tokens or more add in the product. How many rows each such product had."""
+    found: list[int] = []
+
+    def add(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
+        found.append(x.shape[0])
+        return add_product(x, w, to)
+
+    monkeypatch.setattr(kernel, "ADDED_ROWS", 4)
+    monkeypatch.setattr(kernel, "add_product", add)
+    monkeypatch.setattr(decoder, "make_ops", lambda device, dtype: TorchOps())  # weights stay as they are
+    return found
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last", "stage"])
+@pytest.mark.parametrize("lengths", [[1, 1, 5], [9], [1, 1]])
+@pytest.mark.parametrize(
+    ("settings", "products"),
+    [({}, 4), ({"hidden_act": "gelu_pytorch_tanh"}, 4), ({"output_bias": True, "mlp_bias": True}, 0)],
+    ids=["plain", "gelu", "biases"],
+)
+def test_the_same_states(
+    added: list[int], settings: dict[str, object], products: int, lengths: list[int], last: bool
+) -> None:
+    """last: with the last norm, else the stream that the next stage of a pipeline takes."""
+    model = two_layers(56, **settings)
+    if not last:
+        model.norm = None
+    expected, expected_kv = states(model, TorchOps(), lengths)
+    found, kv = states(model, TritonOps(), lengths)
+    for ours, theirs in zip([found, *kv], [expected, *expected_kv], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    tokens = sum(lengths)
+    assert added == [tokens] * (products if tokens >= 4 else 0)
