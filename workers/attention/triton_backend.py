@@ -1,4 +1,7 @@
-"""Attention by the Triton kernels: decodes split over the GPU, everything else by tiles of queries."""
+"""Attention by the Triton kernels: decodes split over the GPU, everything else by tiles of queries, beside one another.
+
+Decodes wait for memory, prompts for arithmetic.
+"""
 
 import torch
 from torch import Tensor
@@ -8,6 +11,7 @@ from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts
 from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.side import Side
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Heads, Ops
 
@@ -41,9 +45,9 @@ class Workspace:
 class TritonAttention:
     """One step. Needs `batch.columns`."""
 
-    def __init__(self, batch: ForwardBatch, block_size: int, workspace: Workspace) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, workspace: Workspace, side: Side) -> None:
         assert batch.columns is not None
-        self._batch, self._columns, self._workspace = batch, batch.columns, workspace
+        self._batch, self._columns, self._workspace, self._side = batch, batch.columns, workspace, side
         self._longest = batch.columns.blocks.shape[1] * block_size
         columns = batch.columns
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
@@ -69,13 +73,16 @@ class TritonAttention:
             return out
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         out = torch.empty_like(query)
-        if decodes == UNKNOWN:  # a graph: each kernel leaves the other's requests alone
-            self._decode(query, cache, scale, out, extras, heads, None)
-            prefill(query, cache.keys, cache.values, columns, scale, out, 0, extras, qkv=qkv, fewest=2)
-            return out
+        # In a graph, whose numbers of either are not known, each kernel leaves the other's requests alone.
+        skip, fewest = (0, 2) if decodes == UNKNOWN else (decodes, 1)
+
+        def prompts() -> None:
+            prefill(query, cache.keys, cache.values, columns, scale, out, skip, extras, qkv=qkv, fewest=fewest)
+
         if decodes:
-            self._decode(query, cache, scale, out, extras, heads, None)
-        prefill(query, cache.keys, cache.values, columns, scale, out, decodes, extras, qkv=qkv)
+            self._side.both(lambda: self._decode(query, cache, scale, out, extras, heads, None), prompts)
+        else:
+            prompts()
         return out
 
     def _decode(
@@ -116,7 +123,7 @@ class TritonBackend:
     name, graphs, fp8 = "triton", True, True
 
     def __init__(self) -> None:
-        self._workspaces: dict[torch.device, Workspace] = {}
+        self._of: dict[torch.device, tuple[Workspace, Side]] = {}
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         if device.type != "cuda":
@@ -133,7 +140,7 @@ class TritonBackend:
         return ""
 
     def step(self, batch: ForwardBatch, block_size: int) -> TritonAttention:
-        workspace = self._workspaces.get(batch.device)
-        if workspace is None:
-            workspace = self._workspaces[batch.device] = Workspace(batch.device, most_parts(batch.device))
-        return TritonAttention(batch, block_size, workspace)
+        own = self._of.get(batch.device)
+        if own is None:
+            own = self._of[batch.device] = Workspace(batch.device, most_parts(batch.device)), Side(batch.device)
+        return TritonAttention(batch, block_size, *own)

@@ -1,0 +1,37 @@
+"""A second stream: two kernels that do not need each other run beside one another, where the GPU has room."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Side:
+    """Used by the one thread that launches; also while a graph is captured, of which the fork becomes a part."""
+
+    def __init__(self, device: torch.device) -> None:
+        """On the CPU (tests) one runs after the other."""
+        self._here = device.type == "cuda"
+        if self._here:
+            cuda: Any = torch.cuda  # typed in some versions of torch only
+            self._stream = cuda.Stream(device)
+            self._begun, self._ended = cuda.Event(), cuda.Event()
+
+    def both(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Behind what the current stream has so far, `second` beside `first`; what follows on it waits for both.
+
+        What they use stays allocated until this returns, so it needs no record of the second stream. `first` begins first: the GPU
+        places all of its programs before any of the other's.
+        """
+        if not self._here:
+            first()
+            second()
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        self._begun.record(current)
+        first()
+        self._stream.wait_event(self._begun)
+        with torch.cuda.stream(self._stream):
+            second()
+            self._ended.record(self._stream)
+        current.wait_event(self._ended)
