@@ -6,7 +6,8 @@
 replay alone, `all_reduce_us` one sum of so many bytes inside a CUDA graph (the engine's choice, and NCCL), `sums` how many a step has.
 --pp, --dp: the whole mesh through the Python API, `--requests` requests for each GPU, all at once; `gpu_idle_share` is the last stage's
 time between two steps, the bubble of a pipeline; `busiest_cores` how much of a core the busiest process of each role took, and this
-one, which is the client: at 1 it is what holds the mesh up. Dummy weights.
+one, which is the client: at 1 it is what holds the mesh up. `by_rank`: what each rank had of the work, by its own word (once a second).
+Dummy weights.
 """
 
 import argparse
@@ -130,6 +131,7 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     from step_timeline import TextDeltas
 
     from meshlm import LLM, SamplingParams
+    from meshlm.protocol.control_edge import MeshStats
 
     (pp,), (dp,) = arguments.pp, arguments.dp
     values: dict[str, Any] = {
@@ -150,15 +152,20 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     params = SamplingParams(max_tokens=arguments.output_len, temperature=0.0, ignore_eos=True)
     llm.generate(prompts[: 64 * pp * dp], SamplingParams(max_tokens=16, ignore_eos=True), use_tqdm=False)
     seen: list[tuple[int, int]] = []
+    said: list[Any] = []
     client = llm._client
     deliver = client.on_message
 
     def on_message(peer: Any, message: Any) -> None:
         if isinstance(message, TextDeltas) and message.timings_ns:
             seen.append((message.timings_ns[6], message.timings_ns[7]))
+        elif isinstance(message, MeshStats):
+            said.append(message)
         deliver(peer, message)
 
     client.on_message = on_message  # type: ignore[method-assign]
+    while not said:
+        time.sleep(0.01)
     before, begun = cpu_seconds(llm), time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     elapsed, after = time.perf_counter() - begun, cpu_seconds(llm)
@@ -167,6 +174,7 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
         share = round((seconds - before.get((role, number), 0.0)) / elapsed, 2)
         busiest[role] = max(busiest.get(role, 0.0), share)
     found["busiest_cores"] = busiest
+    found["by_rank"] = by_rank(said)
     llm.shutdown()
     found["requests"], found["elapsed_s"] = count, round(elapsed, 2)
     found["output_tokens_per_s"] = round(count * arguments.output_len / elapsed, 1)
@@ -175,6 +183,27 @@ def mesh(arguments: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     gpu, gap = (sum(step[which] for step in middle) for which in (0, 1))
     found["gpu_idle_share"] = round(gap / (gpu + gap), 4) if gpu else None
     found["steps"] = len(seen)
+    return found
+
+
+def num_steps(graphs: Any) -> int:
+    return sum(graphs.replays.values()) + sum(graphs.misses.values())
+
+
+def by_rank(said: list[Any]) -> dict[str, dict[str, float]]:
+    """From the first of these statistics to the last."""
+    first = {rank.dp_rank: rank for rank in said[0].ranks}
+    found = {}
+    for last in said[-1].ranks:
+        old = first[last.dp_rank]
+        found[str(last.dp_rank)] = {
+            "prompt_tokens": last.prompt_tokens - old.prompt_tokens,
+            "output_tokens": last.generation_tokens - old.generation_tokens,
+            "most_running": max(r.num_running for stats in said for r in stats.ranks if r.dp_rank == last.dp_rank),
+            "busy_s": round((last.busy_ns - old.busy_ns) / 1e9, 2),
+            "idle_s": round((last.idle_ns - old.idle_ns) / 1e9, 3),
+            "steps": num_steps(last.graphs) - num_steps(old.graphs),
+        }
     return found
 
 
