@@ -271,7 +271,12 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     drain_timeout: Annotated[float, Meta(ge=0, description="seconds that SIGTERM lets running requests finish")] = 30.0
     startup_timeout: Annotated[float, Meta(gt=0, description="seconds until all processes must be ready")] = 600.0
     max_restarts: Annotated[
-        int, Meta(ge=0, description="restarts of one process within a minute before all is given up")
+        int,
+        Meta(
+            ge=0,
+            description="restarts of one process within a minute before all is given up (a request that kills what has it is given "
+            "up at the fifth death)",
+        ),
     ] = 5
     stall_timeout: Annotated[
         float,

@@ -21,7 +21,7 @@ from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, put, sample
 from meshlm.workers.sampling.table import SamplingTable
 
-LINES = 256  # of logits at a time: one wave of kernels/truncate, and as fast a product as more
+LINES = 288  # of logits at a time: 256 streams and the prompts beside them (graphs.MIXED_REQUESTS); more are not faster
 LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.step_input.reference import scatter
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.cuda import head
+from meshlm.workers.cuda import graphs, head
 from meshlm.workers.cuda.head import Details, Head
 from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.sampling import logprobs
@@ -33,6 +34,10 @@ KINDS = [
     SamplingParams(temperature=1.1, top_p=0.8, presence_penalty=1.0, seed=6),
     SamplingParams(temperature=0.0, allowed_token_ids=(8, 9), logprobs=4),
 ]
+
+
+def test_a_mixed_step_of_256_streams_is_one_chunk() -> None:
+    assert max(graphs.MIXED_REQUESTS) <= head.LINES <= penalties.PROGRAMS * penalties.EACH
 
 
 class Model:
