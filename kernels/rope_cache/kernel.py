@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshlm.kernels import fp8, pdl
+from meshlm.kernels import fp8
 from meshlm.kernels.fp8 import within
 
 
@@ -22,11 +22,8 @@ from meshlm.kernels.fp8 import within
 def _rope_cache(
     qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps, k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    NORM: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # attention of decodes asks for its keys meanwhile
-        tl.extra.cuda.gdc_wait()
     token, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
     half: tl.constexpr = ROTARY // 2
@@ -94,12 +91,10 @@ def rope_cache(
     tokens = qkv.shape[0]
     query = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight = norms if norms else (table, table)
-    use_pdl = qkv.is_cuda and pdl.supported()
     _rope_cache[(tokens, kv_heads)](
         qkv, positions, slots, table, q_weight, k_weight, query, keys, values, eps, k_scale, v_scale,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=table.shape[1],
         NORM=norms is not None, FP8=keys.dtype == fp8.DTYPE, ROWS=triton.next_power_of_2(num_heads // kv_heads + 1),
-        BLOCK=triton.next_power_of_2(dim), PDL=use_pdl, num_warps=1,
-        **({"launch_pdl": True} if use_pdl else {}),
+        BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return query
