@@ -26,7 +26,8 @@ $(MODEL): $(STAMP)
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
-# First what needs no processes of a mesh, on all cores; then the meshes, two at a time: they wait more than they compute. Exit code 5: ARGS names none of that kind.
+# First what needs no processes of a mesh, on all cores; then the meshes, two at a time: they wait more than they compute.
+# Exit code 5: ARGS names none of that kind.
 test: setup
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
