@@ -51,10 +51,10 @@ class Ops(Protocol):
     def part(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The same for the stream, which several ranks may have a part of the inputs of each: what `norm_linear` takes.
+        """A product that is to be added to the stream; several ranks may have a part of its inputs each. What `norm_linear` takes:
 
-        That is the product and the stream; or the stream with the product in it already, and None. Only `norm_linear`, `add_rms_norm`
-        and `whole` may read the product: on a GPU it may be [s, m, outputs], parts of it, which those add up.
+        the product and the stream; or the stream with the product in it already, and None. Only `norm_linear`, `add_rms_norm` and
+        `whole` may read the product: on a GPU it may be [s, m, outputs], parts of it, which those add up.
         """
         ...
 
