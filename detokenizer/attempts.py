@@ -17,11 +17,13 @@ from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, Sc
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.token_edge import Disown, StillThere
-from meshlm.runtime.deaths import one_more, too_many
+from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
 
 
 class Attempts(Journal):
     """See the module docstring. A death begins a new attempt of each request that it concerns."""
+
+    max_deaths = MAX_DEATHS  # of schedulers, or of the coordinator, after which a request is given up
 
     def __init__(self, table: TokenTable, retry_window_s: float) -> None:
         super().__init__(table, retry_window_s)
@@ -149,7 +151,7 @@ class Attempts(Journal):
         before = () if len(stream.emitted) > stream.begun_with else stream.deaths
         stream.deaths = one_more(before, role, self.now)
         stream.begun_with = len(stream.emitted)
-        if text := too_many(stream.deaths):
+        if text := too_many(stream.deaths, self.max_deaths):
             self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
         return self._next_attempt(stream)

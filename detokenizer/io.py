@@ -20,6 +20,7 @@ from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import TokenPrompt
+from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal, RequestError
 from meshlm.runtime.mesh import Mesh
 
@@ -68,6 +69,7 @@ class DetokenizerApp:
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
         self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
+        self._core.max_deaths = allowed(mesh.config.run.max_restarts)
         self._do_all(self._early)
         self._tick()
         self.flush()

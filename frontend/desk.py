@@ -21,7 +21,7 @@ from meshlm.protocol.text_edge import (
     Submit,
     TextDeltas,
 )
-from meshlm.runtime.deaths import one_more, too_many
+from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
 
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
@@ -42,6 +42,7 @@ class Desk:
     """
 
     fewest_steady = FEWEST
+    max_deaths = MAX_DEATHS  # of its detokenizers, after which a request is given up
 
     def __init__(self, num_detokenizers: int = 1) -> None:
         self.num_detokenizers = num_detokenizers
@@ -79,7 +80,7 @@ class Desk:
         have = len(choice.token_ids)
         choice.deaths = one_more(() if have > choice.begun_with else choice.deaths, Role.DETOKENIZER, now)
         choice.begun_with = have
-        if text := too_many(choice.deaths):
+        if text := too_many(choice.deaths, self.max_deaths):
             choice.detokenizer = None
             self._fail(choice, ErrorKind.INTERNAL, text, "")
             return []

@@ -27,7 +27,7 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
 )
 from meshlm.runtime import metrics as shared_metrics
-from meshlm.runtime.deaths import MAX_DEATHS
+from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
@@ -69,6 +69,7 @@ class FrontendApp:
             raise ProcessFatal("mesh.json is not resolved")
         self.resolved = mesh.config.resolved
         self._desk.num_detokenizers = mesh.config.server.detokenizers
+        self._desk.max_deaths = allowed(mesh.config.run.max_restarts)
         if why := shared_metrics.prepare(mesh.config.run.run_dir):
             mesh.log.warning("metrics are of this frontend alone", reason=why)
         from meshlm.frontend import metrics  # after the directory is set
@@ -177,14 +178,15 @@ class FrontendApp:
             self._mesh.tell_supervisor(OpenRequests(self.num_open))
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+        most = self._desk.max_deaths
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                for _ in range(MAX_DEATHS):
+                for _ in range(most):
                     if (reply := await self._ask_one(message)) is not None:
                         return reply  # else its detokenizer died: another one knows the same
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
-        raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {MAX_DEATHS} times before it answered")
+        raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
 
     async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
         """None when the detokenizer died before it answered."""

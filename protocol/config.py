@@ -274,8 +274,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="restarts of one process within a minute before all is given up (a request that kills what has it is given "
-            "up at the fifth death)",
+            description="restarts of one process within a minute before all is given up (a request that kills what has it is "
+            "given up before that)",
         ),
     ] = 5
     stall_timeout: Annotated[

@@ -1,9 +1,9 @@
 """When deaths are a request's own doing: the deaths that it met since its last token, and whether they are too many. Pure.
 
 A request that kills whoever has it must be given up before the supervisor gives up the mesh, which it does at more than
-`--max-restarts` deaths of one process within WINDOW_S. One that only waits meets deaths too, and is to outlive them: so old deaths are
-forgotten, and one role's do not add to another's. Called by whoever places requests again: the frontend (and `LLM` in its place)
-for the deaths of detokenizers, the detokenizer for those of schedulers and the coordinator.
+`--max-restarts` deaths of one process within WINDOW_S (`allowed`). One that only waits meets deaths too, and is to outlive them: so
+old deaths are forgotten, and one role's do not add to another's. Called by whoever places requests again: the frontend (and `LLM` in
+its place) for the deaths of detokenizers, the detokenizer for those of schedulers and the coordinator.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meshlm.protocol.ids import Role
 
 WINDOW_S = 60.0  # the supervisor's (group.py)
-MAX_DEATHS = 5  # of one role within WINDOW_S; the supervisor's --max-restarts
+MAX_DEATHS = 5  # of one role within WINDOW_S; the default of --max-restarts
 LONG_S = 3600.0
 MAX_SLOW_DEATHS = 20  # of all roles within LONG_S: of one that takes long to kill, and would do so for ever
 
@@ -21,18 +21,23 @@ class Death(NamedTuple):
     at: float
 
 
+def allowed(max_restarts: int, usual: int = MAX_DEATHS) -> int:
+    """Deaths at which a request is given up: no more than the mesh survives, where it survives any."""
+    return min(usual, max(1, max_restarts))
+
+
 def one_more(before: tuple[Death, ...], role: Role, now: float) -> tuple[Death, ...]:
     """The deaths that count after another one."""
     return (*(death for death in before if now - death.at < LONG_S), Death(role, now))
 
 
-def too_many(deaths: tuple[Death, ...]) -> str:
-    """Why a request is given up that met these; "" when it is not."""
+def too_many(deaths: tuple[Death, ...], most: int = MAX_DEATHS) -> str:
+    """Why a request is given up that met these; "" when it is not. most: within WINDOW_S, see `allowed`."""
     if not deaths:
         return ""
     last = deaths[-1]
     recent = sum(death.role is last.role and last.at - death.at < WINDOW_S for death in deaths)
-    if recent >= MAX_DEATHS:
+    if recent >= most:
         return f"given up: its {last.role.value} died {recent} times within {WINDOW_S:.0f} s, each time before the next token"
     if len(deaths) >= MAX_SLOW_DEATHS:
         return (

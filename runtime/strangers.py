@@ -35,6 +35,7 @@ class Strangers:
     def __init__(self, log: Any) -> None:
         self._logs = {error: _Seldom(log) for error in _REASONS}
         self._addresses: dict[int, str] = {}  # by file descriptor, of connections that were there when we looked
+        self._failed = 0  # why the connection failed that ends next
         self._monitor: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -59,18 +60,17 @@ class Strangers:
         self.take(events, lambda descriptor: "" if descriptor in ended else _address_of(descriptor))
 
     def take(self, events: list[tuple[int, int]], address_of: Callable[[int], str]) -> None:
-        """Kinds and values. What fails is the connection that ends next: one thread of ZeroMQ's does both."""
-        failed = 0
+        """Kinds and values. What fails is the connection that ends next, maybe in the next call: one thread of ZeroMQ's does both."""
         for kind, value in events:
             if kind == zmq.EVENT_ACCEPTED:
                 self._addresses[value] = address_of(value)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                failed = value
+                self._failed = value
             else:
                 address = self._addresses.pop(value, "")
-                if failed in _REASONS:
-                    self._say(failed, address)
-                failed = 0
+                if self._failed in _REASONS:
+                    self._say(self._failed, address)
+                self._failed = 0
 
     def _say(self, error: int, address: str) -> None:
         where = {"address": address} if address else {}  # gone before we looked

@@ -20,8 +20,6 @@ from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.workers import Workers
 
-MAX_CRASHES = 4  # of workers under a request that got no token between them; fewer than --max-restarts
-
 
 class Scheduler:
     """See the module docstring."""
@@ -222,8 +220,8 @@ class Scheduler:
             crashed = dict.fromkeys(request for record in self.inflight for request in record.batch)
             self._lose_workers()
             for request in crashed:
-                if request.state is not RequestState.FINISHED and request.crashed() >= MAX_CRASHES:
-                    text = f"given up: its worker died {MAX_CRASHES} times, each time before the next token"
+                if request.state is not RequestState.FINISHED and request.crashed() >= self.limits.max_crashes:
+                    text = f"given up: its worker died {self.limits.max_crashes} times, each time before the next token"
                     self._finish(request, output, FinishReason.ERROR, text)
             return self.workers.lost(event.identity, event.incarnation)
         elif event.identity.role is Role.DETOKENIZER:

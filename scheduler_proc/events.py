@@ -43,6 +43,9 @@ class Send(Struct, frozen=True):
     message: Struct
 
 
+MAX_CRASHES = 4  # fewer than the default of --max-restarts
+
+
 class Limits(Struct, frozen=True, kw_only=True):
     """What the configuration allows this rank."""
 
@@ -56,4 +59,5 @@ class Limits(Struct, frozen=True, kw_only=True):
     by_priority: bool = False
     num_workers: int = 1
     first_worker: int = 0
+    max_crashes: int = MAX_CRASHES  # of workers under a request that got no token between them
     num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own

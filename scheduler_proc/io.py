@@ -6,10 +6,11 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.scheduler_proc.events import MAX_CRASHES, Event, Limits, PeerLost, PeerUp, Received, Send, Tick
 
 TICK_S = 1.0
 
@@ -30,6 +31,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         by_priority=config.scheduler.scheduling_policy == "priority",
         num_workers=parallel.workers_per_rank,
         first_worker=index * parallel.workers_per_rank,
+        max_crashes=allowed(config.run.max_restarts, MAX_CRASHES),
         num_stages=parallel.pipeline_parallel_size,
     )
 

@@ -13,6 +13,7 @@ import uvloop
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.deaths import allowed
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor import io, layout, rundir
 from meshlm.supervisor.client import Client
@@ -71,6 +72,7 @@ class Background:
         members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
         supervisor = io.Supervisor(self._config, members, StartDisplay())
         client = Client()
+        client.max_deaths = allowed(self._config.run.max_restarts)
         client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self._config, client)
         try:
             await supervisor.start()

@@ -30,7 +30,7 @@ from meshlm.protocol.text_edge import (
     Tokenize,
     TokenizeReply,
 )
-from meshlm.runtime.deaths import Death, one_more, too_many
+from meshlm.runtime.deaths import MAX_DEATHS, Death, one_more, too_many
 from meshlm.runtime.errors import LinkDown, LinkFull
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.outputs import RequestOutput, logprobs_of
@@ -57,6 +57,8 @@ def name_of(request_id: str, index: int) -> RequestId:
 
 class Client:
     """All requests of one `LLM`. `serving` is set while requests can be served."""
+
+    max_deaths = MAX_DEATHS  # of its detokenizers, after which a sequence is given up
 
     def __init__(self) -> None:
         self.mesh: Mesh | None = None
@@ -113,7 +115,7 @@ class Client:
         for old in [old for old, row in self._rows.items() if row.peer == peer]:
             row = self._rows[old]
             new = self.new_handle()
-            if given_up := row.again(new, now):
+            if given_up := row.again(new, now, self.max_deaths):
                 self._errors.append(given_up)
                 self._end(old)
             else:
@@ -122,7 +124,7 @@ class Client:
                 self._placing.place(row.submit)
         for question in [question for question in self._asked.values() if question.peer == peer]:
             question.deaths = one_more(question.deaths, Role.DETOKENIZER, now)
-            if given_up := too_many(question.deaths):
+            if given_up := too_many(question.deaths, self.max_deaths):
                 reply = TokenizeReply if isinstance(question.message, Tokenize) else DetokenizeReply
                 self.on_message(peer, reply(question.message.handle, error=given_up))
             else:

@@ -27,7 +27,7 @@ class Generated:
         """In the mesh."""
         return self.submit.request_ids[self.choice]
 
-    def again(self, handle: Handle, now: float) -> str:
+    def again(self, handle: Handle, now: float, max_deaths: int) -> str:
         """Make its own Submit of what it was a part of, to go on after the tokens that are here; why not, when it is given up."""
         have = len(self.output.token_ids)
         self.deaths = one_more(() if have > self.had else self.deaths, Role.DETOKENIZER, now)
@@ -35,7 +35,7 @@ class Generated:
         self.alone(handle)
         delivered = pack_i32(self.output.token_ids)
         self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1, delivered=delivered)
-        return too_many(self.deaths)
+        return too_many(self.deaths, max_deaths)
 
     def alone(self, handle: Handle) -> None:
         """Make its own Submit of what it was a part of."""

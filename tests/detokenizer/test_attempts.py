@@ -1,5 +1,6 @@
 """What is admitted again, and where: against deaths of schedulers and the coordinator, and requests that are given back."""
 
+import pytest
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
 from meshlm.detokenizer.events import Send, Tick
@@ -72,10 +73,12 @@ def test_tokens_may_come_before_routed() -> None:
     assert admitted(bench.lost(S0)).work.attempt == 1
 
 
-def test_a_request_whose_schedulers_always_die_is_given_up() -> None:
+@pytest.mark.parametrize("most", [MAX_DEATHS, 1])
+def test_a_request_whose_schedulers_always_die_is_given_up(most: int) -> None:
     bench = Bench()
+    bench.core.max_deaths = most
     effects = bench.submit()
-    for life in range(1, MAX_DEATHS + 1):
+    for life in range(1, most + 1):
         request = admitted(effects)
         bench.routed(request, S0, life)
         effects = bench.lost(S0, life)

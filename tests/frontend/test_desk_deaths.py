@@ -1,6 +1,7 @@
 """The desk against detokenizers that die: choices go on elsewhere or wait, and any history gives each client its tokens once."""
 
 import msgspec
+import pytest
 from desk_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,17 +126,19 @@ def test_a_deadline_holds_whoever_is_stuck() -> None:
     assert waiting.choices[0] not in desk.orphans
 
 
-def test_a_request_that_kills_detokenizers_is_given_up() -> None:
+@pytest.mark.parametrize("most", [MAX_DEATHS, 2])
+def test_a_request_that_kills_detokenizers_is_given_up(most: int) -> None:
     desk = a_desk(D0)
+    desk.max_deaths = most
     client, _ = opened(desk)
     num_sent = 1
     for _ in range(MAX_DEATHS + 2):
         num_sent += len(desk.detokenizer_down(D0, 0.0)) + len(desk.detokenizer_up(D0))
         desk.check()
-    assert num_sent == MAX_DEATHS
+    assert num_sent == most
     kind, text, _ = client.errors[0]
     assert kind is ErrorKind.INTERNAL
-    assert f"its detokenizer died {MAX_DEATHS} times within 60 s" in text
+    assert f"its detokenizer died {most} times within 60 s" in text
 
 
 def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:

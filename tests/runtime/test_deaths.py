@@ -4,7 +4,7 @@ import pytest
 
 from meshlm.protocol.config import RunConfig
 from meshlm.protocol.ids import Role
-from meshlm.runtime.deaths import LONG_S, MAX_DEATHS, MAX_SLOW_DEATHS, WINDOW_S, Death, one_more, too_many
+from meshlm.runtime.deaths import LONG_S, MAX_DEATHS, MAX_SLOW_DEATHS, WINDOW_S, Death, allowed, one_more, too_many
 from meshlm.supervisor import group
 
 
@@ -20,6 +20,14 @@ def test_the_limits_are_the_supervisors() -> None:
     """A request is given up at the last death that the mesh survives."""
     assert WINDOW_S == group.WINDOW_S
     assert RunConfig().max_restarts >= MAX_DEATHS
+
+
+@pytest.mark.parametrize(("max_restarts", "most"), [(0, 1), (1, 1), (3, 3), (5, 5), (100, 5)])
+def test_a_request_is_given_up_before_the_mesh(max_restarts: int, most: int) -> None:
+    assert allowed(max_restarts) == most
+    assert allowed(max_restarts, 4) == min(most, 4)
+    assert not too_many(met(most - 1, 1.0), most)
+    assert f"died {most} times" in too_many(met(most, 1.0), most)
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 1.0, 11.9])

@@ -82,6 +82,7 @@ async def test_a_stranger_is_said_once_however_often_it_tries(door: Door, reason
     door.open()
     sock = door.come(Keys(*zmq.curve_keypair()) if reason == OTHER_KEY else None)
     await failures(door, 3 if reason == OTHER_KEY else 1)  # without CURVE libzmq does not try again
+    await asyncio.wait_for(door.log.news.wait(), LIMIT_S)  # it is said when the connection has ended
     sock.close(0)
     (line,) = door.log.lines
     assert (line["event"], line["reason"]) == ("connection refused", reason)
@@ -107,6 +108,13 @@ def test_the_address_of_the_connection_that_failed(door: Door) -> None:
     events = [(ACCEPTED, 7), (ACCEPTED, 8), (FAILED, WRONG_KEY), (ENDED, 8), (ENDED, 7)]
     door.strangers.take(events, lambda descriptor: where[descriptor])
     assert door.log.lines == [{"event": "connection refused", "address": "10.0.0.8", "reason": OTHER_KEY}]
+
+
+def test_a_connection_may_fail_and_end_in_two_readings(door: Door) -> None:
+    door.strangers.take([(ACCEPTED, 7), (FAILED, WRONG_KEY)], lambda descriptor: "10.0.0.7")
+    assert door.log.lines == []
+    door.strangers.take([(ENDED, 7), (ACCEPTED, 8), (ENDED, 8)], lambda descriptor: "10.0.0.8")
+    assert door.log.lines == [{"event": "connection refused", "address": "10.0.0.7", "reason": OTHER_KEY}]
 
 
 def test_an_address_that_was_gone_is_left_out(door: Door) -> None:

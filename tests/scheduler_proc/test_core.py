@@ -16,8 +16,8 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import Disown, LogprobColumns, TokenDeltas
-from meshlm.scheduler_proc.core import MAX_CRASHES, Scheduler
-from meshlm.scheduler_proc.events import PeerLost, PeerUp, Received, Tick
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.events import MAX_CRASHES, PeerLost, PeerUp, Received, Tick
 
 
 def test_one_request() -> None:
@@ -180,6 +180,14 @@ def test_a_request_whose_worker_dies_each_time_is_given_up_and_the_others_go_on(
     bench.event(PeerUp(WORKER, Incarnation(12)))
     bench.finish()
     assert bench.tokens[2] == reference([5, 6], 3)
+
+
+def test_fewer_deaths_are_too_many_where_the_mesh_survives_fewer() -> None:
+    bench = Bench(limits(max_crashes=1), 64, 4)
+    bench.assign(1, [1, 2, 3], 9)
+    bench.plans.clear()
+    bench.event(PeerLost(WORKER, Incarnation(1)))
+    assert bench.ended == {1: FinishReason.ERROR}
 
 
 def test_dead_detokenizer_frees_its_requests() -> None:

@@ -7,8 +7,8 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.token_edge import StillThere
-from meshlm.scheduler_proc.core import MAX_CRASHES, Scheduler
-from meshlm.scheduler_proc.events import PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.events import MAX_CRASHES, PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.request import RequestState
 
 

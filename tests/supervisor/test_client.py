@@ -261,17 +261,19 @@ def test_what_no_detokenizer_takes_waits() -> None:
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_deaths_without_a_token_between_them_end_a_request() -> None:
+@pytest.mark.parametrize("most", [MAX_DEATHS, 3])
+def test_deaths_without_a_token_between_them_end_a_request(most: int) -> None:
     async def run() -> None:
         client, stub = silent(DETOKENIZER)
+        client.max_deaths = most
         outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
         await stub.was_sent(1)
-        for _ in range(MAX_DEATHS):
+        for _ in range(most):
             died(client, stub, DETOKENIZER)
             came(client, stub, DETOKENIZER)
-        with pytest.raises(ValueError, match="died 5 times"):
+        with pytest.raises(ValueError, match=f"died {most} times"):
             await outputs
-        assert len(stub.sent) == MAX_DEATHS
+        assert len(stub.sent) == most
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
