@@ -22,8 +22,8 @@ class Death(NamedTuple):
 
 
 def allowed(max_restarts: int, usual: int = MAX_DEATHS) -> int:
-    """Deaths at which a request is given up: no more than the mesh survives, where it survives any."""
-    return min(usual, max(1, max_restarts))
+    """Deaths at which a request is given up: no more than the mesh survives, but never the first: that may be anybody's doing."""
+    return min(usual, max(2, max_restarts))
 
 
 def one_more(before: tuple[Death, ...], role: Role, now: float) -> tuple[Death, ...]:

@@ -73,7 +73,7 @@ def test_tokens_may_come_before_routed() -> None:
     assert admitted(bench.lost(S0)).work.attempt == 1
 
 
-@pytest.mark.parametrize("most", [MAX_DEATHS, 1])
+@pytest.mark.parametrize("most", [MAX_DEATHS, 2])
 def test_a_request_whose_schedulers_always_die_is_given_up(most: int) -> None:
     bench = Bench()
     bench.core.max_deaths = most

@@ -22,7 +22,7 @@ def test_the_limits_are_the_supervisors() -> None:
     assert RunConfig().max_restarts >= MAX_DEATHS
 
 
-@pytest.mark.parametrize(("max_restarts", "most"), [(0, 1), (1, 1), (3, 3), (5, 5), (100, 5)])
+@pytest.mark.parametrize(("max_restarts", "most"), [(0, 2), (1, 2), (2, 2), (3, 3), (5, 5), (100, 5)])
 def test_a_request_is_given_up_before_the_mesh(max_restarts: int, most: int) -> None:
     assert allowed(max_restarts) == most
     assert allowed(max_restarts, 4) == min(most, 4)

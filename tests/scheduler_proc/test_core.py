@@ -183,10 +183,13 @@ def test_a_request_whose_worker_dies_each_time_is_given_up_and_the_others_go_on(
 
 
 def test_fewer_deaths_are_too_many_where_the_mesh_survives_fewer() -> None:
-    bench = Bench(limits(max_crashes=1), 64, 4)
+    bench = Bench(limits(max_crashes=2), 64, 4)
     bench.assign(1, [1, 2, 3], 9)
-    bench.plans.clear()
-    bench.event(PeerLost(WORKER, Incarnation(1)))
+    for deaths in (1, 2):
+        assert not bench.ended
+        bench.plans.clear()
+        bench.event(PeerLost(WORKER, Incarnation(deaths)))
+        bench.event(PeerUp(WORKER, Incarnation(deaths + 1)))
     assert bench.ended == {1: FinishReason.ERROR}
 
 
