@@ -103,3 +103,13 @@ def states(model: Decoder, ops: Ops, lengths: list[int]) -> tuple[Tensor, list[T
     with torch.inference_mode():
         out: Tensor = model(batch, kv, TorchAttention(batch, BLOCK))
     return out, [lines for cache in kv for lines in (cache.keys, cache.values)]
+
+
+def same_states(model: Decoder, ops: Ops, lengths: list[int], *, last: bool = True) -> None:
+    """As plain torch finds them, in the caches too. last: with the last norm, else the stream that a pipeline's next stage takes."""
+    if not last:
+        model.norm = None
+    expected, expected_kv = states(model, TorchOps(), lengths)
+    found, kv = states(model, ops, lengths)
+    for ours, theirs in zip([found, *kv], [expected, *expected_kv], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)  # shapes and dtypes too

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import states, two_layers
+from small_models import same_states, two_layers
 
 pytest.importorskip("triton")
 from torch import Tensor
@@ -42,13 +42,6 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_same_states(
     added: list[int], settings: dict[str, object], products: int, lengths: list[int], last: bool
 ) -> None:
-    """last: with the last norm, else the stream that the next stage of a pipeline takes."""
-    model = two_layers(56, **settings)
-    if not last:
-        model.norm = None
-    expected, expected_kv = states(model, TorchOps(), lengths)
-    found, kv = states(model, TritonOps(), lengths)
-    for ours, theirs in zip([found, *kv], [expected, *expected_kv], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    same_states(two_layers(56, **settings), TritonOps(), lengths, last=last)
     tokens = sum(lengths)
     assert added == [tokens] * (products if tokens >= 4 else 0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import states, two_layers
+from small_models import same_states, two_layers
 
 pytest.importorskip("triton")
 from meshlm.kernels.gated import kernel
@@ -47,9 +47,5 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
 def test_the_same_states(
     used: set[tuple[int, int]], settings: dict[str, object], uses: set[tuple[int, int]], lengths: list[int]
 ) -> None:
-    model = two_layers(56, **settings)
-    expected, expected_kv = states(model, TorchOps(), lengths)
-    found, kv = states(model, TritonOps(), lengths)
-    for ours, theirs in zip([found, *kv], [expected, *expected_kv], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    same_states(two_layers(56, **settings), TritonOps(), lengths)
     assert used == (uses if sum(lengths) >= 8 else set())

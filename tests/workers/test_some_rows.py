@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import states, two_layers
+from small_models import same_states, two_layers
 
 pytest.importorskip("triton")
 from meshlm.kernels.few_rows.kernel import Shape
@@ -50,13 +50,5 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_the_same_states(
     used: set[str], settings: dict[str, object], uses: set[str], lengths: list[int], last: bool
 ) -> None:
-    """last: with the last norm, else the stream that the next stage of a pipeline takes."""
-    model = two_layers(64, **settings)
-    if not last:
-        model.norm = None
-    expected, _ = states(model, TorchOps(), lengths)
-    found, _ = states(model, TritonOps(), lengths)
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    same_states(two_layers(64, **settings), TritonOps(), lengths, last=last)
     assert used == (uses if sum(lengths) > 1 else set())
