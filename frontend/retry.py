@@ -79,19 +79,24 @@ def parse(last_id: str, num_choices: int) -> Position:
     return Position(choices, ("", "u", "d").index(last))
 
 
+def _entry(num_tokens: int, ended: bool) -> bytes:
+    return b"%de" % num_tokens if ended else b"%d" % num_tokens
+
+
 class Progress:
-    """Names the events of one stream, and knows those that its client has."""
+    """Names the events of one stream, and knows those that its client has. An id names what the client has of every choice, of those
+    too that have said nothing on this connection."""
 
     def __init__(self, has: Position) -> None:
         self._has = has
-        self._entries = [b""] * len(has.choices)
+        self._entries = [_entry(*choice) if choice else b"" for choice in has.choices]
 
     def event(self, choice: int, num_tokens: int, ended: bool) -> bytes | None:
         """The id of the event that brings a choice so far; None when the client has it."""
-        self._entries[choice] = b"%de" % num_tokens if ended else b"%d" % num_tokens
         has = self._has.choices[choice]
         if has is not None and (num_tokens, ended) <= has:
             return None
+        self._entries[choice] = _entry(num_tokens, ended)
         return b"-".join(self._entries)
 
     def last(self, place: int) -> bytes | None:

@@ -188,13 +188,7 @@ def test_a_resumed_stream_is_what_follows(data: st.DataObject) -> None:
     whole = stream(ask, interleaved(data.draw, rows))
     place = data.draw(st.integers(0, len(whole) - 1))
     last_id = whole[place][0]
-    again = []
-    for mine, cut in zip(rows, retry.parse(last_id, ask.num_choices).cuts, strict=True):
-        before, after, count = [], [], 0
-        for row in mine:
-            count += len(row[1])
-            (before if count <= cut else after).append(row)
-        again.append(([merged(before)] if before else []) + after)
+    again = at_cuts(rows, retry.parse(last_id, ask.num_choices).cuts)
     resumed = stream(ask, interleaved(data.draw, again), last_id)
     if ask.num_choices == 1:
         assert resumed == whole[place + 1 :]
@@ -203,6 +197,48 @@ def test_a_resumed_stream_is_what_follows(data: st.DataObject) -> None:
         names = [name for name, _ in whole[: place + 1] + resumed]
         assert len(set(names)) == len(names)
         assert names[-1] == whole[-1][0]
+
+
+def at_cuts(rows: list[list[Row]], cuts: tuple[int, ...]) -> list[list[Row]]:
+    """Rows as a detokenizer sends them again: what the client has in one piece, and a row that begins where it ends."""
+    found: list[list[Row]] = []
+    for mine, cut in zip(rows, cuts, strict=True):
+        before, after, count = [], [], 0
+        for row in mine:
+            count += len(row[1])
+            (before if count <= cut else after).append(row)
+        found.append(([merged(before)] if before else []) + after)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_stream_that_breaks_many_times_is_whole(data: st.DataObject) -> None:
+    """Cut anywhere, resumed with the last id, cut again: of each choice every event came once, in its order."""
+    ask, rows = data.draw(histories())
+    whole = stream(ask, interleaved(data.draw, rows))
+    had: list[tuple[str, str]] = []
+    for _ in range(data.draw(st.integers(1, 5))):
+        last_id = had[-1][0] if had else ""
+        again = at_cuts(rows, retry.parse(last_id, ask.num_choices).cuts)
+        events = stream(ask, interleaved(data.draw, again), last_id)
+        had += events[: data.draw(st.integers(0, len(events)))]
+    last_id = had[-1][0] if had else ""
+    had += stream(ask, interleaved(data.draw, at_cuts(rows, retry.parse(last_id, ask.num_choices).cuts)), last_id)
+    assert contents(had) == contents(whole)
+    names = [name for name, _ in had]
+    assert len(set(names)) == len(names)
+    assert names[-1] == whole[-1][0]
+
+
+def test_an_event_after_a_resume_still_names_what_the_client_had() -> None:
+    """Of the choices that have said nothing on the new connection, too."""
+    progress = retry.Progress(retry.parse("4-7e-", 3))
+    assert progress.event(1, 2, False) is None  # told again
+    assert progress.event(0, 5, False) == b"5-7e-"
+    assert progress.event(2, 0, False) == b"5-7e-0"
+    assert progress.event(1, 7, True) is None
+    assert progress.last(2) == b"5-7e-0.d"
 
 
 def merged(rows: list[Row]) -> Row:
