@@ -7,22 +7,18 @@ from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stream import Stream
-from meshlm.protocol.columns import pack_i32, unpack_f32, unpack_i32
+from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
-
-ONE = pack_i32([1])
 
 
 class FrontendBatch:
     """Rows in the order of arrival."""
 
     __slots__ = (
-        "blocks",
         "counts",
         "finished",
         "first",
-        "grown_from",
         "handles",
         "logprobs",
         "more",
@@ -35,8 +31,6 @@ class FrontendBatch:
 
     def __init__(self) -> None:
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
-        self.blocks: dict[object, tuple[int, list[bytes]]] = {}  # of `columns`: first row, columns after its first
-        self.grown_from = 0  # rows before this one have tokens in `blocks` behind them: they do not grow any more
         self.more: dict[int, list[int]] = {}  # row -> tokens after its first, not in `tokens` yet
         self.texts: list[str] = []
         self.finished: list[Finished] = []
@@ -56,7 +50,7 @@ class FrontendBatch:
 
     def token(self, stream: Stream, start: int, token: int, text: str) -> None:
         """One more token of a stream. Where its last row is in this batch too (tokens pile up), the row grows."""
-        if stream.batch is self and stream.place >= self.grown_from:
+        if stream.batch is self:
             self.more.setdefault(stream.place, []).append(token)
             self.texts[stream.place] += text
             return
@@ -66,25 +60,6 @@ class FrontendBatch:
         self.counts.append(1)
         self.tokens.append(token)
         self.texts.append(text)
-
-    def columns(self, part: object, handles: bytes, starts: bytes, token_ids: bytes, texts: list[str]) -> int:
-        """One more token of each stream of `part`; its first row. Where its last ones are in this batch too, those rows grow."""
-        block = self.blocks.get(part)
-        if block is not None:
-            first, later = block
-            later.append(token_ids)
-            grown = slice(first, first + len(texts))
-            self.texts[grown] = [before + text for before, text in zip(self.texts[grown], texts, strict=True)]
-            return first
-        first = len(self.texts)
-        self.blocks[part] = (first, [])
-        self.handles.frombytes(handles)
-        self.starts.frombytes(starts)
-        self.counts.frombytes(ONE * len(texts))
-        self.tokens.frombytes(token_ids)
-        self.texts += texts
-        self.grown_from = len(self.texts)
-        return first
 
     def details(
         self, stream: Stream, place: int, taken: list[int], skip: int, row: int, deltas: TokenDeltas, table: TokenTable
@@ -126,20 +101,6 @@ class FrontendBatch:
             self.texts[place] += stream.tail
             self.finished.append(replace(finished, row=place))
 
-    def _spread_blocks(self) -> None:
-        """Bring the columns of `blocks` into their places, last block first: what stands before each is as it was."""
-        for first, later in sorted(self.blocks.values(), reverse=True):
-            if not later:
-                continue
-            num_rows, width = len(later[0]) // len(ONE), len(later) + 1
-            begin = sum(self.counts[:first])
-            spread = array("i", bytes(len(ONE) * num_rows * width))
-            spread[::width] = self.tokens[begin : begin + num_rows]
-            for place, column in enumerate(later, 1):
-                spread[place::width] = array("i", column)
-            self.tokens[begin : begin + num_rows] = spread
-            self.counts[first : first + num_rows] = array("i", [width]) * num_rows
-
     def _spread(self) -> None:
         """Bring the tokens of `more` into their places."""
         more, flat, at = self.more, array("i"), 0
@@ -152,7 +113,6 @@ class FrontendBatch:
         self.tokens, self.more = flat, {}
 
     def message(self) -> TextDeltas:
-        self._spread_blocks()
         if self.more:
             self._spread()
         return TextDeltas(

@@ -13,7 +13,6 @@ from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.detokenizer.journal import is_of
-from meshlm.detokenizer.steady import FEWEST, Steady
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
 from meshlm.protocol.admit_edge import RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import unpack_i32
@@ -34,8 +33,6 @@ from meshlm.runtime.errors import RequestError
 class Detokenizer(Attempts):
     """See the module docstring."""
 
-    fewest_steady = FEWEST
-
     def __init__(
         self, table: TokenTable, vocab_size: int, max_model_len: int, retry_window_s: float = 60.0, life: int = 0
     ) -> None:
@@ -45,12 +42,8 @@ class Detokenizer(Attempts):
         self.jobs: dict[int, list[Stream] | tuple[Identity, Tokenize]] = {}
         self._next_job = 0
         self.num_tokens = 0
-        self._steady: dict[Identity, Steady] = {}  # by scheduler; what they have, the journal's entries lack
-        self._handles_before: dict[Identity, bytes] = {}  # by scheduler, of its last frame, if that was plain
 
     def handle(self, event: Event) -> list[Effect]:
-        if type(event) is not Tick and not (type(event) is Received and type(event.message) is TokenDeltas):
-            self._settle()
         match event:
             case Received(message=TokenDeltas() as deltas):
                 return self._tokens(event, deltas)
@@ -68,14 +61,9 @@ class Detokenizer(Attempts):
                 return self._tick(now)
 
     def _tick(self, now: float) -> list[Effect]:
-        """Ends what has waited long enough; where there is nothing to end, columns go on, and the journal learns what they have."""
+        """Ends what has waited long enough."""
         self.now = now
-        over = self.keyed.over(now)
-        if over:
-            self._settle()
-        for steady in self._steady.values():
-            steady.settle()
-        return self._abort(over)
+        return self._abort(self.keyed.over(now))
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:
@@ -168,15 +156,9 @@ class Detokenizer(Attempts):
 
     def _tokens(self, event: Received, deltas: TokenDeltas) -> list[Effect]:
         sender = event.sender
-        plain = not (deltas.counts or deltas.ended or deltas.logprobs or deltas.prompt_logprobs or deltas.first)
-        if plain and (effects := self._columns(sender, deltas)) is not None:
-            return effects
-        self._settle()
-        if not plain:
-            self._handles_before.pop(sender, None)
         for row in deltas.first:
             self._heard(unpack_i32(deltas.handles)[row], SchedulerLife(sender, event.incarnation))
-        return self._uneven(sender, deltas) if deltas.counts else self._one_each(sender, deltas, plain)
+        return self._uneven(sender, deltas) if deltas.counts else self._one_each(sender, deltas)
 
     def _uneven(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
         """Rows of any number of tokens: after a preemption, an end without a token, an Attach."""
@@ -213,50 +195,8 @@ class Detokenizer(Attempts):
             return self._new_tokens(stream, tokens[skip:], ended, row, deltas, skip)
         return []
 
-    def _columns(self, sender: Identity, deltas: TokenDeltas) -> list[Effect] | None:
-        """The next token of each of the same streams as before; None when it is something else."""
-        steady = self._steady.get(sender)
-        if steady is None or not steady.is_next(deltas):
-            return None
-        stopped = steady.take(deltas.token_ids, self._batches)
-        if stopped is None:
-            return None
-        self.num_tokens += len(steady.streams)
-        for part in steady.parts if deltas.timings_ns else ():
-            self._batches[part.frontend].timings = deltas.timings_ns
-        effects: list[Effect] = []
-        if stopped:
-            self._settle()
-        for stream, row in stopped:
-            assert stream.stop is not None
-            self._finish_row(stream, row, FinishReason.STOP, stream.stop.matched)
-            effects += self._say_abort((stream.work_id,))
-        return effects
-
-    def _watch(self, sender: Identity, deltas: TokenDeltas, handles: memoryview) -> None:
-        """The same rows twice in a row: go on with columns."""
-        before = self._handles_before.get(sender)
-        self._handles_before[sender] = deltas.handles
-        if before == deltas.handles and len(handles) >= self.fewest_steady:
-            steady = Steady.of(deltas.handles, [self.by_handle.get(handle) for handle in handles])
-            if steady is not None:
-                self._steady[sender] = steady
-
-    def _settle(self) -> None:
-        """Before anything looks at the journal: bring its entries up to date."""
-        for steady in self._steady.values():
-            steady.settle()
-        self._steady.clear()
-
-    def check(self) -> None:
-        """AssertionError when the state contradicts itself."""
-        super().check()
-        for steady in self._steady.values():
-            steady.check()
-            assert all(self.by_handle.get(stream.handle) is stream for stream in steady.streams)
-
-    def _one_each(self, sender: Identity, deltas: TokenDeltas, plain: bool) -> list[Effect]:
-        """A token for each: the hot loop. What needs more than a table look-up goes the general way. `plain`: no row needs that."""
+    def _one_each(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
+        """A token for each: the hot loop. What needs more than a table look-up goes the general way."""
         handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
         ended = {end.row: end for end in deltas.ended}
         special = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs}
@@ -279,15 +219,14 @@ class Detokenizer(Attempts):
                 if batch is None:
                     batch = batches[frontend] = FrontendBatch()
             assert batch is not None
-            assert stream.decoder is not None
             token = tokens[row]
-            stream.emitted.append(token)
-            batch.token(stream, have, token, stream.decoder.push(token))
+            batch.token(stream, have, token, stream.push(token))
+            if stream.stop is not None and stream.stop.matched is not None:
+                self._finish_row(stream, stream.place, FinishReason.STOP, stream.stop.matched)
+                effects += self._say_abort((stream.work_id,))
         self.num_tokens += len(handles)
         if deltas.timings_ns and batch is not None:
             batch.timings = deltas.timings_ns
-        if plain and not effects:
-            self._watch(sender, deltas, handles)
         return effects
 
     def _new_tokens(

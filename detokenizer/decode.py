@@ -19,16 +19,6 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 class Decoder(Protocol):
     """One stream's decode state."""
 
-    @property
-    def texts(self) -> list[str | None] | None:
-        """What `push` gives where no character is cut, and None where one is; None when there is no such table."""
-        ...
-
-    @property
-    def partial(self) -> bool:
-        """Whether a character is not whole yet."""
-        ...
-
     def push(self, token: int) -> str:
         """The text that this token completes."""
         ...
@@ -147,9 +137,6 @@ class _ByteDecoder:
 
 class _StreamDecoder:
     """Any other tokenizer, by the library's own incremental decoding."""
-
-    texts = None
-    partial = False
 
     __slots__ = ("_emitted", "_ids", "_skip", "_stream", "_tokenizer")
 

@@ -110,8 +110,8 @@ class Stream:
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Whether the next tokens need more than a look-up."""
-        self.slow = self.stop is not None or len(self.emitted) < self.cut
+        """Whether the next tokens need more than a look-up and a search for stop strings."""
+        self.slow = len(self.emitted) < self.cut
 
     def _reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
         """The state of decoding, before the first token."""
@@ -146,21 +146,6 @@ class Stream:
         """A stop token: counted, not shown."""
         self.emitted.append(token)
         return ""
-
-    def decode(self, token: int) -> str:
-        """The text of one more token, which its owner counts; stop strings are not looked for."""
-        assert self.decoder is not None
-        return self.decoder.push(token)
-
-    @property
-    def texts(self) -> list[str | None] | None:
-        """What `decode` gives where no character is cut; None when there is no such table."""
-        return self.decoder.texts if self.decoder is not None else None
-
-    @property
-    def partial(self) -> bool:
-        """Whether a character is not whole yet."""
-        return self.decoder is not None and self.decoder.partial
 
     def finish(self) -> str:
         """The text that was held back, at the end without a stop string."""

@@ -21,19 +21,13 @@ from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.events import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
 from meshlm.scheduler_proc.request import Request, RequestState
-from meshlm.scheduler_proc.steady import FEWEST, Steady
 
 OrderKey = tuple[int, float, str]
-# How often full blocks are remembered while results come as columns, in the time in which one fills: those of one step alone are hashed
-# with cold caches, at four times the cost.
-REMEMBERS_IN_A_BLOCK = 2
 QUEUE_SAMPLE = 64  # waiting requests that are looked at to know how much work waits
 
 
 class Batching:
     """Queues, rows and blocks of one rank; owned by core.py."""
-
-    fewest_steady = FEWEST
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, num_rows: int) -> None:
         self.limits, self.block_size = limits, block_size
@@ -46,8 +40,6 @@ class Batching:
         self.cache_hits = 0  # tokens
         self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
-        self.steady: Steady | None = None  # what it has of its requests, their own counts lack
-        self._decodes_before: list[Request] = []
 
     def _key(self, request: Request) -> OrderKey:
         priority, arrival, request_id = request.order
@@ -58,7 +50,6 @@ class Batching:
 
     def remove(self, request: Request) -> None:
         """Take a finished request out and free what it holds."""
-        self.settle()
         if request.num_reused >= 0:
             self.budget.ended(request.num_prompt - request.num_reused, len(request.tokens) - request.num_prompt)
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
@@ -78,7 +69,6 @@ class Batching:
 
     def preempt(self, request: Request) -> None:
         """Free all it holds; it waits again and is recomputed."""
-        self.settle()
         self.running.remove(request)
         request.move(RequestState.PREEMPTED)
         self._give_back(request)
@@ -89,11 +79,6 @@ class Batching:
 
     def plan(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
         """The next step, or None when nothing can be computed now."""
-        if self.steady is not None:
-            planned = self.steady.plan(self.pool, session, step, now_ns)
-            if planned is not None:
-                return planned
-            self.settle()
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1)
         before = self.num_preemptions
         prompts = self._plan_decodes(builder)
@@ -105,34 +90,7 @@ class Batching:
         if not len(builder):
             return None
         self._removed_rows = []
-        planned = builder.finish(session, step, self.pool.take_changes())
-        self._watch(builder)
-        return planned
-
-    def _watch(self, builder: PlanBuilder) -> None:
-        """The same decodes twice in a row, and nothing else to do: go on with columns."""
-        before, self._decodes_before = self._decodes_before, builder.decodes
-        if not (len(builder) == len(builder.decodes) == len(self.running) >= self.fewest_steady):
-            return
-        if self.limits.num_stages > 1 or (self.waiting and self._free_rows) or before != builder.decodes:
-            return
-        steady = Steady(builder.decodes, builder.decode_starts, self.block_size)
-        if steady.num_steps > 0:
-            self.steady = steady
-
-    def settle(self) -> None:
-        """Before anything looks at the requests: bring their counts up to date, and give them the general way."""
-        steady, self.steady = self.steady, None
-        if steady is None:
-            return
-        self._remember_filled(steady)
-        steady.settle()
-        self._decodes_before = []
-
-    def catch_up(self) -> None:
-        """Tell the requests the tokens that came; columns go on."""
-        if self.steady is not None:
-            self.steady.catch_up()
+        return builder.finish(session, step, self.pool.take_changes())
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
         """In one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with more than
@@ -228,15 +186,6 @@ class Batching:
         if self.limits.prefix_caching:
             self._remember(request, min(request.num_computed, len(request.tokens)))
 
-    def took_column(self) -> None:
-        """A result came as a column: now and then, remember the blocks that are full of known tokens since."""
-        if self.steady is not None and self.steady.num_taken % max(1, self.block_size // REMEMBERS_IN_A_BLOCK) == 0:
-            self._remember_filled(self.steady)
-
-    def _remember_filled(self, steady: Steady) -> None:
-        for request in steady.filled() if self.limits.prefix_caching else ():
-            self._remember(request, len(request.tokens) - 1)
-
     def appended(self, request: Request, num_tokens: int) -> None:
         """A result brought token number `num_tokens`; all before it are computed. Called when that fills a block."""
         if self.limits.prefix_caching and request.state is RequestState.RUNNING:
@@ -326,30 +275,18 @@ class Batching:
             max(0, len(r.tokens) - r.num_computed) for r in self.running if r.num_computed < r.num_prompt
         )
 
-    def lag(self) -> tuple[int, dict[int, int]]:
-        """Steps planned that running requests do not count yet, and by id of each the results that it does not know yet."""
-        steady = self.steady
-        if steady is None:
-            return 0, {}
-        unknown = {id(r): steady.num_taken - told for r, told in zip(steady.requests, steady.num_told, strict=True)}
-        return steady.num_planned, unknown
-
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.pool.check([request.blocks for request in self.running])
         rows = [request.row for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert not set(rows) & set(self._free_rows), "a used row is free"
-        if self.steady is not None:
-            self.steady.check()
-            assert self.steady.requests == self.running
-        planned, _ = self.lag()
         for request in self.running:
             assert request.state is RequestState.RUNNING
-            num_tokens = len(request.tokens) + request.num_inflight + planned
-            assert request.num_computed + planned <= num_tokens, "computed what does not exist"
+            num_tokens = len(request.tokens) + request.num_inflight
+            assert request.num_computed <= num_tokens, "computed what does not exist"
             assert request.capacity == len(request.blocks) * self.block_size
-            assert request.capacity >= request.num_computed + planned, "tokens without a block"
+            assert request.capacity >= request.num_computed, "tokens without a block"
         for request in self.waiting:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.blocks

@@ -55,10 +55,6 @@ class Scheduler:
         output = Output(int(now * 1e9))
         effects: list[Send] = []
         timings: tuple[int, ...] = ()
-        if type(event) is not Tick and not (
-            type(event) is Received and type(event.message) in (StepResult, WorkerStats)
-        ):
-            self.batching.settle()
         match event:
             case Received(message=StepResult() as result):
                 timings = self._result(result, output)
@@ -191,7 +187,6 @@ class Scheduler:
 
     def _expire(self, wall_s: float, output: Output) -> None:
         late = [request for request in self.requests.values() if 0 < request.work.deadline_s <= wall_s]
-        (self.batching.settle if late else self.batching.catch_up)()
         for request in late:
             self._finish(request, output, FinishReason.ERROR, "the request's timeout passed", ErrorKind.TIMEOUT)
 
@@ -292,25 +287,11 @@ class Scheduler:
         self.news.prompt_tokens += record.num_tokens - record.num_decodes
         tokens = unpack_i32(result.token_ids)
         if record.samples or result.logprobs or result.prompt_logprobs:
-            self.batching.settle()
             self._tokens_with_details(record, result, tokens, output)
-        elif not self._took(record, result.token_ids, output):
+        else:
             self._tokens(record.batch, tokens, output)
         at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
         return (result.step, *at, result.gpu_ns, result.gap_ns)
-
-    def _took(self, record: Inflight, token_ids: bytes, output: Output) -> bool:
-        """Whether these tokens could be taken in as a column."""
-        steady = self.batching.steady
-        if steady is None or record.batch is not steady.requests:
-            return False  # of a step planned before there were columns, all of which hold no result yet
-        if not steady.take(token_ids, output):
-            self.batching.settle()
-            return False
-        self.batching.took_column()
-        self.news.generation_tokens += len(record.batch)
-        self.news.live_tokens += len(record.batch)
-        return True
 
     def _tokens(self, batch: list[Request], tokens: "memoryview[int]", output: Output) -> None:
         """One token for each request of the batch. The hot loop of a result: everything rare is in a branch."""
@@ -382,16 +363,12 @@ class Scheduler:
         queued = [*self.batching.running, *self.batching.waiting]
         assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, "the queues are not all requests"
         assert len(self.inflight) <= self._depth + 1
-        planned, unknown = self.batching.lag()
         live = sum(len(r.tokens) - r.num_given for r in self.requests.values())
-        assert self.news.live_tokens == live + sum(unknown.values())
+        assert self.news.live_tokens == live
         owed: dict[int, int] = {}
         for record in self.inflight:
             for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
                 owed[id(request)] = owed.get(id(request), 0) + samples
         for request in self.requests.values():
-            runs = request.state is RequestState.RUNNING
-            inflight = request.num_inflight + (planned - unknown.get(id(request), 0) if runs else 0)
-            assert inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
-            num_tokens = len(request.tokens) + request.num_inflight + (planned if runs else 0)
-            assert num_tokens <= request.max_len, "more tokens than allowed"
+            assert request.num_inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
+            assert len(request.tokens) + request.num_inflight <= request.max_len, "more tokens than allowed"

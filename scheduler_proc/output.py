@@ -2,12 +2,9 @@
 
 from array import array
 
-from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
 from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
 from meshlm.scheduler_proc.request import Request
-
-ONE = pack_i32([1])
 
 
 class Outbox:
@@ -51,13 +48,6 @@ class Outbox:
         self.counts.append(1)
         self.tokens.append(token)
         return len(self.handles) - 1
-
-    def columns(self, handles: bytes, starts: bytes, tokens: bytes) -> None:
-        """Rows of one token each."""
-        self.handles.frombytes(handles)
-        self.starts.frombytes(starts)
-        self.counts.frombytes(ONE * (len(handles) // len(ONE)))
-        self.tokens.frombytes(tokens)
 
     def first(self, row: int, request: Request) -> None:
         """What comes with a request's first token only."""

@@ -13,15 +13,13 @@ from supervisors import Supervisor
 from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
-from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.frontend.desk import Desk
+from meshlm.frontend.steady import FEWEST
 from meshlm.protocol.ids import COORDINATOR, HEAD, Identity, Role
 from meshlm.protocol.session import SessionState
 from meshlm.runtime.process import App
-from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.io import SchedulerApp
-from meshlm.scheduler_proc.steady import FEWEST
 
 LIMIT_S = 40.0  # simulated, after the last fault: longer than any timeout of the mesh but the coordinator's hold
 SERVES_AGAIN_S = 8.0  # likewise, until every group of workers steps; what ends by itself meanwhile is no excuse
@@ -34,9 +32,9 @@ class History:
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
         if scenario.seed % 4:  # so few requests would never make columns
-            Batching.fewest_steady = Detokenizer.fewest_steady = Desk.fewest_steady = 1
+            Desk.fewest_steady = 1
         else:
-            Batching.fewest_steady = Detokenizer.fewest_steady = Desk.fewest_steady = FEWEST
+            Desk.fewest_steady = FEWEST
         self.clients = [Client(ask) for ask in scenario.asks]
         self.everyone = everyone = (*scenario.supervisors, *scenario.identities)
         linked = scenario.linked

@@ -1,4 +1,4 @@
-"""Steady streams: the columns give the text that the loop would have given, cut characters, stop strings and pile-ups included."""
+"""Frames of a token for each stream: they give what rows of any number give; cut characters, stop strings, pile-ups."""
 
 from array import array
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable, _byte_alphabet
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received, Tick
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -30,9 +30,8 @@ NUM_STREAMS = 4
 class Bench:
     """Four streams of two frontends, two of them with a stop string; a check after every event."""
 
-    def __init__(self, fewest_steady: int) -> None:
+    def __init__(self) -> None:
         self.core = Detokenizer(TABLE, len(PIECES), 1000)
-        self.core.fewest_steady = fewest_steady  # type: ignore[misc]
         self.event(PeerUp(COORDINATOR, LIFE))
         self.texts = [""] * NUM_STREAMS
         self.ends: dict[int, int] = {}
@@ -72,32 +71,8 @@ class Bench:
             self.ends.update({handles[end.row]: end.num_output_tokens for end in batch.finished})
 
 
-frames = st.tuples(
-    st.lists(st.integers(0, len(PIECES) - 1), min_size=NUM_STREAMS, max_size=NUM_STREAMS), st.sampled_from("--f-ft")
-)
-
-
-@given(st.lists(frames, max_size=40))
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_columns_give_what_the_loop_gives(story: list[tuple[list[int], str]]) -> None:
-    benches = [Bench(1), Bench(10_000)]
-    for bench in benches:
-        for tokens, then in story:
-            bench.step(tokens)
-            if then == "f":
-                bench.flush()
-            elif then == "t":
-                bench.event(Tick(1.0))
-        bench.flush()
-        bench.event(Tick(2.0))
-    columns, loop = benches
-    assert columns.texts == loop.texts
-    assert columns.ends == loop.ends
-    assert [stream.emitted for stream in columns.streams] == [stream.emitted for stream in loop.streams]
-
-
 def test_tokens_that_pile_up_share_a_row() -> None:
-    bench = Bench(1)
+    bench = Bench()
     for _ in range(3):
         bench.step([0, 1, 1, 0])
     bench.flush()
@@ -128,7 +103,7 @@ rows = st.lists(
 def test_a_frame_of_a_token_each_gives_what_rows_of_any_number_give(
     story: list[list[tuple[int, int, int, str]]],
 ) -> None:
-    lean, general = Bench(10_000), Bench(10_000)
+    lean, general = Bench(), Bench()
     for frame in story:
         streams = [lean.streams[number] if number < NUM_STREAMS else None for number, *_ in frame]
         deltas = TokenDeltas(
