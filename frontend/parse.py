@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from meshlm.frontend import reasoning
+from meshlm.frontend import limits, reasoning
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
@@ -232,17 +232,21 @@ def _ask(
         raise HttpError(400, text, "n")
     wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, server, resolved)
     as_ids = request.return_tokens_as_token_ids
+    # The best of several are chosen by their logprobs.
+    sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
+    stops, truncation = _stops(request.stop), _truncation(request, resolved, max_tokens)
+    num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
+    limits.check(prompts, sampling, stops, salt, num_sequences, bool(truncation), resolved)
     return Ask(
         prompts=prompts,
-        # The best of several are chosen by their logprobs.
-        sampling=_sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted),
+        sampling=sampling,
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         text=TextParams(
-            stop=_stops(request.stop),
+            stop=stops,
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
             spaces_between_special_tokens=request.spaces_between_special_tokens,
-            truncate_prompt_tokens=_truncation(request, resolved, max_tokens),
+            truncate_prompt_tokens=truncation,
         ),
         max_tokens=max_tokens,
         num_choices=num_choices,
@@ -255,7 +259,7 @@ def _ask(
         prompt_logprobs=wanted,
         return_token_ids=bool(request.return_token_ids),
         priority=request.priority,
-        cache_salt=request.cache_salt or "",
+        cache_salt=salt,
         timeout_s=request.timeout or 0.0,
         is_chat=is_chat,
         unknown_fields=unknown,

@@ -18,11 +18,11 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    """Ids that the vocabulary has; HttpError names the field otherwise."""
+    """Ids that the vocabulary has, each once; HttpError names the field otherwise."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids))
 
 
 def of_completion(prompt: Any, add_special: bool, resolved: Resolved) -> list[Prompt]:

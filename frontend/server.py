@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import parse, prompts, retry, submits
+from meshlm.frontend import limits, parse, prompts, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NOT_SERVED, HttpError
@@ -158,13 +158,9 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         body, _ = parse.decode(await self._body(request), TokenizeRequest)
         self._check_model(body.model)
-        reply = await self._backend.ask(
-            Tokenize(
-                self._backend.new_handle(),
-                prompts.of_tokenize(body, self._backend.config.server),
-                bool(body.return_token_strs),
-            )
-        )
+        prompt = prompts.of_tokenize(body, self._backend.config.server)
+        limits.check_prompt(prompt, False, self._backend.resolved)
+        reply = await self._backend.ask(Tokenize(self._backend.new_handle(), prompt, bool(body.return_token_strs)))
         assert isinstance(reply, TokenizeReply)
         if reply.error:
             raise HttpError(400, reply.error, reply.param)
@@ -175,6 +171,7 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         body, _ = parse.decode(await self._body(request), DetokenizeRequest)
         self._check_model(body.model)
+        limits.check_detokenize(len(body.tokens), self._backend.resolved)
         reply = await self._backend.ask(Detokenize(self._backend.new_handle(), pack_i32(body.tokens)))
         assert isinstance(reply, DetokenizeReply)
         if reply.error:

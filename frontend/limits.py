@@ -1,0 +1,71 @@
+"""What one request may ask for at most: the lists and texts that a client controls and that travel to other processes.
+
+A request within these makes no message that a frame cannot hold (tests/frontend/test_limits.py encodes the largest ones). What is
+copied for each of its sequences (prompts x n) is counted that often, so that a small body does not become gigabytes.
+Pure; called by parse.py and server.py. HttpError names the field and its limit.
+"""
+
+from collections.abc import Iterable
+
+from meshlm.frontend.errors import HttpError
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+MAX_LISTED_IDS = 1 << 18  # of logit_bias, allowed_token_ids and stop_token_ids together, times the sequences
+MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times the sequences
+MAX_PROMPT_BYTES = 32 << 20  # of one prompt's text, or of a chat's messages, tools and template
+MAX_PROMPT_IDS = 1 << 22  # of one prompt that is to be truncated
+MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is more
+
+
+def check(
+    prompts: Iterable[Prompt],
+    sampling: SamplingParams,
+    stop: tuple[str, ...],
+    cache_salt: str,
+    num_sequences: int,
+    truncates: bool,
+    resolved: Resolved,
+) -> None:
+    """Of a generation request."""
+    num_ids = 0
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        num_ids += len(getattr(sampling, name))
+        if num_ids * num_sequences > MAX_LISTED_IDS:
+            _refuse(name, f"{num_ids} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
+    num_bytes = 0
+    for name, texts in (("stop", stop), ("cache_salt", (cache_salt,))):
+        num_bytes += sum(len(text.encode()) for text in texts)
+        if num_bytes * num_sequences > MAX_COPIED_BYTES:
+            _refuse(name, f"{num_bytes} bytes for each of {num_sequences} sequences", MAX_COPIED_BYTES)
+    for prompt in prompts:
+        check_prompt(prompt, truncates, resolved)
+
+
+def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
+    """One prompt, before it is tokenized; how many tokens a text has, its detokenizer sees."""
+    match prompt:
+        case TokenPrompt(token_ids=ids):
+            most = MAX_PROMPT_IDS if truncates else resolved.max_model_len
+            if len(ids) // 4 > most:
+                text = f"{len(ids) // 4} tokens; this model's maximum context length is {resolved.max_model_len} tokens"
+                _refuse("prompt", text, most)
+        case TextPrompt(text=text):
+            if (size := len(text.encode())) > MAX_PROMPT_BYTES:
+                _refuse("prompt", f"{size} bytes", MAX_PROMPT_BYTES)
+        case ChatPrompt():
+            size = sum(map(len, (prompt.messages_json, prompt.tools_json, prompt.template_kwargs_json)))
+            if (size := size + len(prompt.chat_template.encode())) > MAX_PROMPT_BYTES:
+                _refuse("messages", f"{size} bytes with tools and template", MAX_PROMPT_BYTES)
+
+
+def check_detokenize(num_ids: int, resolved: Resolved) -> None:
+    """Of POST /detokenize."""
+    most = max(MAX_DETOKENIZE_IDS, resolved.max_model_len)
+    if num_ids > most:
+        _refuse("tokens", f"{num_ids} ids", most)
+
+
+def _refuse(name: str, found: str, most: int) -> None:
+    raise HttpError(400, f"{name}: {found}; at most {most} in one request", name)
