@@ -66,13 +66,28 @@ class TokenTable:
             except UnicodeDecodeError:
                 self.text[index], self.cut[index] = None, data
         self.shown = ["" if index in self.special else text for index, text in enumerate(self.text)]
+        self._kept: dict[tuple[str, ...], tuple[list[str | None], frozenset[int]]] = {}
 
     def __len__(self) -> int:
         return len(self.text)
 
-    def decoder(self, skip_special_tokens: bool) -> Decoder:
-        """A new stream."""
-        return _ByteDecoder(self, skip_special_tokens) if self.byte_level else _StreamDecoder(self, skip_special_tokens)
+    def decoder(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> Decoder:
+        """A new stream. `keep` names special tokens that are shown although others are skipped."""
+        texts, skip = self._skipping(keep) if skip_special_tokens else (self.text, frozenset[int]())
+        return _ByteDecoder(texts, self.cut, skip) if self.byte_level else _StreamDecoder(self.tokenizer, skip)
+
+    def _skipping(self, keep: tuple[str, ...]) -> tuple[list[str | None], frozenset[int]]:
+        """The texts and the special tokens that are skipped. There are as many `keep`s as parsers, so they are remembered."""
+        found = self._kept.get(keep)
+        if found is None:
+            kept = {index for index in self.special if self.text[index] in keep}
+            skip, texts = self.special - kept, self.shown
+            if kept:
+                texts = self.shown.copy()
+                for index in kept:
+                    texts[index] = self.text[index]
+            found = self._kept[keep] = (texts, skip)
+        return found
 
     def show(self, token: int) -> tuple[str, bytes]:
         """A token by itself, for logprobs: text with U+FFFD for cut characters, and bytes."""
@@ -102,10 +117,8 @@ def _plain_bytes(token: str, added: bool) -> bytes:
 class _ByteDecoder:
     __slots__ = ("_cut", "_reader", "_skip", "partial", "texts")
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self.texts = table.shown if skip_special_tokens else table.text
-        self._cut = table.cut
-        self._skip = table.special if skip_special_tokens else frozenset()
+    def __init__(self, texts: list[str | None], cut: dict[int, bytes], skip: frozenset[int]) -> None:
+        self.texts, self._cut, self._skip = texts, cut, skip
         self._reader: codecs.IncrementalDecoder | None = None  # most streams need none
         self.partial = False
 
@@ -140,18 +153,20 @@ class _StreamDecoder:
 
     __slots__ = ("_emitted", "_ids", "_skip", "_stream", "_tokenizer")
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip = table.tokenizer, skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+        self._tokenizer, self._skip = tokenizer, skip
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._ids: list[int] = []
         self._emitted = 0
 
     def push(self, token: int) -> str:
+        if token in self._skip:
+            return ""
         self._ids.append(token)
         text = self._stream.step(self._tokenizer, token) or ""
         self._emitted += len(text)
         return text
 
     def finish(self) -> str:
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
         return whole[self._emitted :]

@@ -117,7 +117,7 @@ class Stream:
         """The state of decoding, before the first token."""
         text = self.submit.text
         stop = StopFinder(text.stop, text.include_stop_str_in_output) if text.stop else None
-        return table.decoder(text.skip_special_tokens), stop
+        return table.decoder(text.skip_special_tokens, text.keep_special_tokens), stop
 
     def push(self, token: int) -> str:
         """One more output token; the text to show. `stop.matched` is set when a stop string is complete."""

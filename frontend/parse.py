@@ -20,6 +20,7 @@ from meshlm.frontend.schema import (
     Common,
     CompletionRequest,
 )
+from meshlm.frontend.tool_calls import TAGS
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, TextParams
@@ -56,6 +57,7 @@ class Ask(NamedTuple):
     begins_with_reasoning: bool = False  # up to </think>
     include_reasoning: bool = True
     tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
+    tool_names: frozenset[str] = frozenset()  # of the tools that may be called
     parallel_tool_calls: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
@@ -142,8 +144,8 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     if request.tool_choice not in (None, "none", "auto"):
         raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported", "tool_choice")
     reads_tool_calls = bool(request.tools) and request.tool_choice != "none"
-    if reads_tool_calls:
-        _check_tools(request.tools or [], server)
+    tool_names = _check_tools(request.tools or [], server) if reads_tool_calls else frozenset[str]()
+    parser = server.tool_call_parser if reads_tool_calls else ""
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
     default = resolved.generation_defaults.get("max_tokens")
     given = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
@@ -162,7 +164,10 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         add_special_tokens=bool(request.add_special_tokens),
     )
     num_choices = request.n or 1
-    return _ask(
+    begins_with_reasoning = reasoning.begins(
+        server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
+    )
+    ask = _ask(
         request,
         unknown,
         resolved,
@@ -175,27 +180,33 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
-    )._replace(
+    )
+    tags = (*(reasoning.TAGS if begins_with_reasoning else ()), *(TAGS[parser] if parser else ()))
+    return ask._replace(
+        text=msgspec.structs.replace(ask.text, keep_special_tokens=tags),
         begins_with=_continued(request.messages[-1]) if request.echo else "",
-        begins_with_reasoning=reasoning.begins(
-            server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
-        ),
+        begins_with_reasoning=begins_with_reasoning,
         include_reasoning=request.include_reasoning,
-        tool_call_parser=server.tool_call_parser if reads_tool_calls else "",
+        tool_call_parser=parser,
+        tool_names=tool_names,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
 
-def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> None:
+def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset[str]:
+    """The names of the tools that may be called."""
     if not server.enable_auto_tool_choice:
         text = (
             "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
         )
         raise HttpError(400, f"tools: {text}", "tools")
+    names = set()
     for place, tool in enumerate(tools):
         function = tool.get("function")
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise HttpError(400, f"tools[{place}]: must be a function with a name", "tools")
+        names.add(function["name"])
+    return frozenset(names)
 
 
 def _continued(message: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.reasoning import Splitter
-from meshlm.frontend.tool_calls import FINDERS, Call
+from meshlm.frontend.tool_calls import FINDERS, TAGGED, Call
 
 Json = dict[str, Any]
 
@@ -28,8 +28,8 @@ class Reader:
 
     def __init__(self, ask: Ask, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
-        self._splitter = Splitter() if ask.begins_with_reasoning else None
-        self._finder = FINDERS[ask.tool_call_parser]() if ask.tool_call_parser else None
+        self._splitter = Splitter(calls=ask.tool_call_parser in TAGGED) if ask.begins_with_reasoning else None
+        self._finder = FINDERS[ask.tool_call_parser](ask.tool_names) if ask.tool_call_parser else None
         self.num_calls = 0  # that were given out
 
     @property
@@ -42,7 +42,9 @@ class Reader:
         thought, content, calls = "", text, list[Call]()
         if self._splitter is not None:
             thought, content = self._splitter.push(text)
-            thought += self._splitter.finish() if last else ""
+            if last:
+                more_thought, more_content = self._splitter.finish()
+                thought, content = thought + more_thought, content + more_content
         if self._finder is not None:
             content, calls = self._finder.push(content)
             if last:
@@ -57,7 +59,7 @@ class Reader:
         return calls if self._ask.parallel_tool_calls else calls[: max(0, 1 - self.num_calls)]
 
     def _call(self, call: Call) -> Json:
-        digest = hashlib.sha256(f"{self._name}-{self.num_calls}".encode()).hexdigest()[:32]
+        digest = hashlib.sha256(f"{self._name}-{self.num_calls}".encode()).hexdigest()[:16]
         found = {
             "index": self.num_calls,
             "id": f"chatcmpl-tool-{digest}",

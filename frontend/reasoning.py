@@ -5,9 +5,13 @@ however it is cut into pieces, so a stream that is taken up again repeats nothin
 """
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
-OPEN, CLOSE = "<think>", "</think>"
+from meshlm.frontend import tool_calls
+from meshlm.frontend.tags import Lexer
+
+OPEN, CLOSE = TAGS = "<think>", "</think>"
 SWITCHES = ("enable_thinking", "thinking")  # of chat templates
 
 
@@ -24,38 +28,91 @@ def begins(
     return parser == "deepseek_r1" or not switched_off
 
 
+class _State(Enum):
+    """REASONING <-> CALL, a tag that opens a call stood there -> CONTENT, it was one."""
+
+    REASONING = "reasoning"
+    CALL = "call"
+    CONTENT = "content"
+
+
 class Splitter:
-    """One answer that begins with reasoning, piece by piece. `closed` once all that follows is content."""
+    """One answer that begins with reasoning, piece by piece. `closed` once all that follows is content.
 
-    __slots__ = ("_begun", "_held", "closed")
+    With `calls`, a whole tool call ends the reasoning too: models begin one without closing their reasoning. A tag of calls that is
+    only spoken of ends nothing. What follows such a call is content; the closing tag that may still come is nobody's.
+    """
 
-    def __init__(self) -> None:
-        self._held, self._begun, self.closed = "", False, False
+    __slots__ = ("_begun", "_body", "_held", "_lexer", "_state", "closed")
+
+    def __init__(self, *, calls: bool = False) -> None:
+        self._lexer = Lexer(CLOSE, tool_calls.OPEN, tool_calls.CLOSE) if calls else Lexer(CLOSE)
+        self._held, self._begun, self._state = "", False, _State.REASONING
+        self._body: list[str] = []  # what stands behind a tag that opens a call
+        self.closed = False
 
     def push(self, piece: str) -> tuple[str, str]:
         """What may be shown: of the reasoning, of the content."""
         if self.closed:
             return "", piece
-        text = self._held + piece
         if not self._begun:
-            start = text.lstrip()
+            piece = self._held + piece
+            start = piece.lstrip()
             if OPEN.startswith(start):  # not enough to know yet; all of it is the tag at most
-                self._held = text
+                self._held = piece
                 return "", ""
-            text = start.removeprefix(OPEN) if start.startswith(OPEN) else text
-            self._begun = True
-        reasoning, tag, content = text.partition(CLOSE)
-        if tag:
-            self._held, self.closed = "", True
-            return reasoning, content
-        keep = next((n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n])), 0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], ""
+            piece = start.removeprefix(OPEN) if start.startswith(OPEN) else piece
+            self._begun, self._held = True, ""
+        reasoning, content = list[str](), list[str]()
+        for place, part in enumerate(self._lexer.push(piece)):
+            self._take(part, place % 2 == 1, reasoning, content)
+        if self.closed:
+            content.append(self._lexer.finish())
+        return "".join(reasoning), "".join(content)
 
-    def finish(self) -> str:
-        """The reasoning that was held back, when no text follows."""
-        held, self._held = self._held, ""
-        return "" if not self._begun and held.strip() == OPEN else held
+    def finish(self) -> tuple[str, str]:
+        """What was held back, when no text follows: of the reasoning, of the content."""
+        if self.closed:
+            return "", ""
+        if not self._begun:
+            held, self._held = self._held, ""
+            return "" if held.strip() == OPEN else held, ""
+        reasoning, content = list[str](), list[str]()
+        self._take(self._lexer.finish(), False, reasoning, content)
+        if self._state is _State.CALL:
+            self._end_call("", reasoning, content)
+        return "".join(reasoning), "".join(content)
+
+    def _take(self, part: str, is_tag: bool, reasoning: list[str], content: list[str]) -> None:
+        if self.closed:
+            content.append(part)
+        elif is_tag and part == CLOSE:
+            if self._state is _State.CALL:
+                reasoning += [tool_calls.OPEN, *self._body]
+            self.closed = True
+        elif self._state is _State.CONTENT:
+            content.append(part)
+        elif self._state is _State.CALL:
+            if is_tag and part == tool_calls.CLOSE:
+                self._end_call(part, reasoning, content)
+            else:
+                self._body.append(part)
+        elif is_tag and part == tool_calls.OPEN:
+            self._state, self._body = _State.CALL, []
+        else:
+            reasoning.append(part)
+
+    def _end_call(self, close: str, reasoning: list[str], content: list[str]) -> None:
+        """From its first call on, what stood between the tags is content."""
+        parts = tool_calls.cut_calls("".join(self._body))
+        first = next((place for place, part in enumerate(parts) if tool_calls.read_call(part)), None)
+        reasoning += [tool_calls.OPEN + part for part in parts[:first]]
+        if first is None:
+            reasoning.append(close)
+            self._state = _State.REASONING
+        else:
+            content += [*(tool_calls.OPEN + part for part in parts[first:]), close]
+            self._state = _State.CONTENT
 
 
 def fields(reasoning: str) -> dict[str, str]:

@@ -1,21 +1,25 @@
 """Tool calls told from a chat's text, by --tool-call-parser. Pure; called by reading.py.
 
 A call is given out when it is complete. What does not read as a call stays text, so nothing of an answer is lost. What is given out
-after some text is a function of that text alone, however it is cut into pieces.
+after some text is a function of that text alone, however it is cut into pieces, and the work is linear in it.
 """
 
 import json
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from meshlm.frontend.tags import Lexer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+BLANKS = " \t\r\n"
 
 
 class Call(Struct, frozen=True):
-    """One call; `arguments` is JSON text."""
+    """One call; `arguments` is the JSON text that the model wrote."""
 
     name: str
     arguments: str
@@ -36,110 +40,148 @@ class Finder(Protocol):
 class TaggedCalls:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes' and Qwen's templates ask for, anywhere in an answer."""
 
-    __slots__ = ("_after_call", "_held", "_inside")
+    __slots__ = ("_after_call", "_body", "_lexer")
 
     def __init__(self) -> None:
-        self._held, self._inside = "", False
-        self._after_call = (
-            False  # nothing but blanks since a call: they are nobody's if another one follows, or the end
-        )
+        self._lexer = Lexer(OPEN, CLOSE)
+        self._body: list[str] | None = None  # what stands behind an opening tag so far
+        self._after_call: list[str] | None = None  # the blanks since a call: nobody's if a call or the end follows
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
         """What may be shown, and the calls that are complete."""
-        text, shown, calls = self._held + piece, "", list[Call]()
-        while True:
-            before, tag, after = text.partition(CLOSE if self._inside else OPEN)
-            if not tag:
-                break
-            if self._inside:
-                shown += self._end(before, OPEN + before + CLOSE, calls)
-            else:
-                shown += self._between(before)
-            self._inside, text = not self._inside, after
-        if self._inside:
-            self._held = text
-            return shown, calls
-        keep = next((n for n in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:n])), 0)
-        ready, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        if self._after_call and not ready.strip():
-            self._held = ready + self._held
-            return shown, calls
-        return shown + self._between(ready), calls
+        shown, calls = list[str](), list[Call]()
+        for place, part in enumerate(self._lexer.push(piece)):
+            self._take(part, place % 2 == 1, shown, calls)
+        return "".join(shown), calls
 
     def finish(self) -> tuple[str, list[Call]]:
         """The rest, when no text follows: a call may lack its end."""
-        text, self._held, calls = self._held, "", list[Call]()
-        if not self._inside:
-            return self._between(text), calls
-        self._inside = False
-        return self._end(text, OPEN + text, calls), calls
+        shown, calls = list[str](), list[Call]()
+        self._take(self._lexer.finish(), False, shown, calls)
+        if self._body is not None:
+            self._end("", shown, calls)
+        self._after_call = None
+        return "".join(shown), calls
 
-    def _between(self, text: str) -> str:
-        if self._after_call and not text.strip():
-            return ""
-        self._after_call = self._after_call and not text
-        return text
+    def _take(self, part: str, is_tag: bool, shown: list[str], calls: list[Call]) -> None:
+        if self._body is None:
+            if is_tag and part == OPEN:
+                self._body = []
+            else:
+                self._text(part, shown)
+        elif is_tag and part == CLOSE:
+            self._end(CLOSE, shown, calls)
+        else:
+            self._body.append(part)
 
-    def _end(self, body: str, as_text: str, calls: list[Call]) -> str:
-        """Take a call in; its text where it is none."""
-        call = _read(body)
-        self._after_call = call is not None
-        if call is None:
-            return as_text
-        calls.append(call)
-        return ""
+    def _text(self, text: str, shown: list[str]) -> None:
+        if self._after_call is None:
+            shown.append(text)
+        elif not text or text.isspace():
+            self._after_call.append(text)
+        else:
+            shown += [*self._after_call, text]
+            self._after_call = None
+
+    def _end(self, close: str, shown: list[str], calls: list[Call]) -> None:
+        """Take in what stood between the tags: calls, and the text of what is none."""
+        body, self._body = "".join(self._body or ()), None
+        *parts, last = cut_calls(body)
+        for part, end in (*((part, "") for part in parts), (last, close)):
+            if call := read_call(part):
+                calls.append(call)
+                self._after_call = []
+            else:
+                self._text(OPEN + part + end, shown)
 
 
 class BareCalls:
     """An answer that is nothing but `{"name": ..., "parameters": {...}}`, or several with `;` between, as Llama 3's templates
-    ask for."""
+    ask for. An answer in JSON looks the same, so a call is one of a tool that the request names."""
 
-    __slots__ = ("_held", "_is_text")
+    __slots__ = ("_begins", "_held", "_tools")
 
-    def __init__(self) -> None:
-        self._held, self._is_text = "", False
+    def __init__(self, tools: Collection[str]) -> None:
+        self._tools, self._held = tools, list[str]()
+        self._begins: bool | None = None  # as a call does; None: not enough came to know
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
         """All of it, unless it begins as a call does: then nothing before the end."""
-        if self._is_text:
+        if self._begins is False:
             return piece, []
-        self._held += piece
-        start = self._held.lstrip()
-        if not start or PYTHON_TAG.startswith(start) or start.startswith(("{", PYTHON_TAG)):
+        self._held.append(piece)
+        if self._begins or not piece:
             return "", []
-        self._is_text, text, self._held = True, self._held, ""
+        text = "".join(self._held)
+        start = text.lstrip()
+        if not start or (PYTHON_TAG.startswith(start) and start != PYTHON_TAG):
+            self._held = [text]
+            return "", []
+        self._begins = start.startswith(("{", PYTHON_TAG))
+        if self._begins:
+            return "", []
+        self._held = []
         return text, []
 
     def finish(self) -> tuple[str, list[Call]]:
         """The calls, when no text follows; the text where it is none."""
-        text, self._held = self._held, ""
-        calls, rest = list[Call](), text.strip().removeprefix(PYTHON_TAG).strip()
-        decoder = json.JSONDecoder()
-        while rest:
+        text, self._held = "".join(self._held), []
+        calls = list[Call]()
+        rest = text.strip().removeprefix(PYTHON_TAG)
+        decoder, at = json.JSONDecoder(), _skip(rest, 0, BLANKS)
+        while at < len(rest):
             try:
-                found, end = decoder.raw_decode(rest)
+                _, end = decoder.raw_decode(rest, at)
             except (ValueError, RecursionError):
                 return text, []
-            call = _call(found)
-            if call is None:
+            call = read_call(rest[at:end])
+            if call is None or call.name not in self._tools:
                 return text, []
             calls.append(call)
-            rest = rest[end:].lstrip().removeprefix(";").lstrip()
+            at = _skip(rest, end, BLANKS + ";")
         return ("", calls) if calls else (text, [])
 
 
-FINDERS: dict[str, type[Finder]] = {"hermes": TaggedCalls, "llama3_json": BareCalls}
+def _skip(text: str, at: int, what: str) -> int:
+    while at < len(text) and text[at] in what:
+        at += 1
+    return at
 
 
-def _read(body: str) -> Call | None:
+# The finder of each parser, made from the names of the request's tools.
+FINDERS: dict[str, Callable[[Collection[str]], Finder]] = {
+    "hermes": lambda tools: TaggedCalls(),
+    "llama3_json": BareCalls,
+}
+TAGGED = {"hermes"}  # whose calls stand between tags, and may so begin before the reasoning ends
+# What may be a special token of the model's, which its decoder must show the finder.
+TAGS = {"hermes": (OPEN, CLOSE), "llama3_json": (PYTHON_TAG,)}
+
+
+class _Written(Struct):
+    """A call as a model writes it; other keys say nothing that a client is told, such as "type": "function"."""
+
+    name: str
+    arguments: Raw | UnsetType = UNSET
+    parameters: Raw | UnsetType = UNSET
+
+
+def cut_calls(body: str) -> list[str]:
+    """What may be calls between an opening tag and a closing one: an end may be missing; a tag may be text in a call."""
+    return [body] if OPEN not in body or read_call(body) else body.split(OPEN)
+
+
+def read_call(text: str) -> Call | None:
+    """The call that this JSON is: it has a name and arguments, an object or one as text."""
     try:
-        return _call(msgspec.json.decode(body.strip()))
-    except (msgspec.DecodeError, RecursionError):
+        found = msgspec.json.decode(text.strip(), type=_Written)
+        given = found.parameters if found.arguments is UNSET else found.arguments
+        if given is UNSET or not found.name:
+            return None
+        arguments = bytes(given).decode()
+        if arguments.startswith('"'):
+            arguments = msgspec.json.decode(arguments, type=str)
+        msgspec.json.decode(arguments, type=dict[str, Raw])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-
-
-def _call(found: Any) -> Call | None:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    return Call(found["name"], arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode())
+    return Call(found.name, arguments)

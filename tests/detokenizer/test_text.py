@@ -176,3 +176,19 @@ def test_other_threads_run_while_a_prompt_is_encoded(loaded: tokenizer_files.Loa
         thread.join(0.001)
         turns += 1
     assert turns > 10
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_tags_that_are_special_tokens_can_be_kept(table: TokenTable, byte_level: bool) -> None:
+    """Else the frontend would never see that a call begins."""
+    ids = table.tokenizer.encode("<|im_start|>a b<|im_end|>").ids
+    table.byte_level = byte_level
+    try:
+        for keep, text in (((), "a b"), (("<|im_end|>", "<none>"), "a b<|im_end|>")):
+            decoder = table.decoder(True, keep)
+            assert "".join(map(decoder.push, ids)) + decoder.finish() == text
+            assert decoder.texts is None or decoder.texts is table.decoder(True, keep).texts
+        whole = table.decoder(False, ())
+        assert "".join(map(whole.push, ids)) + whole.finish() == "<|im_start|>a b<|im_end|>"
+    finally:
+        table.byte_level = True

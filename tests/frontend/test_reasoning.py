@@ -32,7 +32,8 @@ def split(pieces: list[str]) -> tuple[str, str]:
     for piece in pieces:
         more_reasoning, more_content = splitter.push(piece)
         reasoning, content = reasoning + more_reasoning, content + more_content
-    return reasoning + splitter.finish(), content
+    more_reasoning, more_content = splitter.finish()
+    return reasoning + more_reasoning, content + more_content
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content"), SAID)

@@ -1,6 +1,7 @@
 """Tool calls are told from an answer the same, however its text is cut, whole and streamed."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from hypothesis import strategies as st
 from parsing import asked, body_of
 
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.reasoning import Splitter
 from meshlm.frontend.tool_calls import CLOSE, FINDERS, OPEN, Call
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import Finished
 
 BERN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'
-TIME = '<tool_call>{"name":"time"}</tool_call>'
-WEATHER, CLOCK = Call("weather", '{"city":"Bärn"}'), Call("time", "{}")
+TIME = '<tool_call>{"name":"time", "arguments": {}}</tool_call>'
+WEATHER, CLOCK = Call("weather", '{"city": "Bärn"}'), Call("time", "{}")
+TOOLS = {"weather", "time"}
 SAID: list[tuple[str, str, list[Call]]] = [
     ("Hello < you", "Hello < you", []),
     (BERN, "", [WEATHER]),
@@ -26,14 +29,44 @@ SAID: list[tuple[str, str, list[Call]]] = [
     ('<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
     ("<tool_call>no JSON</tool_call> x", "<tool_call>no JSON</tool_call> x", []),
     ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+    ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+    (
+        '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+        [],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": "3"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "3"}</tool_call>',
+        [],
+    ),
+    (
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        [],
+    ),
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [Call("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [Call("f", '{"a": 1}')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"n": 12345678901234567890123, "x": 1.10}}</tool_call>',
+        "",
+        [Call("f", '{"n": 12345678901234567890123, "x": 1.10}')],
+    ),
+    (f"A <tool_call> is: {BERN}", "A <tool_call> is: ", [WEATHER]),  # the first tag is only spoken of
+    (TIME.removesuffix(CLOSE) + BERN, "", [CLOCK, WEATHER]),  # the first one's end is missing
+    (f"{TIME}</tool_call>{BERN}", "</tool_call>", [CLOCK, WEATHER]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "<tool_call>"}}</tool_call>',
+        "",
+        [Call("f", '{"a": "<tool_call>"}')],
+    ),
     ("a <tool_ca", "a <tool_ca", []),
     ("", "", []),
 ]
 
 
 def found(pieces: list[str], parser: str = "hermes") -> tuple[str, list[Call]]:
-    finder, shown, calls = FINDERS[parser](), "", list[Call]()
+    finder, shown, calls = FINDERS[parser](TOOLS), "", list[Call]()
     for piece in pieces:
         text, more = finder.push(piece)
         shown, calls = shown + text, calls + more
@@ -46,12 +79,19 @@ def test_whole_and_by_letter(text: str, content: str, calls: list[Call]) -> None
     assert found([text]) == found(list(text)) == (content, calls)
 
 
+NOW = '{"name": "time", "parameters": {}}'
 LLAMA: list[tuple[str, str, list[Call]]] = [
     ('{"name": "weather", "parameters": {"city": "Bärn"}}', "", [WEATHER]),
-    ('\n<|python_tag|>{"name": "weather", "arguments": {"city": "Bärn"}}; {"name": "time"}\n', "", [WEATHER, CLOCK]),
-    ('{"name": "time"}{"name": "time"}', "", [CLOCK, CLOCK]),
-    ('{"name": "time"} and so on', '{"name": "time"} and so on', []),
-    ('I say {"name": "time"}', 'I say {"name": "time"}', []),
+    (f'\n<|python_tag|>{{"name": "weather", "arguments": {{"city": "Bärn"}}}}; {NOW}\n', "", [WEATHER, CLOCK]),
+    (NOW + NOW, "", [CLOCK, CLOCK]),
+    (f"{NOW} and so on", f"{NOW} and so on", []),
+    (f"I say {NOW}", f"I say {NOW}", []),
+    ('{"type": "function", "name": "time", "parameters": {}}', "", [CLOCK]),
+    ('{"name": "time"}', '{"name": "time"}', []),
+    ('{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
+    ('{"name": "Alice", "parameters": {"age": 30}}', '{"name": "Alice", "parameters": {"age": 30}}', []),
+    (f'{NOW};{{"name": "Alice", "parameters": {{}}}}', f'{NOW};{{"name": "Alice", "parameters": {{}}}}', []),
+    ('{"name": "time", "parameters": 1}', '{"name": "time", "parameters": 1}', []),
     ('{"a": 1}', '{"a": 1}', []),
     ('{"name": "ti', '{"name": "ti', []),
     ("<|python", "<|python", []),
@@ -67,12 +107,14 @@ def test_llamas_calls_whole_and_by_letter(text: str, content: str, calls: list[C
 
 
 def test_llamas_text_streams() -> None:
-    assert [FINDERS["llama3_json"]().push("Hi")[0], FINDERS["llama3_json"]().push("{")[0]] == ["Hi", ""]
+    assert [FINDERS["llama3_json"](TOOLS).push(text)[0] for text in ("Hi", "{")] == ["Hi", ""]
 
 
 @pytest.mark.parametrize("parser", FINDERS)
 @given(
-    st.lists(st.sampled_from([OPEN, CLOSE, TIME, BERN, '{"name": "f"}', ";", "<", "tool", " ", "\n", "a"]), max_size=8),
+    st.lists(
+        st.sampled_from([OPEN, CLOSE, TIME, BERN, NOW, '{"name": "f"}', ";", "<", "tool", " ", "\n", "a"]), max_size=8
+    ),
     st.data(),
 )
 def test_cuts_change_nothing(parser: str, words: list[str], data: st.DataObject) -> None:
@@ -82,8 +124,39 @@ def test_cuts_change_nothing(parser: str, words: list[str], data: st.DataObject)
     assert found(pieces, parser) == found([text], parser)
 
 
+@pytest.mark.parametrize("parser", FINDERS)
+@given(st.lists(st.sampled_from([OPEN, CLOSE, TIME, NOW, '{"name": "f"}', ";", "<", "%"]), max_size=8))
+def test_no_text_is_lost(parser: str, words: list[str]) -> None:
+    """What is shown is the text without its calls, and each call was a whole one."""
+    text = "".join(words)
+    shown, calls = found([text], parser)
+    if parser == "llama3_json":
+        assert (shown, len(calls)) in ((text, 0), ("", text.count(NOW)))
+        return
+    assert set(calls) <= {CLOCK}
+    assert shown.count("%") == text.count("%")
+    assert shown.count('{"name": "f"}') == text.count('{"name": "f"}')
+    assert len(text) - len(shown) <= len(calls) * len(f"{OPEN}{NOW}{CLOSE}")
+    assert (shown == text) == (not calls)
+
+
+def test_the_work_is_linear() -> None:
+    """A call of 300,000 pieces took a minute and more; one of 300 takes as long for each of them."""
+    finder = FINDERS["hermes"](TOOLS)
+    pieces = [OPEN, '{"name": "f", "arguments": {"text": "', *["abcdefgh "] * 300_000, '"}}', CLOSE]
+    started = time.process_time()
+    calls = [call for piece in pieces for call in finder.push(piece)[1]]
+    assert len(calls[0].arguments) > 2_700_000
+    assert FINDERS["hermes"](TOOLS).push(OPEN * 100_000 + CLOSE) == (OPEN * 100_000 + CLOSE, [])
+    assert len(FINDERS["llama3_json"](TOOLS).push(NOW * 50_000)[0]) == 0
+    bare = FINDERS["llama3_json"](TOOLS)
+    bare.push(NOW * 50_000)
+    assert len(bare.finish()[1]) == 50_000
+    assert time.process_time() - started < 10
+
+
 def said(text: str, finished: Finished = STOP, **fields: object) -> Json:
-    answer, _ = whole(asking(True, tool_call_parser="hermes", **fields))
+    answer, _ = whole(asking(True, **{"tool_call_parser": "hermes", **fields}))
     give(answer, 0, [7], text, finished)
     (choice,) = body(answer)["choices"]
     return dict(choice)
@@ -93,7 +166,7 @@ def test_whole_answers() -> None:
     choice = said(f"I look.{BERN}{TIME}")
     first, second = choice["message"].pop("tool_calls")
     assert choice["message"] == {"role": "assistant", "content": "I look.", "refusal": None}
-    assert first["function"] == {"name": "weather", "arguments": '{"city":"Bärn"}'}
+    assert first["function"] == {"name": "weather", "arguments": '{"city": "Bärn"}'}
     assert (second["type"], second["function"]["name"]) == ("function", "time")
     assert len({first["id"], second["id"]}) == 2
     assert choice["finish_reason"] == "tool_calls"
@@ -112,10 +185,65 @@ def test_one_call_is_enough_where_they_may_not_be_parallel() -> None:
     assert call["function"]["name"] == "weather"
 
 
-def test_reasoning_comes_before_calls() -> None:
-    message = said(f"hm {TIME}</think>{BERN}", begins_with_reasoning=True)["message"]
-    assert (message["reasoning"], message["content"]) == (f"hm {TIME}", None)
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+THOUGHT: list[tuple[str, str, str | None, list[str]]] = [
+    (f"hm</think>{BERN}", "hm", None, ["weather"]),
+    (f"hm {TIME}", "hm ", None, ["time"]),  # a call ends the reasoning
+    (f"<think>hm {TIME}</think>{BERN}", "hm ", None, ["time", "weather"]),
+    (f"hm {TIME}\n</think>\nSo.", "hm ", "\n\nSo.", ["time"]),
+    (f"hm {TIME.removesuffix(CLOSE)}", "hm ", None, ["time"]),
+    (f"I could use <tool_call> here {TIME}", "I could use <tool_call> here ", None, ["time"]),
+    ("I could use <tool_call>.</think>Yes", "I could use <tool_call>.", "Yes", []),
+    ("no <tool_call>x</tool_call> call</think>Yes", "no <tool_call>x</tool_call> call", "Yes", []),
+    ("a <tool_call>{", "a <tool_call>{", None, []),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "names"), THOUGHT)
+def test_a_call_that_begins_in_the_reasoning_ends_it(
+    text: str, reasoning: str, content: str | None, names: list[str]
+) -> None:
+    choice = said(text, begins_with_reasoning=True)
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == (reasoning, content)
+    assert [call["function"]["name"] for call in message.get("tool_calls", ())] == names
+    assert choice["finish_reason"] == ("tool_calls" if names else "stop")
+    for size in (1, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        choices = streamed_choices(pieces, begins_with_reasoning=True)
+        assert "".join(choice["delta"].get("reasoning", "") for choice in choices) == reasoning
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == (content or "")
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        assert [call["function"]["name"] for call in calls] == names
+        assert choices[-1]["finish_reason"] == ("tool_calls" if names else "stop")
+
+
+def test_without_a_parser_of_calls_the_reasoning_goes_on() -> None:
+    choice = said(f"hm {TIME}</think>Yes", begins_with_reasoning=True, tool_call_parser="")
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (f"hm {TIME}", "Yes")
+
+
+@given(
+    st.lists(
+        st.sampled_from([OPEN, CLOSE, TIME, "</think>", "<think>", '{"name": "f"}', "<", "tool", "a"]), max_size=8
+    ),
+    st.data(),
+)
+def test_cuts_change_nothing_of_reasoning_with_calls(words: list[str], data: st.DataObject) -> None:
+    def split(pieces: list[str]) -> tuple[str, str]:
+        splitter, reasoning, content = Splitter(calls=True), "", ""
+        for piece in pieces:
+            thought, rest = splitter.push(piece)
+            reasoning, content = reasoning + thought, content + rest
+        thought, rest = splitter.finish()
+        return reasoning + thought, content + rest
+
+    text = "".join(words)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    reasoning, content = split(pieces)
+    assert (reasoning, content) == split([text])
+    assert (reasoning + content).count("a") == text.count("a")
+    assert (reasoning + content).count("tool") == text.count("tool")
 
 
 def streamed_choices(pieces: list[str], **fields: object) -> list[dict[str, Any]]:
@@ -144,7 +272,7 @@ def test_nothing_is_sent_while_a_call_is_written() -> None:
     ]
 
 
-TOOLS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
+ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
 
 
@@ -152,23 +280,26 @@ READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
     ("fields", "reads"),
     [
         ({}, False),
-        (TOOLS, True),
-        ({**TOOLS, "tool_choice": "auto"}, True),
-        ({**TOOLS, "tool_choice": "none"}, False),
+        (ASKS, True),
+        ({**ASKS, "tool_choice": "auto"}, True),
+        ({**ASKS, "tool_choice": "none"}, False),
         ({"tools": [], "tool_choice": "auto"}, False),
     ],
 )
 def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) -> None:
     assert asked("chat", body_of("chat", fields), server=READS).tool_call_parser == ("hermes" if reads else "")
+    found = asked("chat", body_of("chat", fields), server=READS)
+    assert found.tool_names == ({"weather"} if reads else set())
+    assert found.text.keep_special_tokens == ((OPEN, CLOSE) if reads else ())
 
 
 @pytest.mark.parametrize(
     ("fields", "server", "param", "text"),
     [
-        (TOOLS, ServerConfig(), "tools", "--enable-auto-tool-choice"),
-        (TOOLS, ServerConfig(tool_call_parser="hermes"), "tools", "--enable-auto-tool-choice"),
+        (ASKS, ServerConfig(), "tools", "--enable-auto-tool-choice"),
+        (ASKS, ServerConfig(tool_call_parser="hermes"), "tools", "--enable-auto-tool-choice"),
         ({"tools": [{"type": "function"}]}, READS, "tools", r"tools\[0\]"),
-        ({**TOOLS, "tool_choice": "required"}, READS, "tool_choice", "only 'none' and 'auto'"),
+        ({**ASKS, "tool_choice": "required"}, READS, "tool_choice", "only 'none' and 'auto'"),
     ],
 )
 def test_what_is_refused(fields: dict[str, object], server: ServerConfig, param: str, text: str) -> None:
