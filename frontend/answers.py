@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend import reading, reasoning
-from meshlm.frontend.burst import Form, Line
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError, error_object
 from meshlm.frontend.logprobs import (
@@ -135,9 +134,6 @@ class WholeAnswer(Answer):
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         self._texts.setdefault(choice.index, []).append(text)
 
-    def plain(self, choice: Choice) -> Callable[[str], None]:
-        return self._texts.setdefault(choice.index, []).append
-
     def body(self) -> bytes:
         """The JSON answer; call after the end, when `error` is None."""
         kept = self._best()
@@ -228,11 +224,9 @@ class StreamAnswer(Answer):
         on_end: Callable[[], None],
         write: Callable[[bytes], None],
         progress: Progress | None = None,
-        line: Line | None = None,
     ) -> None:
-        """`line` is what `write` belongs to, for the events that may leave with those of other streams."""
         super().__init__(ask, request_id, created, model, on_end)
-        self._write, self._progress, self._line = write, progress, line
+        self._write, self._progress = write, progress
         self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         self._affixes: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}
@@ -277,20 +271,6 @@ class StreamAnswer(Answer):
             self._write(affixes[0] + _encode(text) + affixes[1])
         elif text:
             self._emit(choice, affixes[0] + _encode(text) + affixes[1])
-
-    def plain(self, choice: Choice) -> Callable[[str], None] | Form | None:
-        affixes = self._affixes.get(choice.index)
-        if affixes is None or not self._plain or self._progress is not None or choice.index in self._readers:
-            return None
-        write, encode = self._write, _encode
-        prefix, suffix = affixes
-        if self._line is not None:
-            return Form(prefix, suffix, self._line)
-
-        def take(text: str) -> None:
-            write(prefix + encode(text) + suffix)
-
-        return take
 
     def _emit(self, choice: Choice, event: bytes, num_tokens: int = -1, ended: bool = False) -> None:
         """Write an event that brings a choice so far; -1: to its newest token."""

@@ -1,10 +1,8 @@
 """One sequence that is being generated, and what its HTTP request does with news of it. Owned by desk.py; implemented by answers.py."""
 
 from array import array
-from collections.abc import Callable
 from typing import Protocol
 
-from meshlm.frontend.burst import Form
 from meshlm.protocol.ids import ErrorKind, Handle, Identity
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit
 from meshlm.protocol.token_edge import First
@@ -66,11 +64,6 @@ class Exchange(Protocol):
     ) -> None: ...
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         """A row that is nothing but tokens and text, as nearly all are."""
-        ...
-
-    def plain(self, choice: Choice) -> Callable[[str], None] | Form | None:
-        """What takes the text of such rows (never "") and needs no token ids, or how their chunks look; None where a chunk says more
-        than its text."""
         ...
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...

@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.steady import FEWEST, Steady
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import (
@@ -41,7 +40,6 @@ class Desk:
     finds it, and waits while that one is away.
     """
 
-    fewest_steady = FEWEST
     max_deaths = MAX_DEATHS  # of its detokenizers, after which a request is given up
 
     def __init__(self, num_detokenizers: int = 1) -> None:
@@ -53,8 +51,6 @@ class Desk:
         self.num_tokens = 0  # that came since the metrics were last told
         self.unaccepted: set[int] = set()  # handles of new choices whose prompts are not encoded yet
         self._next_handle = 0
-        self._steady: dict[Identity, Steady] = {}  # by detokenizer; what they have, the choices lack
-        self._handles_before: dict[Identity, bytes] = {}  # by detokenizer, of its last message, if that was plain
 
     def new_handle(self) -> Handle:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
@@ -69,7 +65,6 @@ class Desk:
 
     def detokenizer_down(self, identity: Identity, now: float) -> list[Send]:
         """Its choices go on elsewhere, after what their clients have."""
-        self._settle()
         self.load.pop(identity, None)
         lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
         return [send for choice in lost for send in self._again(choice, now)]
@@ -140,7 +135,6 @@ class Desk:
 
     def close(self, choices: list[Choice]) -> list[Send]:
         """The client left: end what still runs, or let it go on for one that may ask again."""
-        self._settle()
         running: dict[Identity, list[Choice]] = {}
         for choice in choices:
             if choice.finished is None:
@@ -199,7 +193,6 @@ class Desk:
         return self._end([mate for mate in mates if mate.finished is None], message.kind, message.message)
 
     def _fail(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
-        self._settle()
         self._forget(choice)
         choice.finished = Finished(0, FinishReason.ERROR, None, len(choice.token_ids), message, kind)
         choice.exchange.failed(choice, kind, message, param)
@@ -221,10 +214,6 @@ class Desk:
             for choice in (*self.by_handle.values(), *self.orphans)
             if 0 < choice.submit.deadline_s <= wall_s - DEADLINE_GRACE_S and choice.finished is None
         ]
-        if not late:  # columns go on, and the choices learn what they have
-            for steady in self._steady.values():
-                steady.settle()
-            return []
         return self._end(late, ErrorKind.TIMEOUT, "the request's timeout passed")
 
     def end_all(self, message: str) -> list[Send]:
@@ -240,9 +229,6 @@ class Desk:
     def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:
         """A batch of new text, in rows, that came at `now`."""
         plain = not (message.finished or message.logprobs or message.prompt_logprobs or message.first)
-        if plain and self._columns(message, sender, now):
-            return []
-        self._settle()
         handles, starts, tokens = unpack_i32(message.handles), unpack_i32(message.starts), unpack_i32(message.token_ids)
         counts = unpack_i32(message.counts) if message.counts else None
         finished = {end.row: end for end in message.finished}
@@ -282,42 +268,10 @@ class Desk:
                     gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
             at += count
         self.num_tokens += num_tokens
-        self._watch(message, sender, now, plain and not gaps)
         return gaps
-
-    def _columns(self, message: TextDeltas, sender: Identity, now: float) -> bool:
-        """Whether this was more text of the same choices as before, which are then served."""
-        steady = self._steady.get(sender)
-        if steady is None or not (width := steady.width_of(message)):
-            return False
-        interval, count = now - steady.last_at, len(steady.choices)
-        self.intervals[interval] = self.intervals.get(interval, 0) + count
-        self.num_tokens += count * width
-        steady.take(message, width, now)
-        return True
-
-    def _watch(self, message: TextDeltas, sender: Identity, now: float, plain: bool) -> None:
-        """The same rows twice in a row, each of which was new: go on with columns."""
-        before = self._handles_before.get(sender)
-        self._handles_before[sender] = message.handles if plain else b""
-        if not plain or before != message.handles or len(message.texts) < self.fewest_steady:
-            return
-        found = [self.by_handle.get(handle) for handle in unpack_i32(message.handles)]
-        choices = [choice for choice in found if choice is not None and choice.last_at == now]
-        if len(choices) == len(found) == len({choice.handle for choice in choices}):
-            self._steady[sender] = Steady(message.handles, choices, now)
-
-    def _settle(self) -> None:
-        """Before anything looks at the choices: bring them up to date."""
-        for steady in self._steady.values():
-            steady.settle()
-        self._steady.clear()
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        for steady in self._steady.values():
-            steady.check()
-            assert all(self.by_handle.get(choice.handle) is choice for choice in steady.choices)
         for handle, choice in self.by_handle.items():
             assert choice.handle == handle
             assert choice.finished is None, "a finished choice is still open"

@@ -6,19 +6,14 @@ Where the extension is absent (another server, a test client) the writer falls b
 
 import asyncio
 import contextlib
-import os
 import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from meshlm.frontend.burst import Direct
 
 EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
@@ -43,11 +38,8 @@ class MeshProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._earlier = []
-        self._lost: list[Callable[[], None]] = []
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for tell in self._lost:  # now: when this returns, the socket's number may become another client's
-            tell()
         super().connection_lost(exc)
         for cycle in self._earlier:
             if not cycle.response_complete:
@@ -81,12 +73,7 @@ class MeshProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._field_bytes = 0
         self.scope["extensions"] = {
-            EXTENSION: {
-                "transport": self.transport,
-                "flow": self.flow,
-                "lost": self._lost,
-                "begun": time.monotonic(),
-            }
+            EXTENSION: {"transport": self.transport, "flow": self.flow, "begun": time.monotonic()}
         }
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -111,11 +98,7 @@ class MeshProtocol(HttpToolsProtocol):
 
 
 class EventWriter:
-    """Writes events of one response. `start` first; `write` never blocks; `finish` last. A burst.py `Line`.
-
-    A burst may send to the socket past the transport, for as many choices as the response has, as long as the transport holds nothing
-    back: what is written otherwise and not taken at once, and the end of the connection, take that away.
-    """
+    """Writes events of one response. `start` first; `write` never blocks; `finish` last."""
 
     def __init__(self, scope: Scope, send: Any) -> None:
         self._send = send
@@ -127,19 +110,12 @@ class EventWriter:
         self._draining = asyncio.Lock()
         self.started = False
         self._is_free = False  # what comes goes out at once: started, nothing waits, nothing drains
-        self._lost: list[Callable[[], None]] = extension["lost"] if extension else []
-        self._direct: Direct | None = None
-        self._lent: list[tuple[list[Direct | None], int]] = []
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         base = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._send({"type": "http.response.start", "status": 200, "headers": base + headers})
         if self._transport is not None:
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
-            plain = self._transport.get_extra_info("sslcontext") is None
-            if plain and not self._transport.is_closing():  # the client that left has no socket any more
-                self._direct = partial(os.write, self._transport.get_extra_info("socket").fileno())
-                self._lost.append(self._take_back)
         self.started = True
         self._is_free = self._transport is not None and not self._waiting
 
@@ -149,35 +125,10 @@ class EventWriter:
             transport = self._transport
             if not transport.is_closing():  # type: ignore[union-attr]  # uvloop raises for a client that left
                 transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # type: ignore[union-attr]
-            if self._lent and (transport.is_closing() or transport.get_write_buffer_size()):  # type: ignore[union-attr]
-                self._take_back()
             return
-        self._take_back()
         self._is_free = False
         self._waiting.append(event)
         self._wake.set()
-
-    def lend(self, slots: list[Direct | None], place: int) -> None:
-        """See burst.py."""
-        transport = self._transport
-        if transport is None or self._direct is None or not self._is_free or self._flow.write_paused:
-            return
-        if not (transport.is_closing() or transport.get_write_buffer_size()):
-            if self._lent and self._lent[0][0] is not slots:
-                self._take_back()  # of another burst: that one may be over
-            slots[place] = self._direct
-            self._lent.append((slots, place))
-
-    def _take_back(self) -> None:
-        for slots, place in self._lent:
-            slots[place] = None
-        self._lent.clear()
-
-    def rest(self, data: bytes) -> None:
-        """See burst.py. A socket that fails fails again, and the transport ends the connection."""
-        self._take_back()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
 
     async def pump(self) -> None:
         """Send what waits, for ever; runs beside the request and is cancelled at its end."""
@@ -201,10 +152,6 @@ class EventWriter:
             self._is_free = self.started and self._transport is not None
 
     async def finish(self) -> None:
-        self._take_back()
-        if self._direct is not None:
-            self._direct = None
-            self._lost.remove(self._take_back)
         await self.drain()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -239,7 +239,7 @@ class Routes:
         has = submits.position(ask, again)
         if ask.stream:
             progress = retry.Progress(has) if has else None
-            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress, writer)
+            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = WholeAnswer(ask, request_id, created, model, end.set)
         asked = submits.build(

@@ -60,9 +60,6 @@ class Client:
         self.tokens.setdefault(choice.index, []).extend(token_ids.tolist())
         self.texts[choice.index] = self.texts.get(choice.index, "") + text
 
-    def plain(self, choice: Choice) -> None:
-        """Its rows are looked at one by one."""
-
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         assert not self.closed, "news for a client that left"
         assert choice.index not in self.ends, "two ends"

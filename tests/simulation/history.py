@@ -14,8 +14,6 @@ from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.io import DetokenizerApp
-from meshlm.frontend.desk import Desk
-from meshlm.frontend.steady import FEWEST
 from meshlm.protocol.ids import COORDINATOR, HEAD, Identity, Role
 from meshlm.protocol.session import SessionState
 from meshlm.runtime.process import App
@@ -31,10 +29,6 @@ class History:
 
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
-        if scenario.seed % 4:  # so few requests would never make columns
-            Desk.fewest_steady = 1
-        else:
-            Desk.fewest_steady = FEWEST
         self.clients = [Client(ask) for ask in scenario.asks]
         self.everyone = everyone = (*scenario.supervisors, *scenario.identities)
         linked = scenario.linked
