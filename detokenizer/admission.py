@@ -14,7 +14,7 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     """The prompt, truncated if asked for. RequestError names what is wrong."""
     keep = submit.text.truncate_prompt_tokens
     if keep:
-        token_ids = token_ids[-keep:]
+        token_ids = token_ids[:keep] if submit.text.truncation_side == "right" else token_ids[-keep:]
     if not token_ids:
         raise RequestError(ErrorKind.INVALID, "the prompt is empty; give at least one token", "prompt")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:

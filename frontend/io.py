@@ -226,6 +226,13 @@ class FrontendApp:
         finally:
             del self._profiles[handle]
 
+    def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
+        """One line in the log for each name that nobody knows."""
+        for name in unknown_fields:
+            if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
+                self._unknown_seen.add(name)
+                self._mesh.log.warning("unknown request field ignored", field=name, path=path)
+
     def done(self, answer: Answer, started: float, path: str, status: int) -> None:
         """Metrics and the one log line of a request."""
         assert self._mesh is not None
@@ -246,10 +253,7 @@ class FrontendApp:
             self._metrics.max_tokens.observe(answer.ask.max_tokens)
         self._metrics.n.observe(answer.ask.num_returned)
         self._metrics.longest.observe(max((len(choice.token_ids) for choice in answer.choices), default=0))
-        for name in answer.ask.unknown_fields:
-            if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
-                self._unknown_seen.add(name)
-                self._mesh.log.warning("unknown request field ignored", field=name, path=path)
+        self.ignored(answer.ask.unknown_fields, path)
         if not self.config.server.disable_log_requests:
             ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
             reasons = [reason.value for reason in ended]

@@ -1,5 +1,6 @@
 """A request body to what the mesh is asked: prompts and parameters. Pure; HttpError names the field at fault."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -9,16 +10,19 @@ from msgspec import Struct
 
 from meshlm.frontend import limits, reasoning
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.messages import check_tools
 from meshlm.frontend.prompts import of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
+    ASKS_FOR_NOTHING,
     MAX_SEQUENCES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    NEEDLESS,
     NOT_SUPPORTED,
-    STRUCTURED,
     ChatRequest,
     Common,
     CompletionRequest,
+    StreamOptions,
 )
 from meshlm.frontend.tool_calls import TAGS
 from meshlm.protocol.config import Resolved, ServerConfig
@@ -52,6 +56,7 @@ class Ask(NamedTuple):
     is_chat: bool
     unknown_fields: tuple[str, ...]
     client_names: Mapping[str, str] = MappingProxyType({})  # of a field: the mesh's -> the client's, where they differ
+    return_prompt_text: bool = False
     prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
     begins_with_reasoning: bool = False  # up to </think>
@@ -76,18 +81,33 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     if not isinstance(raw, dict):
         raise HttpError(400, f"the body must be a JSON object, got {type(raw).__name__}")
     try:
-        value = msgspec.convert(raw, kind)
+        value = msgspec.convert(raw, kind, strict=False)  # 16.0 and "16" are numbers here, as for vLLM
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
         param = path.rstrip("`")
         if not path and "required field" in what:
             param = what.rpartition("`")[0].rpartition("`")[2]
         raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
-    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
-    for name in unknown:
-        if name in NOT_SUPPORTED and (raw[name] or (name in STRUCTURED and raw[name] is not None)):
+    for name, given in raw.items():
+        if isinstance(given, str) and getattr(value, name, given) is None:
+            raise HttpError(400, f"{name}: the text {given!r} is no null", name)
+    return value, _unknown(raw, kind)
+
+
+def _unknown(raw: dict[str, Any], kind: type[Struct]) -> tuple[str, ...]:
+    """The names of the fields that nobody knows. HttpError for those that are known and not supported."""
+    found = sorted(raw.keys() - set(kind.__struct_fields__))
+    for name in found:
+        if name in NOT_SUPPORTED and raw[name] is not None and not _asks_for_nothing(name, raw[name]):
             raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
-    return value, tuple(unknown)
+    if isinstance(options := raw.get("stream_options"), dict):
+        found += sorted(f"stream_options.{name}" for name in options.keys() - set(StreamOptions.__struct_fields__))
+    return tuple(name for name in found if name not in NOT_SUPPORTED and name not in NEEDLESS)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    neutral = ASKS_FOR_NOTHING.get(name)
+    return not value if neutral is None else value in neutral
 
 
 def _bad_byte(body: bytes) -> int:
@@ -148,18 +168,14 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     parser = server.tool_call_parser if reads_tool_calls else ""
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
     default = resolved.generation_defaults.get("max_tokens")
-    given = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
-    template_kwargs = of_template(
-        {name: value for name, value in given.items() if value is not None} | (request.chat_template_kwargs or {}),
-        server,
-    )
+    template_kwargs = of_template(_template_kwargs(request), server)
     prompt = of_chat(
         request.messages,
         request.tools,
         request.chat_template,
         template_kwargs,
         server,
-        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=bool(request.add_special_tokens),
     )
@@ -187,14 +203,27 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         begins_with=_continued(request.messages[-1]) if request.echo else "",
         begins_with_reasoning=begins_with_reasoning,
         include_reasoning=request.include_reasoning,
+        return_prompt_text=bool(request.return_prompt_text),
         tool_call_parser=parser,
         tool_names=tool_names,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
 
+def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
+    """What the request says to the template. A field of its own counts for more than the same name in chat_template_kwargs."""
+    wanted = dict(request.chat_template_kwargs or {})
+    if request.documents is not None:
+        wanted["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        wanted["reasoning_effort"] = request.reasoning_effort
+        wanted.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return wanted
+
+
 def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset[str]:
     """The names of the tools that may be called."""
+    check_tools(tools)
     if not server.enable_auto_tool_choice:
         text = (
             "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
@@ -202,9 +231,10 @@ def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset
         raise HttpError(400, f"tools: {text}", "tools")
     names = set()
     for place, tool in enumerate(tools):
-        function = tool.get("function")
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise HttpError(400, f"tools[{place}]: must be a function with a name", "tools")
+        function = tool["function"]
+        if function.get("strict"):
+            text = "calls that keep to a schema need structured outputs, which are not supported"
+            raise HttpError(400, f"tools[{place}].function.strict: {text}", "tools")
         names.add(function["name"])
     return frozenset(names)
 
@@ -233,8 +263,9 @@ def _ask(
     """The part that both endpoints share."""
     if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
         raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
-    options = request.stream_options
-    if options is not None and not request.stream:
+    options = request.stream_options or StreamOptions()
+    force_usage = server.enable_force_include_usage
+    if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise HttpError(400, "prompt_logprobs are not available with stream: true", "prompt_logprobs")
@@ -258,13 +289,14 @@ def _ask(
             skip_special_tokens=request.skip_special_tokens,
             spaces_between_special_tokens=request.spaces_between_special_tokens,
             truncate_prompt_tokens=truncation,
+            truncation_side=request.truncation_side or "left",
         ),
         max_tokens=max_tokens,
         num_choices=num_choices,
         num_returned=num_returned,
         stream=bool(request.stream),
-        include_usage=server.enable_force_include_usage or (options is not None and options.include_usage),
-        continuous_usage=options is not None and options.continuous_usage_stats,
+        include_usage=force_usage or bool(options.include_usage),
+        continuous_usage=force_usage or bool(options.include_usage and options.continuous_usage_stats),
         echo=echo,
         logprobs=logprobs,
         prompt_logprobs=wanted,
@@ -331,10 +363,16 @@ def _sampling(request: Common, resolved: Resolved, logprobs: int, prompt_logprob
         stop_token_ids=token_ids("stop_token_ids", request.stop_token_ids or [], vocab_size),
         eos_token_ids=() if request.ignore_eos else resolved.eos_token_ids,
         logit_bias=_bias(request.logit_bias or {}, vocab_size),
-        allowed_token_ids=token_ids("allowed_token_ids", request.allowed_token_ids or [], vocab_size),
+        allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _allowed(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is not None and not ids:
+        raise HttpError(400, "allowed_token_ids: an empty list allows no token", "allowed_token_ids")
+    return token_ids("allowed_token_ids", ids or [], vocab_size)
 
 
 def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -343,5 +381,7 @@ def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
         if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
             raise HttpError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
         token_ids("logit_bias", [int(key)], vocab_size)
+        if math.isnan(value):
+            raise HttpError(400, f"logit_bias: that of {key} is no number", "logit_bias")
         found[int(key)] = min(100.0, max(-100.0, value))  # OpenAI's range
     return found

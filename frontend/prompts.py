@@ -6,15 +6,16 @@ Called by parse.py and, for /tokenize, by server.py. What a chat template makes 
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.messages import check_messages, check_tools
 from meshlm.frontend.schema import TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 2048
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ def of_completion(prompt: Any, add_special: bool, resolved: Resolved) -> list[Pr
     """Text, token ids, or a list of either."""
     if prompt is None:
         raise HttpError(400, "prompt: this field is required", "prompt")
-    many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+    many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int | float))
     items = prompt if many else [prompt]
     if not 1 <= len(items) <= MAX_PROMPTS:
         raise HttpError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts, got {len(items)}", "prompt")
@@ -41,10 +42,16 @@ def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:
         if not item:
             raise HttpError(400, "prompt: must not be empty", "prompt")
         return TextPrompt(item, add_special)
-    if isinstance(item, list) and item and all(type(token) is int for token in item):
-        token_ids("prompt", item, vocab_size)
-        return TokenPrompt(pack_i32(item))
+    if isinstance(item, list) and item and all(type(token) is int or _is_integral(token) for token in item):
+        ids = [int(token) for token in item]
+        token_ids("prompt", ids, vocab_size)
+        return TokenPrompt(pack_i32(ids))
     raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
+
+
+def _is_integral(token: Any) -> bool:
+    """A whole number as some languages write it: 5.0."""
+    return isinstance(token, float) and token.is_integer()
 
 
 def of_template(wanted: dict[str, Any], server: ServerConfig) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def of_chat(
     template_kwargs: dict[str, Any],
     server: ServerConfig,
     *,
-    add_generation_prompt: bool,
+    add_generation_prompt: bool | UnsetType,
     continue_final_message: bool,
     add_special_tokens: bool = False,
 ) -> ChatPrompt:
@@ -69,18 +76,17 @@ def of_chat(
     if chat_template and not server.trust_request_chat_template:
         text = "the server takes no template from a request, as one can keep it busy for ever (--trust-request-chat-template)"
         raise HttpError(400, f"chat_template: {text}", "chat_template")
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
-        role = message.get("role")
-        if not (isinstance(role, str) and role):
-            raise HttpError(400, f"{where}.role: must be a string such as 'user'", "messages")
-        _check_content(message.get("content"), where)
+    if continue_final_message and add_generation_prompt is True:
+        text = "continue_final_message and add_generation_prompt exclude each other"
+        raise HttpError(400, f"add_generation_prompt: {text}", "add_generation_prompt")
+    check_messages(messages)
+    check_tools(tools or [])
     return ChatPrompt(
         messages_json=_json("messages", messages),
         tools_json=_json("tools", tools) if tools else b"",
         chat_template=chat_template or "",
         template_kwargs_json=_json("chat_template_kwargs", template_kwargs) if template_kwargs else b"",
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=not continue_final_message if add_generation_prompt is UNSET else add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
     )
@@ -93,25 +99,12 @@ def _json(field: str, value: Any) -> bytes:
         raise HttpError(400, f"{field}: nested too deeply", field) from None
 
 
-def _check_content(content: Any, where: str) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise HttpError(400, f"{where}.content: must be text or a list of parts", "messages")
-    for part in content:
-        if isinstance(part, str):
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not (kind in TEXT_PARTS and isinstance(part.get("refusal" if kind == "refusal" else "text"), str)):
-            raise HttpError(400, f"{where}.content: only parts of type 'text' are supported", "messages")
-
-
 def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:
     """POST /tokenize."""
     if (request.prompt is None) == (request.messages is None):
         raise HttpError(400, "give either prompt or messages", "prompt")
     if request.prompt is not None:
-        return TextPrompt(request.prompt, request.add_special_tokens)
+        return TextPrompt(request.prompt, request.add_special_tokens is not False)
     assert request.messages is not None
     return of_chat(
         request.messages,
@@ -119,6 +112,7 @@ def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:
         request.chat_template,
         of_template(request.chat_template_kwargs or {}, server),
         server,
-        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens is True,
     )

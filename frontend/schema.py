@@ -3,29 +3,67 @@
 msgspec checks types and ranges and its message names the field; what needs more than one field is checked in parse.py.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 MAX_CHOICES = 128  # per prompt
 MAX_SEQUENCES = 4096  # prompts x choices
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_TOKENS = 1 << 30
+MAX_TIMEOUT_S = 1e9
 
 # An empty value asks for something too: the schema {} for any JSON, as in vLLM, which takes all but null as a constraint.
 STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
-# vLLM's fields that decide what the answer is: to ignore them, as other unknown fields are, would be a wrong answer.
+_MEDIA = "images and sound are not supported"
+_KV_TRANSFER = "KV transfer is not supported"
+_RENDER = "it belongs to vLLM's /render paths, which are not here"
+_FUNCTIONS = "not supported; send tools, its newer name"
+# Fields of vLLM and OpenAI that decide what the answer is: to ignore them, as unknown fields are, would be a wrong answer.
 NOT_SUPPORTED = {
     **dict.fromkeys(STRUCTURED, "structured outputs are not supported"),
     "use_beam_search": "beam search is not supported",
     "bad_words": "not supported; logit_bias with -100 bans token ids",
     "repetition_detection": "not supported; stop, max_tokens and the penalties end or avoid repetition",
     "prompt_embeds": "not supported; a prompt is text or token ids",
-    "mm_processor_kwargs": "images and sound are not supported",
+    "mm_processor_kwargs": _MEDIA,
+    "media_io_kwargs": _MEDIA,
     "audio": "only text is supported",
     "logits_processors": "not supported",
-    "kv_transfer_params": "KV transfer is not supported",
+    "kv_transfer_params": _KV_TRANSFER,
+    "ec_transfer_params": _KV_TRANSFER,
+    "thinking_token_budget": "not supported; max_tokens bounds reasoning and answer together",
+    "logprob_token_ids": "not supported; logprobs of the likeliest tokens are (--max-logprobs -1: of all)",
+    "vllm_xargs": "not supported; there are no extensions that would read them",
+    "return_token_offsets": f"not supported; {_RENDER}",
+    "return_assistant_tokens_mask": f"not supported; {_RENDER}",
+    "functions": _FUNCTIONS,
+    "function_call": _FUNCTIONS,
+    "web_search_options": "not supported; nothing is searched",
+    "moderation": "not supported; nothing is moderated",
+    "verbosity": "not supported; ask for it in a message",
+}
+# The values of these fields that ask for nothing; of the others, those that are false or empty.
+ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(STRUCTURED, ()),
+    "thinking_token_budget": (-1,),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+}
+# Fields that are known and change nothing here: why.
+NEEDLESS = {
+    "length_penalty": "beam search alone has it",
+    "metadata": "nothing is stored",
+    "store": "nothing is stored",
+    "prediction": "it makes an answer sooner, not another one",
+    "prompt_cache_key": "prefixes are cached for all requests",
+    "prompt_cache_options": "prefixes are cached for all requests",
+    "prompt_cache_retention": "prefixes are cached while there is room",
+    "safety_identifier": "it names the client's user, as user does",
+    "service_tier": "there is one tier",
+    "stream_options.include_obfuscation": "no chunk has padding",
 }
 
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
@@ -36,11 +74,12 @@ RequestName = Annotated[str, Meta(pattern=r"^[!-~]{1,128}\Z")]  # it comes back 
 Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Struct, frozen=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # in each chunk; with include_usage
 
 
 class Common(Struct, frozen=True, kw_only=True):
@@ -70,13 +109,14 @@ class Common(Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     allowed_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: as many as the context holds
+    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Logprobs | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     request_id: RequestName | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    timeout: Annotated[float, Meta(gt=0.0)] | None = None
+    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
 
@@ -105,11 +145,12 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    return_prompt_text: bool | None = None
     include_reasoning: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | UnsetType = UNSET  # true, unless the final message is continued
     continue_final_message: bool = False
 
 
@@ -119,8 +160,8 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | UnsetType = UNSET  # true for a prompt, false for messages: their template has them
+    add_generation_prompt: bool | UnsetType = UNSET
     continue_final_message: bool = False
     return_token_strs: bool | None = None
     chat_template: str | None = None

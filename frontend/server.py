@@ -55,6 +55,7 @@ class Backend(Protocol):
     def close(self, choices: list[Choice]) -> None: ...
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
     async def profile(self, *, start: bool) -> Profiled: ...
+    def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
     def done(self, answer: Answer, started: float, path: str, status: int) -> None: ...
     def load(self) -> int: ...
     def metrics(self) -> bytes: ...
@@ -156,7 +157,8 @@ class Routes:
         return _json({"server_load": self._backend.load()})
 
     async def tokenize(self, request: Request) -> Response:
-        body, _ = parse.decode(await self._body(request), TokenizeRequest)
+        body, unknown = parse.decode(await self._body(request), TokenizeRequest)
+        self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
         prompt = prompts.of_tokenize(body, self._backend.config.server)
         limits.check_prompt(prompt, False, self._backend.resolved)
@@ -169,7 +171,8 @@ class Routes:
         return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        body, _ = parse.decode(await self._body(request), DetokenizeRequest)
+        body, unknown = parse.decode(await self._body(request), DetokenizeRequest)
+        self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
         limits.check_detokenize(len(body.tokens), self._backend.resolved)
         reply = await self._backend.ask(Detokenize(self._backend.new_handle(), pack_i32(body.tokens)))

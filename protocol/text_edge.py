@@ -49,7 +49,8 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
         str, ...
     ] = ()  # that are shown all the same, by their text: tags that the frontend reads
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int = 0  # keep the last k prompt tokens; 0: all
+    truncate_prompt_tokens: int = 0  # keep k prompt tokens; 0: all
+    truncation_side: str = "left"  # where it is cut; "right" keeps the first k
 
 
 class Retry(Struct, frozen=True, omit_defaults=True):

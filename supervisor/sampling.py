@@ -1,5 +1,6 @@
 """`SamplingParams` of the Python API: vLLM's names, checked and turned into what the mesh knows. Used by llm.py."""
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class SamplingParams:
             seed=int.from_bytes(os.urandom(8), "little") >> 1 if self.seed is None else self.seed & (2**63 - 1),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             eos_token_ids=() if self.ignore_eos else eos,
-            logit_bias=self.logit_bias or {},
+            logit_bias={token: min(100.0, max(-100.0, bias)) for token, bias in (self.logit_bias or {}).items()},
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             logprobs=_wanted(self.logprobs, vocab_size),
             prompt_logprobs=_wanted(self.prompt_logprobs, vocab_size),
@@ -66,17 +67,19 @@ class SamplingParams:
         allowed = {
             "n": self.n >= 1,
             "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
-            "min_tokens": self.min_tokens >= 0,
-            "temperature": self.temperature >= 0,
+            "min_tokens": 0 <= self.min_tokens and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            "temperature": 0 <= self.temperature < math.inf,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= -1,
             "min_p": 0 <= self.min_p <= 1,
             "presence_penalty": -2 <= self.presence_penalty <= 2,
             "frequency_penalty": -2 <= self.frequency_penalty <= 2,
-            "repetition_penalty": self.repetition_penalty > 0,
+            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
+            "seed": self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
+            "stop": "" not in ([self.stop] if isinstance(self.stop, str) else self.stop or []),
             "stop_token_ids": known(self.stop_token_ids),
-            "logit_bias": known(self.logit_bias),
-            "allowed_token_ids": known(self.allowed_token_ids),
+            "logit_bias": known(self.logit_bias) and not any(map(math.isnan, (self.logit_bias or {}).values())),
+            "allowed_token_ids": known(self.allowed_token_ids) and self.allowed_token_ids != [],
             "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
             "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
             "truncate_prompt_tokens": self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,

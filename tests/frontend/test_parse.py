@@ -13,8 +13,6 @@ from meshlm.frontend import parse, prompts
 from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import (
-    NOT_SUPPORTED,
-    STRUCTURED,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -111,6 +109,7 @@ def test_what_the_server_says_of_every_request() -> None:
     server = server_with(return_tokens_as_token_ids=True, enable_force_include_usage=True)
     assert asked("chat", body, server=server).tokens_as_ids
     assert asked("chat", body, server=server).include_usage
+    assert asked("chat", body, server=server).continuous_usage
     assert not asked("chat", body_of("chat", {"return_tokens_as_token_ids": False}), server=server).tokens_as_ids
     assert not ask("chat", stream=True).include_usage
 
@@ -179,29 +178,6 @@ def test_required(endpoint: str, field: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, field)
 
 
-@pytest.mark.parametrize("endpoint", ["text", "chat"])
-@pytest.mark.parametrize("field", NOT_SUPPORTED)
-def test_what_would_change_the_answer_is_not_ignored(endpoint: str, field: str) -> None:
-    assert ask(endpoint, **{field: None}).unknown_fields == (field,)
-    raised, error = refused(endpoint, {field: {"type": "object"}})
-    assert (raised.status, error["param"]) == (400, field)
-    assert "supported" in str(error["message"])
-
-
-@pytest.mark.parametrize("endpoint", ["text", "chat"])
-@pytest.mark.parametrize("field", STRUCTURED)
-@pytest.mark.parametrize("value", [{}, "", [], False])
-def test_an_empty_schema_asks_for_json_and_is_not_ignored(endpoint: str, field: str, value: object) -> None:
-    raised, error = refused(endpoint, {field: value})
-    assert (raised.status, error["param"]) == (400, field)
-
-
-@pytest.mark.parametrize("value", [{}, "", [], False])
-def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None:
-    for field in NOT_SUPPORTED.keys() - set(STRUCTURED):
-        assert ask("chat", **{field: value}).unknown_fields == (field,)
-
-
 # --- /tokenize, /detokenize ---
 
 
@@ -215,6 +191,10 @@ def test_tokenize() -> None:
     assert tokenized(prompt="") == TextPrompt("")
     assert tokenized(prompt="a", add_special_tokens=False) == TextPrompt("a", False)
     assert tokenized(messages=[USER]) == ChatPrompt(msgspec.json.encode([USER]))
+    assert tokenized(prompt="a", add_special_tokens=True) == TextPrompt("a", True)
+    assert tokenized(messages=[USER], add_special_tokens=True) == ChatPrompt(
+        msgspec.json.encode([USER]), add_special_tokens=True
+    )
     assert tokenized(messages=[USER], add_generation_prompt=False) == ChatPrompt(
         msgspec.json.encode([USER]), add_generation_prompt=False
     )
@@ -228,6 +208,13 @@ def test_tokenize() -> None:
         ({"prompt": 3}, "prompt"),
         ({"messages": [{"content": "a"}]}, "messages"),
         ({"prompt": "a", "add_special_tokens": None}, "add_special_tokens"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [USER], "tools": [{"a": 1}]}, "tools"),
+        ({"messages": [USER], "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+        (
+            {"messages": [USER], "add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt",
+        ),
     ],
 )
 def test_tokenize_refuses(fields: dict[str, object], param: str) -> None:

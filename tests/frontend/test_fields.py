@@ -1,0 +1,137 @@
+"""No field of vLLM's or OpenAI's request bodies is ignored in silence: each is honoured, refused by name, or known to be needless."""
+
+import json
+
+import pytest
+from msgspec import Struct
+from parsing import ENDPOINTS, USER, ask, asked, body_of, refused
+from request_fields import (
+    OPENAI_CHAT,
+    OPENAI_COMPLETION,
+    OPENAI_STREAM_OPTIONS,
+    VLLM_CHAT,
+    VLLM_COMPLETION,
+    VLLM_DETOKENIZE,
+    VLLM_STREAM_OPTIONS,
+    VLLM_TOKENIZE,
+)
+
+from meshlm.frontend import parse
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.schema import (
+    ASKS_FOR_NOTHING,
+    NEEDLESS,
+    NOT_SUPPORTED,
+    STRUCTURED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from meshlm.protocol.config import ServerConfig
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "prefix"),
+    [
+        (CompletionRequest, VLLM_COMPLETION | OPENAI_COMPLETION, ""),
+        (ChatRequest, VLLM_CHAT | OPENAI_CHAT, ""),
+        (TokenizeRequest, VLLM_TOKENIZE, ""),
+        (DetokenizeRequest, VLLM_DETOKENIZE, ""),
+        (StreamOptions, VLLM_STREAM_OPTIONS | OPENAI_STREAM_OPTIONS, "stream_options."),
+    ],
+)
+def test_every_field_is_honoured_refused_or_needless(kind: type[Struct], names: frozenset[str], prefix: str) -> None:
+    known = NOT_SUPPORTED.keys() | NEEDLESS.keys()
+    left = names - set(kind.__struct_fields__)
+    assert {f"{prefix}{name}" for name in left} - known == set()
+
+
+def test_a_field_has_one_answer() -> None:
+    assert NOT_SUPPORTED.keys() & NEEDLESS.keys() == set()
+    for kind in (CompletionRequest, ChatRequest):
+        assert set(kind.__struct_fields__) & (NOT_SUPPORTED.keys() | NEEDLESS.keys()) == set()
+    assert ASKS_FOR_NOTHING.keys() <= NOT_SUPPORTED.keys()
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("field", NOT_SUPPORTED)
+def test_what_would_change_the_answer_is_not_ignored(endpoint: str, field: str) -> None:
+    assert ask(endpoint, **{field: None}) == ask(endpoint)
+    raised, error = refused(endpoint, {field: {"type": "object"}})
+    assert (raised.status, error["param"]) == (400, field)
+    assert "supported" in str(error["message"])
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("field", STRUCTURED)
+@pytest.mark.parametrize("value", [{}, "", [], False])
+def test_an_empty_schema_asks_for_json_and_is_not_ignored(endpoint: str, field: str, value: object) -> None:
+    raised, error = refused(endpoint, {field: value})
+    assert (raised.status, error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("value", [{}, "", [], False])
+def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None:
+    for field in NOT_SUPPORTED.keys() - ASKS_FOR_NOTHING.keys():
+        assert ask("chat", **{field: value}) == ask("chat")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fine"),
+    [
+        ({"thinking_token_budget": -1}, True),
+        ({"thinking_token_budget": 0}, False),
+        ({"thinking_token_budget": 100}, False),
+        ({"thinking_token_budget": False}, False),
+        ({"function_call": "none"}, True),
+        ({"function_call": {"name": "f"}}, False),
+        ({"web_search_options": {}}, False),
+        ({"verbosity": "medium"}, True),
+        ({"verbosity": "low"}, False),
+        ({"return_token_offsets": False}, True),
+        ({"return_assistant_tokens_mask": True}, False),
+        ({"vllm_xargs": {"a": 1}}, False),
+        ({"ec_transfer_params": {"a": 1}}, False),
+        ({"logprob_token_ids": [1, 2]}, False),
+    ],
+)
+def test_values_that_ask_for_nothing(fields: dict[str, object], fine: bool) -> None:
+    if fine:
+        assert ask("chat", **fields) == ask("chat")
+    else:
+        assert refused("chat", fields)[1]["param"] == next(iter(fields))
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_needless_fields_change_nothing_and_are_no_news(endpoint: str) -> None:
+    fields = {name: "anything" for name in NEEDLESS if "." not in name}
+    assert ask(endpoint, **fields) == ask(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "unknown"),
+    [
+        (TokenizeRequest, {"prompt": "a", "zeta": 1, "user": "me"}, ("user", "zeta")),
+        (DetokenizeRequest, {"tokens": [1], "alpha": 1}, ("alpha",)),
+    ],
+)
+def test_unknown_fields_of_the_small_routes_are_told(
+    kind: type[Struct], body: dict[str, object], unknown: tuple[str, ...]
+) -> None:
+    assert parse.decode(json.dumps(body).encode(), kind)[1] == unknown
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_strict_tool_is_refused_where_calls_are_read(strict: bool | None) -> None:
+    """OpenAI's default is false; true promises a schema, which only structured outputs can keep."""
+    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    tools = [{"type": "function", "function": {"name": "f", "strict": strict}}]
+    body = body_of("chat", {"messages": [USER], "tools": tools})
+    if not strict:
+        assert asked("chat", body, server=server).tool_call_parser == "hermes"
+        return
+    with pytest.raises(HttpError, match="strict") as caught:
+        asked("chat", body, server=server)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
