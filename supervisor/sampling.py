@@ -67,7 +67,7 @@ class SamplingParams:
         allowed = {
             "n": self.n >= 1,
             "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
-            "min_tokens": 0 <= self.min_tokens and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            "min_tokens": self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "temperature": 0 <= self.temperature < math.inf,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= -1,

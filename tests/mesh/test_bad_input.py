@@ -82,9 +82,9 @@ BAD_FIELDS: dict[str, list[object]] = {
     "top_p": [0, -0.5, 1.1, "x"],
     "top_k": [-5, 1.5, HUGE],
     "min_p": [2, -1],
-    "n": [0, -1, 100_000, HUGE, "2", 1.5],
+    "n": [0, -1, 100_000, HUGE, "two", 1.5],
     "best_of": [1000, -1],
-    "max_tokens": [0, -1, 1_000_000, 1 << 29, HUGE, "5", 1.5],
+    "max_tokens": [0, -1, 1_000_000, 1 << 29, HUGE, "5.5", 1.5],
     "min_tokens": [-1, 17, HUGE],
     "presence_penalty": [3, "x"],
     "frequency_penalty": [-3],
@@ -95,11 +95,12 @@ BAD_FIELDS: dict[str, list[object]] = {
     "logit_bias": [[], {"a": 1}, {"-1": 1}, {"49152": 1}],
     "stop": [5, [1], "", [""], ["s"] * 10_000, [f"stop {number}" for number in range(10_000)], "x" * 100_000],
     "stop_token_ids": ["x", [-1], [VOCAB], [HUGE]],
-    "allowed_token_ids": [[-1], [VOCAB]],
+    "allowed_token_ids": [[-1], [VOCAB], []],
+    "thinking_token_budget": [0],
     "truncate_prompt_tokens": [0, -2],
-    "stream": ["yes", 1],
+    "stream": ["yes", 2],
     "stream_options": [5, {}],
-    "echo": [1],
+    "echo": [2],
     "ignore_eos": ["x"],
     "timeout": [0, -1],
     "priority": [1 << 40],
@@ -131,6 +132,7 @@ LONG: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": [5]}, "messages"),
     (CHAT, {"messages": [{"content": "hi"}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
     (CHAT, {"messages": [USER], "chat_template": "{% for %}"}, "chat_template"),
     (CHAT, {"messages": [USER], "chat_template": "{{ raise_exception('no') }}"}, "messages"),
     (CHAT, {"messages": [USER], "chat_template": "{{ ''.__class__.__mro__ }}"}, "messages"),
@@ -195,6 +197,8 @@ def test_an_unknown_field_is_a_warning(keyed: Serving, client: httpx.Client) -> 
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 3
         assert "warning" in logged(keyed, "field=temprature")
+        assert client.post(TOKENIZE, json={"prompt": "x", "add_specials": 1}).status_code == 200
+        assert "warning" in logged(keyed, "field=add_specials")
 
 
 @pytest.mark.parametrize("rank", ["x", "-1", "٣", "1", "9" * 30])
