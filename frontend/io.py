@@ -228,6 +228,7 @@ class FrontendApp:
 
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
         """One line in the log for each name that nobody knows."""
+        assert self._mesh is not None
         for name in unknown_fields:
             if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
                 self._unknown_seen.add(name)
