@@ -7,7 +7,7 @@ and tuned on one GPU (tune_step.py --tp). Sums are of equal parts, so the tokens
 import torch
 from torch import Tensor
 
-from meshlm.kernels.sum_norm import kernel
+from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator, side_by_side
 from meshlm.workers.parallel.one_row import OneRow
 from meshlm.workers.parallel.seat import Seat
@@ -36,7 +36,7 @@ class Echo:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.mul_(self._size)
 
-    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:

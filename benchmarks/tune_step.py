@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from meshlm.kernels import tables
-from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import MAX_SPLITS, decode_tiles
 from meshlm.kernels.attention.tune import SHORT_CONTEXT
 from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.measure import keep, replay_us
+from meshlm.kernels.precompile import precompiled
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.cuda.graphs import Key
 
@@ -102,7 +102,7 @@ class Step:
     def timed(self, choices: list[Choice]) -> list[float]:
         """Microseconds of the step with each, medians, in turns."""
         launch = self.engine._compute
-        with torch.inference_mode(), self.engine._model.shortened() as layers, compiled_ahead():
+        with torch.inference_mode(), self.engine._model.shortened() as layers, precompiled():
             caches, launch.caches = launch.caches, launch.caches[:layers]
             for self._choice in choices:
                 launch.padded(KEY)

@@ -4,7 +4,7 @@ A packet is one store of eight bytes: 32 bits of data (two bfloat16 columns or o
 the turn. Such a store is seen whole or not at all (PTX ISA, memory consistency model: a scalar access of 64 bits), so nothing must be
 waited for between data and flag, and the reader polls the packet itself (NCCL's LL protocol). It doubles the traffic: for few rows.
 
-kernels/sum_norm and kernels/gemv send and receive. Whoever sends must know that the slot has been read: they say how.
+kernels/allreduce_rmsnorm and kernels/gemv send and receive. Whoever sends must know that the slot has been read: they say how.
 """
 
 from functools import cache

@@ -6,7 +6,7 @@ by tiles with running maximum and sum (Dao et al. 2022, algorithm 1). The query 
 tile, so keys and values are read once for all of them. prefill.py gives each tile of queries a program, decode.py splits each
 context among programs; both walk over the pages of keys and values with `paged_tile`.
 
-Requests are columns as in kernels/step_input: rows, starts, ends. Masks: causal, and with `window` > 0 only the last `window` keys.
+Requests are columns as in kernels/prepare_inputs: rows, starts, ends. Masks: causal, and with `window` > 0 only the last `window` keys.
 Soft cap: cap tanh(s / cap). Sinks: one more logit per head that takes part in the sum only.
 """
 
@@ -56,7 +56,7 @@ def paged_tile(
 
 
 class Columns:
-    """The requests of a step on the device (kernels/step_input), and their block tables int32 [rows, stride]."""
+    """The requests of a step on the device (kernels/prepare_inputs), and their block tables int32 [rows, stride]."""
 
     __slots__ = ("blocks", "ends", "n", "rows", "starts")
 

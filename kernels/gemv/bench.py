@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from meshlm.kernels.allreduce_rmsnorm.kernel import Room
 from meshlm.kernels.gemv.kernel import Turn, gemv, shape_of
 from meshlm.kernels.measure import keep, microseconds
-from meshlm.kernels.sum_norm.kernel import Room
 
 # outputs, inputs, gate, norm; Qwen3-0.6B, then Llama-3.1-8B
 SHAPES = [

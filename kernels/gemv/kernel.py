@@ -14,12 +14,12 @@ Products that are parts of a sum over ranks (bfloat16) need no kernel for the su
     SENDS     out goes as packets (kernels/packets.py) to all ranks, this one too; nothing is stored here
     RECEIVES  x = sum over ranks of what they sent, in their order; every program polls all of it, its weights being under way
 
-The inboxes are row 0 of sum_norm's, whose two halves take turns. A packet of turn t + 2 may overwrite one of turn t: its sender has
-finished the kernel that received turn t + 1, so it has had packets of that turn from every peer, and a peer sends none before all
-programs of its kernel that received turn t are done. That is what gdc_wait says: it returns when the kernel before has ended, and
-as every program of every kernel calls it, so have all before that one; and every program here calls it before it sends.
-The count of turns is not advanced while programs may still read it: kernels add `nth`, their place behind the last sum_norm, which
-advances it by all of them.
+The inboxes are row 0 of allreduce_rmsnorm's, whose two halves take turns. A packet of turn t + 2 may overwrite one of turn t: its
+sender has finished the kernel that received turn t + 1, so it has had packets of that turn from every peer, and a peer sends none
+before all programs of its kernel that received turn t are done. That is what gdc_wait says: it returns when the kernel before has
+ended, and as every program of every kernel calls it, so have all before that one; and every program here calls it before it sends.
+The count of turns is not advanced while programs may still read it: kernels add `nth`, their place behind the last allreduce_rmsnorm,
+which advances it by all of them.
 Nobody waits for ever: a receiving kernel stands on its stream behind the kernels, here and on the peers, that send to it, and these
 wait for earlier ones only. Programs that poll keep no sender of their own GPU from running: it has ended before they begin to poll.
 """
@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import packets, pdl, tables
+from meshlm.kernels.allreduce_rmsnorm.kernel import Room
 from meshlm.kernels.packets import FOR_EVER
-from meshlm.kernels.sum_norm.kernel import Room
 
 
 @triton.jit
@@ -153,7 +153,7 @@ _gemv_of_sum = triton.jit(
 
 
 class Turn(NamedTuple):
-    """A sum over ranks: number `nth` behind the last sum_norm in the same room. bfloat16, an even number of columns."""
+    """A sum over ranks: number `nth` behind the last allreduce_rmsnorm in the same room. bfloat16, an even number of columns."""
 
     room: Room
     nth: int

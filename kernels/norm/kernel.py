@@ -4,7 +4,7 @@
     out = residual / sqrt(mean(residual^2) + eps) * weight        (Zhang and Sennrich 2019, eq. 4)
 
 Statistics in float32. One program a row: the row stays in registers between the two uses, so memory is touched once. x may be parts of
-a sum (kernels/few_rows), which are added up first.
+a sum (kernels/small_m_gemm), which are added up first.
 """
 
 import torch

@@ -124,7 +124,7 @@ def sample(
     room: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
 ) -> None:
-    """logits [l, vocab]; columns rows, starts, ends int32 (kernels/step_input). out int32 [>= l] gets the ids.
+    """logits [l, vocab]; columns rows, starts, ends int32 (kernels/prepare_inputs). out int32 [>= l] gets the ids.
 
     Line i of the logits belongs to request places[i], or i without places. The id is also written behind the request's tokens;
     requests without tokens (padding) write nothing there.

@@ -42,4 +42,4 @@ def test_what_is_sent_comes_back_from_all_peers(echo: ModuleType, size: int) -> 
 def test_votes_are_those_of_all(echo: ModuleType) -> None:
     comm = echo.EchoSeat(4).connect(DEVICE, BF16, 8, COLUMNS)
     assert comm.all_reduce(torch.ones(1, dtype=torch.int32, device=DEVICE)).item() == 4
-    assert comm.sum_norm(torch.ones(2, COLUMNS), torch.ones(2, COLUMNS), torch.ones(COLUMNS), 1e-6) is None
+    assert comm.allreduce_rmsnorm(torch.ones(2, COLUMNS), torch.ones(2, COLUMNS), torch.ones(COLUMNS), 1e-6) is None

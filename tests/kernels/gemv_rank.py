@@ -5,18 +5,18 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from sum_norm_rank import COLUMNS, LATE_S, ROWS, room_of
+from allreduce_rmsnorm_rank import COLUMNS, LATE_S, ROWS, room_of
 
+from meshlm.kernels.allreduce_rmsnorm import kernel as sums
+from meshlm.kernels.allreduce_rmsnorm import reference as sums_reference
 from meshlm.kernels.gemv import kernel, reference
-from meshlm.kernels.sum_norm import kernel as sums
-from meshlm.kernels.sum_norm import reference as sums_reference
 
 INPUTS, OUTPUTS, STEPS, EPS = 40, 14, 5, 1e-5
 BF16 = torch.bfloat16
 
 
 class Sum(NamedTuple):
-    """One of a step. `following` None: the step's last, received by sum_norm; else the weight of the product that receives it."""
+    """One of a step. `following`: the weight of the product that receives it; None: allreduce_rmsnorm receives the step's last."""
 
     x: list[torch.Tensor]  # of each rank
     weights: list[torch.Tensor]
@@ -63,7 +63,7 @@ def wanted(size: int) -> list[list[torch.Tensor]]:
                 reference.gemv(x, weight, one.bias if rank == 0 else None)[0]
                 for rank, (x, weight) in enumerate(zip(one.x, one.weights, strict=True))
             ]
-            normed, after = sums_reference.sum_norm(parts, stream, NORM, EPS)
+            normed, after = sums_reference.allreduce_rmsnorm(parts, stream, NORM, EPS)
             if one.following is None:
                 found.append([normed, after])
             else:
@@ -92,12 +92,12 @@ def run_rank(rank: int, memory: list[list[torch.Tensor]], answers: Any) -> None:
             x, _ = kernel.gemv(one.x[rank], one.weights[rank], bias, sends=turn, shape=(2, 4, 2, 1))
             dawdle()
             if one.following is None:
-                out = sums.sum_norm(x, stream, NORM, EPS, room, sent=nth)
+                out = sums.allreduce_rmsnorm(x, stream, NORM, EPS, room, sent=nth)
             else:
                 options: dict[str, Any] = {"norm": NORM, "residual": stream, "eps": EPS, "gate": one.gate}
                 out, stream = kernel.gemv(x, one.following, receives=turn, shape=(4, 4, 2, 1), **options)
             found.append([out.float().tolist(), stream.float().tolist()])
         for rows in (1, ROWS)[: step % 3]:  # steps of other numbers of rows between, by packets and by flags
             many = random_of(step, rows, COLUMNS)
-            sums.sum_norm(many, many.clone(), NORM, EPS, room)
+            sums.allreduce_rmsnorm(many, many.clone(), NORM, EPS, room)
     answers.put((rank, found))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from allreduce_rmsnorm_rank import memory_of
 from device import ON_GPU, near
 from gemv_rank import run_rank, wanted
 from ranks import answers_of
-from sum_norm_rank import memory_of
 
 from meshlm.kernels.gemv import kernel
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 from device import DEVICE, MARKS, ON_GPU
 
+from meshlm.kernels.prepare_inputs import kernel, reference
 from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.sample import reference as sampling_reference
-from meshlm.kernels.step_input import kernel, reference
 
 pytestmark = MARKS
 
 
-def test_step_input() -> None:
+def test_prepare_inputs() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 1000, (9, 200), dtype=torch.int32, device=DEVICE)
     blocks = torch.randint(0, 50, (9, 13), dtype=torch.int32, device=DEVICE)
@@ -22,13 +22,13 @@ def test_step_input() -> None:
     ours = tuple(torch.full((150,), 77, dtype=torch.int64, device=DEVICE) for _ in range(3))
     theirs = tuple(torch.zeros(150, dtype=torch.int64, device=DEVICE) for _ in range(3))
     for module, out in ((kernel, ours), (reference, theirs)):
-        module.step_input(rows, starts, ends, 6, tokens, blocks, 16, out)  # type: ignore[attr-defined]
+        module.prepare_inputs(rows, starts, ends, 6, tokens, blocks, 16, out)  # type: ignore[attr-defined]
     for mine, expected in zip(ours, theirs, strict=True):
         assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("n", [kernel.FEW, kernel.FEW + 1, 8193])
-def test_step_input_finds_each_of_many_requests(n: int) -> None:
+def test_prepare_inputs_finds_each_of_many_requests(n: int) -> None:
     """A token each, and two of the last."""
     tokens = torch.arange(2 * n, dtype=torch.int32, device=DEVICE).view(n, 2)
     blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).view(n, 1)
@@ -36,7 +36,7 @@ def test_step_input_finds_each_of_many_requests(n: int) -> None:
     ends = rows + 1
     ends[-1] += 1
     ids, positions, slots = (torch.empty(n + 1, dtype=torch.int64, device=DEVICE) for _ in range(3))
-    kernel.step_input(rows, torch.zeros_like(rows), ends, n, tokens, blocks, 2, (ids, positions, slots))
+    kernel.prepare_inputs(rows, torch.zeros_like(rows), ends, n, tokens, blocks, 2, (ids, positions, slots))
     expected = [2 * request for request in range(n)] + [2 * n - 1]
     assert ids.tolist() == slots.tolist() == expected
     assert positions.tolist() == [0] * n + [1]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from small_models import BLOCK, CPU, batch_of, caches, resolved
 from torch import Tensor
 
-from meshlm.kernels.sum_norm import kernel
+from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps

@@ -7,8 +7,8 @@ from small_models import same_states, two_layers
 pytest.importorskip("triton")
 from torch import Tensor
 
-from meshlm.kernels.product import kernel
-from meshlm.kernels.product.kernel import add_product
+from meshlm.kernels.gemm import kernel
+from meshlm.kernels.gemm.kernel import add_gemm
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
@@ -24,10 +24,10 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def add(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
         found.append(x.shape[0])
-        return add_product(x, w, to)
+        return add_gemm(x, w, to)
 
     monkeypatch.setattr(kernel, "ADDED_ROWS", 4)
-    monkeypatch.setattr(kernel, "add_product", add)
+    monkeypatch.setattr(kernel, "add_gemm", add)
     monkeypatch.setattr(decoder, "make_ops", lambda device, dtype: TorchOps())  # weights stay as they are
     return found
 

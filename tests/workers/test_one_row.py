@@ -9,8 +9,8 @@ import torch
 from one_row_rank import DECODES, HIDDEN, ROWS, SIZE, run_rank
 from small_models import SMALL
 
+from meshlm.kernels.allreduce_rmsnorm.kernel import Room
 from meshlm.kernels.gemv.kernel import Turn
-from meshlm.kernels.sum_norm.kernel import Room
 from meshlm.workers.parallel import one_row
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="by the interpreter; test_parallel.py has the GPUs")

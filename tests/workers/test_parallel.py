@@ -58,7 +58,7 @@ class Threads:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
-    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:

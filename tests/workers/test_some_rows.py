@@ -5,7 +5,7 @@ import torch
 from small_models import same_states, two_layers
 
 pytest.importorskip("triton")
-from meshlm.kernels.few_rows.kernel import Shape
+from meshlm.kernels.small_m_gemm.kernel import Shape
 from meshlm.workers.layers import triton_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
@@ -20,7 +20,7 @@ USED = {"parts", "product", "gate"}
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every product of 2 to 16 rows goes by kernels/few_rows; which of its uses were asked for and there."""
+    """Every product of 2 to 16 rows goes by kernels/small_m_gemm; which of its uses were asked for and there."""
     found: set[str] = set()
 
     def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:

@@ -105,16 +105,16 @@ def no_fused(*arguments: object) -> Tensor:
     raise RuntimeError("no such kernel")
 
 
-@pytest.mark.filterwarnings("ignore:kernels/sum_norm is wrong here")
+@pytest.mark.filterwarnings("ignore:kernels/allreduce_rmsnorm is wrong here")
 def test_sums_by_size_and_gathering_in_parts(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshlm.kernels.sum_norm import kernel
+    from meshlm.kernels.allreduce_rmsnorm import kernel
 
-    monkeypatch.setattr(kernel, "sum_norm", no_fused)
+    monkeypatch.setattr(kernel, "allreduce_rmsnorm", no_fused)
     made = both(lambda rank: make(peers, rank))
     assert all(isinstance(one, symmetric.Symmetric) for one in made)
     assert not any(one.fused for one in made)
     x = torch.ones(1, 4096)
-    assert made[0].sum_norm(x, x, x[0], 1e-6) is None
+    assert made[0].allreduce_rmsnorm(x, x, x[0], 1e-6) is None
     assert all(bool((one.room.turns == symmetric.FRESH_TURN).all()) for one in made), (
         "the same on all, whatever went wrong"
     )

@@ -1,4 +1,4 @@
-"""What changes in the rows on the GPU before a step, as kernels/step_input's `scatter` takes it. Made by state.py; knows no row."""
+"""What changes in the rows on the GPU before a step, as kernels/prepare_inputs's `scatter` takes it. Made by state.py; knows no row."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
-from meshlm.kernels.step_input.kernel import step_input
+from meshlm.kernels.prepare_inputs.kernel import prepare_inputs
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.cuda.columns import Columns32
@@ -69,7 +69,7 @@ class Compute:
         tables, block_size = self._rows.blocks, self._rows.block_size
         ids = torch.empty(3, aligned(tokens), dtype=torch.int64, device=tables.device)
         input_ids, positions, slots = (line[:tokens] for line in ids)
-        step_input(rows, starts, ends, size, self._rows.tokens, tables, block_size, (input_ids, positions, slots))
+        prepare_inputs(rows, starts, ends, size, self._rows.tokens, tables, block_size, (input_ids, positions, slots))
         return ForwardBatch(
             input_ids=input_ids,
             positions=positions,

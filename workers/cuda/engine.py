@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.tiles import warm_sizes
-from meshlm.kernels.few_rows import kernel as few_rows
-from meshlm.kernels.gated import kernel as gated
+from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.model import ModelSpec
@@ -143,7 +143,7 @@ class CudaEngine:
             return
         caches = self._make_caches(1)
         try:
-            with self._model.shortened() as layers, compiled_ahead(lambda done, of: report("kernels", done, of, "")):
+            with self._model.shortened() as layers, precompiled(lambda done, of: report("kernels", done, of, "")):
                 self._compute.caches = caches[:layers]
                 self._dummy_step(self._full_counts())
                 self._warm_up()
@@ -162,7 +162,7 @@ class CudaEngine:
         decodes = warm_sizes(kv_heads, most, longest, self._device, group)
         tokens = self._resolved.max_num_batched_tokens
         prompt = min(tokens, self._resolved.max_model_len)
-        rows = few_rows.warm_rows() | gated.warm_rows()
+        rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
         for counts in warm_up.steps(decodes, rows, most, prompt, tokens):
             self._dummy_step(counts)
         self._inbox.clear()

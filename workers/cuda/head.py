@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.sample import kernel as sampling
-from meshlm.kernels.truncate import kernel as truncation
+from meshlm.kernels.top_k_top_p import kernel as truncation
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.models.decoder import Decoder
@@ -65,7 +65,7 @@ class Head:
         self.sampled = torch.zeros(count, dtype=torch.int32, device=device)
         self._order = torch.arange(count, dtype=torch.int32, device=device)
         self._counts = penalties.workspace(lines, vocab, device)
-        self._truncate_room = truncation.workspace(lines, vocab, dtype, device)
+        self._top_k_top_p_workspace = truncation.workspace(lines, vocab, dtype, device)
         self._room = sampling.workspace(lines, vocab, device)
 
     def choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
@@ -91,7 +91,7 @@ class Head:
         some = None if in_order else places
         lens, tokens = rows.sampling.prompt_lens, rows.tokens
         penalties.penalise(logits, columns, places, rows.penalties, rows.edits, lens, tokens, self._counts)
-        truncation.truncate(logits, columns[0], some, rows.limits, self._truncate_room)
+        truncation.top_k_top_p(logits, columns[0], some, rows.limits, self._top_k_top_p_workspace)
         sampling.sample(logits, columns, some, rows.sampling, self._room, out)
 
     def by_torch(self, at: SampleRows, table: SamplingTable) -> None:

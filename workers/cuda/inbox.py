@@ -3,9 +3,9 @@
 Ints of the buffer, for a step that is padded to `size` requests (stride: `size`, aligned):
 
     0       stride   2 stride  3 stride   4 stride                changes_at
-    | rows  | starts | ends    | places   | (unused)              | segments and data for kernels/step_input's `scatter`
+    | rows  | starts | ends    | places   | (unused)              | segments and data for kernels/prepare_inputs's `scatter`
 
-rows, starts, ends: see kernels/step_input; padding requests have the dummy row and no tokens. places: of the requests that sample,
+rows, starts, ends: see kernels/prepare_inputs; padding requests have the dummy row and no tokens. places: of the requests that sample,
 then of one that is padding. CUDA graphs keep the addresses: the buffer never moves. Owned by the engine; used by the stepper thread.
 """
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.kernels.step_input.kernel import scatter
+from meshlm.kernels.prepare_inputs.kernel import scatter
 from meshlm.workers.cuda.changes import I32
 from meshlm.workers.cuda.columns import Columns32
 from meshlm.workers.cuda.state import DeviceRows, aligned

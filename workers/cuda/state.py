@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshlm.kernels.penalties.kernel import Edits, Penalties
 from meshlm.kernels.sample.kernel import Rows
-from meshlm.kernels.truncate.kernel import Limits
+from meshlm.kernels.top_k_top_p.kernel import Limits
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.workers.cuda.changes import I32, Changes
 from meshlm.workers.sampling.table import EDITS, edits
@@ -82,7 +82,7 @@ class DeviceRows:
         self.edits = Edits(ints(self._num_edits_at), ints(ids, EDITS), floats(adds, EDITS), ints(untils, EDITS))
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
-        """The buffer for kernels/step_input's `scatter`, and its number of segments."""
+        """The buffer for kernels/prepare_inputs's `scatter`, and its number of segments."""
         if not (plan.new_rows or plan.block_rows or plan.input_ids):
             return NOTHING, 0
         changes = Changes()

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.embedding.kernel import embed
-from meshlm.kernels.few_rows.kernel import few_rows, shape_for
-from meshlm.kernels.gated import kernel as gated
+from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.gemm import kernel as products
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.norm import kernel as norms
-from meshlm.kernels.product import kernel as products
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
+from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import Composed, Heads
 
@@ -38,7 +38,7 @@ class TritonOps(Composed):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
-        return products.product(x, packed, bias)
+        return products.gemm(x, packed, bias)
 
     def part(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
@@ -46,9 +46,9 @@ class TritonOps(Composed):
         """Maybe [s, rows, outputs], parts that the norm behind it adds up; of many rows, added here."""
         if bias is None and x.is_contiguous():
             if (shape := shape_for(x.shape[0], *packed.shape, "parts")) is not None:
-                return few_rows(x, packed, shape, "parts"), stream
+                return small_m_gemm(x, packed, shape, "parts"), stream
             if x.shape[0] >= products.ADDED_ROWS:
-                return products.add_product(x, packed, stream), None
+                return products.add_gemm(x, packed, stream), None
         return self.linear(x, packed, bias, outputs), stream
 
     def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,10 +70,10 @@ class TritonOps(Composed):
         rows, use = x.shape[-2], "gate" if gate else "product"
         if bias is None and (few := shape_for(rows, *packed.shape, use)) is not None:
             y, stream = self._normed(x, residual, norm)
-            return few_rows(y, packed, few, use), stream
-        if gate and bias is None and (many := gated.shape_for(rows, *packed.shape)) is not None:
+            return small_m_gemm(y, packed, few, use), stream
+        if gate and bias is None and (many := gate_up_silu.shape_for(rows, *packed.shape)) is not None:
             y, stream = self._normed(x, residual, norm)
-            return gated.gated(y, packed, many), stream
+            return gate_up_silu.gate_up_silu(y, packed, many), stream
         return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 # torch 2.13 has renamed it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-FUSED_ROWS = 64  # of sums that may be one kernel with their norm (sum_norm): each rank sends each row to all others
+FUSED_ROWS = (
+    64  # of sums that may be one kernel with their norm (allreduce_rmsnorm): each rank sends each row to all others
+)
 
 
 class Communicator(Protocol):
@@ -33,7 +35,7 @@ class Communicator(Protocol):
         """The sum over the tensor-parallel ranks, the same bits on each; may be x itself, overwritten."""
         ...
 
-    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """residual += the sum of x over the ranks; the norm of that. None, and nothing is changed: not for this size or here."""
         ...
 
@@ -58,7 +60,7 @@ class Alone:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
@@ -101,7 +103,7 @@ class Distributed:
             dist.all_reduce(x, group=self._tensor)
         return x
 
-    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:

@@ -3,8 +3,8 @@
     embedding, o or down -> packets in every rank's inbox -> the norm in front of gate and up, or of the next layer's qkv
 
 There is no kernel for the sum in between (kernels/gemv). The head's columns go the same way, in a room of their own. Turns of a
-step are counted here, behind the last sum_norm, which ends every step (the norm before the head) and so advances the count on the
-device: a CUDA graph replays with new numbers. Used by parallel/ops.py; made by parallel/symmetric.py, for bfloat16.
+step are counted here, behind the last allreduce_rmsnorm, which ends every step (the norm before the head) and so advances the
+count on the device: a CUDA graph replays with new numbers. Used by parallel/ops.py; made by parallel/symmetric.py, for bfloat16.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from meshlm.kernels.allreduce_rmsnorm.kernel import Room, allreduce_rmsnorm
 from meshlm.kernels.embedding import kernel as embedding
 from meshlm.kernels.gemv.kernel import Turn, gemv, pays, side_by_side
 from meshlm.kernels.packets import FOR_EVER
-from meshlm.kernels.sum_norm.kernel import Room, sum_norm
 
 
 class OneRow:
@@ -25,7 +25,7 @@ class OneRow:
         """share: so many int64 zeros of each rank, that all can reach; their addresses by rank. Collective."""
         self.room, self._share, self.patience = room, share, FOR_EVER
         self._heads: dict[int, Room] = {}  # by columns of a rank
-        self._nth = 0  # of the next sum, behind the last sum_norm
+        self._nth = 0  # of the next sum, behind the last allreduce_rmsnorm
         self._under_way: Tensor | None = None  # what stands for it
         self._zeros = torch.zeros(1, room.columns, dtype=torch.bfloat16, device=room.turns.device)
 
@@ -33,7 +33,7 @@ class OneRow:
         """x W^T + b, this rank's part of a sum; what is returned stands for the sum and has no content. None: not for this size."""
         assert self._under_way is None, "the sum before has not been received"
         if not pays(weight, x.shape[0]) or weight.shape[0] != self.room.columns:
-            assert self._nth == 0, "the sum_norm that does this one would count its turn from 0"
+            assert self._nth == 0, "the allreduce_rmsnorm that does this one would count its turn from 0"
             return None
         self._under_way, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
         return self._under_way
@@ -72,7 +72,7 @@ class OneRow:
 
     def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += the sum that x stands for; the norm of that."""
-        found = sum_norm(x, residual, weight, eps, self.room, self.patience, sent=self._nth)
+        found = allreduce_rmsnorm(x, residual, weight, eps, self.room, self.patience, sent=self._nth)
         self._under_way, self._nth = None, 0
         return found
 

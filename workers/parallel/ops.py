@@ -42,7 +42,7 @@ class SummingOps:
         part, _ = self.base.embed_part(ids, table, rows, norm)
         if len(ids) <= FUSED_ROWS:
             stream = torch.zeros_like(part)
-            normed = self._comm.sum_norm(part, stream, *norm)
+            normed = self._comm.allreduce_rmsnorm(part, stream, *norm)
             if normed is not None:
                 return stream, normed
         return self._comm.all_reduce(part), None
@@ -50,13 +50,13 @@ class SummingOps:
     def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
         return self.base.rope_cache(qkv, batch, table, cache, heads)
 
-    def _sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def _allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         if self._one_row is not None and self._one_row.stands_for(x):
             return self._one_row.norm(x, residual, weight, eps)
-        return self._comm.sum_norm(x, residual, weight, eps)
+        return self._comm.allreduce_rmsnorm(x, residual, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = self._sum_norm(x, residual, weight, eps)
+        normed = self._allreduce_rmsnorm(x, residual, weight, eps)
         return self.base.add_rms_norm(self._comm.all_reduce(x), residual, weight, eps) if normed is None else normed
 
     def norm_linear(
@@ -80,7 +80,7 @@ class SummingOps:
                 residual = torch.zeros_like(x)
         elif residual is None:  # not a part of a sum
             return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
-        normed = self._sum_norm(x, residual, *norm)
+        normed = self._allreduce_rmsnorm(x, residual, *norm)
         if normed is None:
             return base.norm_linear(self._comm.all_reduce(x), residual, norm, packed, bias, outputs, gate=gate)
         out = base.linear(normed, packed, bias, outputs)

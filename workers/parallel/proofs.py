@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.kernels.ahead import compiled_ahead
+from meshlm.kernels.precompile import precompiled
 from meshlm.workers.parallel.communicator import FUSED_ROWS, Distributed
 from meshlm.workers.parallel.shard import Shard
 
@@ -39,7 +39,7 @@ def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: in
 
     Where Triton cannot compile apart from launching, they are launched, on every rank as often; what comes of it means nothing.
     """
-    with compiled_ahead():
+    with precompiled():
         for _ in chain(norms(made, shard, dtype, columns), parts(made, shard, columns)):
             pass
     torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def norms(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> 
     for rows in (1, FUSED_ROWS, 2, 1, made.room.packet_rows, 1):
         x = (steps + shard.tp_rank).to(dtype).repeat(rows, 1)
         residual = torch.ones(rows, columns, dtype=dtype, device=device)
-        normed = made.sum_norm(x, residual, weight, 1e-6)
+        normed = made.allreduce_rmsnorm(x, residual, weight, 1e-6)
         stream = (steps * size + size * (size - 1) // 2 + 1).to(dtype).repeat(rows, 1)
         yield Result(f"sum of {rows} rows", residual, stream)
         yield Result(f"norm of {rows} rows", normed, F.rms_norm(stream, (columns,), weight, 1e-6), NEAR)

@@ -1,8 +1,8 @@
 """Collectives over NVLink through each other's memory (torch symmetric memory), inside CUDA graphs; NCCL for what is too large.
 
-Sums of few rows are one kernel with the addition and the norm behind them (kernels/sum_norm). One-shot: every rank reads all peers'
-inputs and sums them. Two-shot: every rank sums a part and reads the others' sums: less traffic, one more round. Both wait for all ranks
-before and after, so the buffer may be written again at once. Without multicast.
+Sums of few rows are one kernel with the addition and the norm behind them (kernels/allreduce_rmsnorm). One-shot: every rank reads all
+peers' inputs and sums them. Two-shot: every rank sums a part and reads the others' sums: less traffic, one more round. Both wait for
+all ranks before and after, so the buffer may be written again at once. Without multicast.
 """
 
 import warnings
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.kernels.packets import FOR_EVER
-from meshlm.kernels.sum_norm import kernel
 from meshlm.workers.parallel import proofs
 from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
 from meshlm.workers.parallel.one_row import OneRow
@@ -21,7 +21,11 @@ from meshlm.workers.parallel.shard import Shard
 
 ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
 BUFFER_BYTES = 64 << 20  # larger tensors go by NCCL
-PACKET_ROWS = {2: 64, 4: 32, 8: 8}  # of those, by ranks: up to which rows go as packets (kernels/sum_norm/bench.py)
+PACKET_ROWS = {
+    2: 64,
+    4: 32,
+    8: 8,
+}  # of those, by ranks: up to which rows go as packets (kernels/allreduce_rmsnorm/bench.py)
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums
@@ -87,7 +91,7 @@ class Symmetric:
         torch.cuda.synchronize()  # all is zero before this rank says so to the others
 
     def proved(self, *, fused: bool, one_row: bool) -> None:
-        """From now on a peer may take as long as it needs. fused: sum_norm is right too. one_row: and that."""
+        """From now on a peer may take as long as it needs. fused: allreduce_rmsnorm is right too. one_row: and that."""
         self._patience = FOR_EVER
         self.fused = fused
         if self.one_row is not None:
@@ -116,11 +120,11 @@ class Symmetric:
         torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._name, x)
         return x
 
-    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         room = self.room
         if not self.fused or x.shape[0] > room.rows or x.shape[1] != room.columns or x.dtype != self._buffer.dtype:
             return None
-        return kernel.sum_norm(x, residual, weight, eps, room, self._patience)
+        return kernel.allreduce_rmsnorm(x, residual, weight, eps, room, self._patience)
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         rows, each = x.shape
@@ -171,9 +175,9 @@ def make_symmetric(
     fused = all_say_yes(not wrong, group)
     if not fused:
         warnings.warn(
-            f"kernels/sum_norm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
+            f"kernels/allreduce_rmsnorm is wrong here, sums and norms are apart: {wrong}", RuntimeWarning, stacklevel=2
         )
-    wrong = _said(lambda: proofs.wrong(proofs.parts(made, shard, widest[1]))) if fused else "sum_norm is wrong"
+    wrong = _said(lambda: proofs.wrong(proofs.parts(made, shard, widest[1]))) if fused else "allreduce_rmsnorm is wrong"
     one_row = all_say_yes(not wrong, group)
     if fused and not one_row:
         warnings.warn(

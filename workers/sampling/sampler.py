@@ -49,7 +49,7 @@ def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor)
     device = logits.device
     scale = put(np.where(greedy, 1.0, temperature), device)
     scaled = logits.float() / scale[:, None]
-    _truncate(scaled, rows, table)
+    _top_k_top_p(scaled, rows, table)
     drawn = _draw(scaled, put(uniforms(table.seed[rows], at.output_index), device))
     if not greedy.any():
         return drawn
@@ -63,7 +63,7 @@ def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=scaled.shape[1] - 1)
 
 
-def _truncate(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) -> None:
+def _top_k_top_p(scaled: Tensor, rows: NDArray[np.int32], table: SamplingTable) -> None:
     """min-p, top-k and top-p, each only where a row of the batch asks for it. Tokens outside become -inf."""
     vocab = scaled.shape[1]
     min_p, top_k, top_p = table.min_p[rows], table.top_k[rows], table.top_p[rows]

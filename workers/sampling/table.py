@@ -70,5 +70,5 @@ class SamplingTable:
         return np.flatnonzero((self.prompt_logprobs[rows] >= 0) & (starts < prompt_lens - 1))
 
     def need_torch(self, rows: NDArray[np.int32], output_index: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Which of these rows ask for more than kernels/penalties, truncate and sample do, for the token of this index."""
+        """Which of these rows ask for more than kernels/penalties, top_k_top_p and sample do, for the token of this index."""
         return np.flatnonzero(self.by_torch_until[rows] > output_index)

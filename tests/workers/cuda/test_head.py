@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.penalties import kernel as penalties
-from meshlm.kernels.step_input.reference import scatter
+from meshlm.kernels.prepare_inputs.reference import scatter
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan

@@ -15,10 +15,10 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention import tiles
-from meshlm.kernels.few_rows import kernel as few_rows
-from meshlm.kernels.few_rows.kernel import Shape
-from meshlm.kernels.gated import kernel as gated
-from meshlm.kernels.gated.kernel import Shape as Tile
+from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.gate_up_silu.kernel import Shape as Tile
+from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
+from meshlm.kernels.small_m_gemm.kernel import Shape
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
@@ -41,7 +41,7 @@ if torch.cuda.is_available():
 CPU = torch.device("cpu")
 LENGTH, BLOCK, TOKENS = 512, 16, 1024
 FEW = [Shape(16, 32, 16, 1, 4, 3), Shape(16, 32, 16, 1, 2, 3), Shape(32, 32, 16, 1, 4, 3), Shape(64, 32, 16, 1, 4, 3)]
-FEW_ROWS = list(zip([1, 8, 16, 192], [8, 16, 192, 256], FEW, strict=True))  # rows above, up to
+SMALL_M_GEMM = list(zip([1, 8, 16, 192], [8, 16, 192, 256], FEW, strict=True))  # rows above, up to
 MANY = [Tile(16, 16, 16, 4, 3), Tile(16, 16, 16, 4, 3, True), Tile(32, 16, 16, 4, 3)]
 MANY_ROWS = list(zip([256, 300, 700], [300, 700, 9999], MANY, strict=True))
 Variant = tuple[str, tuple[tuple[str, object], ...]]
@@ -116,10 +116,10 @@ class Case:
         self.keys = graph_keys("FULL", max_rows, TOKENS, (), 10**6)
         width = (heads[0] + 2 * heads[1]) * 16
         sizes = [(64, heads[0] * 16, "parts"), (64, 96, "parts"), (192, 64, "gate"), (width, 64, "product")]
-        split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in FEW_ROWS]
-        table = {size: split if size[2] == "parts" else FEW_ROWS for size in sizes}
-        monkeypatch.setattr(few_rows, "_table", lambda: table)
-        monkeypatch.setattr(gated, "_table", lambda: {(192, 64): MANY_ROWS})
+        split = [(over, to, shape._replace(splits=1 + (over == 192))) for over, to, shape in SMALL_M_GEMM]
+        table = {size: split if size[2] == "parts" else SMALL_M_GEMM for size in sizes}
+        monkeypatch.setattr(small_m_gemm, "_table", lambda: table)
+        monkeypatch.setattr(gate_up_silu, "_table", lambda: {(192, 64): MANY_ROWS})
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
@@ -137,10 +137,10 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def no_shapes_of_other_tables() -> Iterator[None]:
-    for cached in (few_rows.shape_for, gated.shape_for):
+    for cached in (small_m_gemm.shape_for, gate_up_silu.shape_for):
         cached.cache_clear()
     yield
-    for cached in (few_rows.shape_for, gated.shape_for):
+    for cached in (small_m_gemm.shape_for, gate_up_silu.shape_for):
         cached.cache_clear()
 
 
@@ -150,7 +150,7 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
 ) -> None:
     """With 16 rows and 2 kv heads, only the 17 requests of a mixed graph have contexts in 16 parts beside prompts."""
     case = Case(monkeypatch, max_rows, heads)
-    rows = few_rows.warm_rows() | gated.warm_rows()
+    rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
     for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
         case.by_hand(counts)
     for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
@@ -172,7 +172,7 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
     for count in range(1, max_rows + 1):  # lines whose log-probabilities are asked for
         logprobs.in_chunks(case.head.hidden[:count], case.head.sampled[:count].long(), 2, case.model.logits)
     assert case.launched - known == set()
-    assert {name for name, _ in known} >= {"_few_rows", "_sum_add_norm", "_gated"}
+    assert {name for name, _ in known} >= {"_small_m_gemm", "_sum_add_norm", "_gate_up_silu"}
 
 
 @pytest.mark.parametrize(("max_rows", "longest", "tokens"), [(4, 10, 64), (2, 64, 64), (64, 512, 512)])

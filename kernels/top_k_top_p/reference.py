@@ -1,4 +1,4 @@
-"""What truncate/kernel.py computes, in plain torch and float64, by sorting."""
+"""What top_k_top_p/kernel.py computes, in plain torch and float64, by sorting."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def truncate(
+def top_k_top_p(
     logits: Tensor, temperature: list[float], min_p: list[float], top_k: list[int], top_p: list[float]
 ) -> Tensor:
     """A copy of logits [l, vocab], one parameter a line, where excluded tokens are -inf."""

@@ -125,7 +125,7 @@ def _search(
 
 
 @triton.jit
-def _truncate(
+def _top_k_top_p(
     logits, stride, vocab, places, rows, temperature, min_ps, top_ks, top_ps, peaks, chosen, groups,
     PLACES: tl.constexpr, SPARE: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
@@ -228,7 +228,7 @@ def workspace(lines: int, vocab: int, dtype: torch.dtype, device: torch.device) 
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=torch.int16, device=device)
 
 
-def truncate(
+def top_k_top_p(
     logits: Tensor,
     rows: Tensor,
     places: Tensor | None,
@@ -249,7 +249,7 @@ def truncate(
     lines, vocab = logits.shape
     group = _group(vocab)
     groups = room[0].shape[1]
-    _truncate[(lines,)](
+    _top_k_top_p[(lines,)](
         logits, logits.stride(0), vocab, places if places is not None else rows, rows,
         state.temperature, state.min_p, state.top_k, state.top_p, *room, groups,
         PLACES=places is not None, SPARE=SPARE_BITS[logits.dtype], GROUP=group, WIDE=triton.next_power_of_2(groups),

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from allreduce_rmsnorm_rank import CALLS, COLUMNS, memory_of, of_rank, run_rank
 from device import ON_GPU, near
 from ranks import answers_of
-from sum_norm_rank import CALLS, COLUMNS, memory_of, of_rank, run_rank
 
-from meshlm.kernels.sum_norm import reference
+from meshlm.kernels.allreduce_rmsnorm import reference
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank; make_symmetric proves it at each start")
 
@@ -19,6 +19,6 @@ def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype) -> None:
     for call in range(CALLS):
         parts = [of_rank(rank, call, dtype) for rank in range(size)]
         weight = torch.linspace(0.5, 1.5, COLUMNS).to(dtype)
-        wanted = reference.sum_norm(parts, of_rank(7, call, dtype), weight, 1e-5)
+        wanted = reference.allreduce_rmsnorm(parts, of_rank(7, call, dtype), weight, 1e-5)
         for got, expected in zip(found[0][call], wanted, strict=True):
             near(torch.tensor(got), expected, dtype)

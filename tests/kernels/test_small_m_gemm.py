@@ -6,9 +6,9 @@ import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, near
 
-from meshlm.kernels.few_rows import kernel, reference, tune
-from meshlm.kernels.few_rows.kernel import Shape, few_rows
 from meshlm.kernels.norm.kernel import add_rms_norm
+from meshlm.kernels.small_m_gemm import kernel, reference, tune
+from meshlm.kernels.small_m_gemm.kernel import Shape, small_m_gemm
 
 pytestmark = MARKS
 SHAPES = [Shape(16, 32, 64, 2, 4, 3), Shape(32, 64, 64, 4, 4, 3), Shape(64, 128, 64, 2, 4, 3)]
@@ -23,10 +23,10 @@ def test_parts_and_their_norm(rows: int, shape: Shape, dtype: torch.dtype) -> No
     w = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
     weight = torch.randn(outputs, device=DEVICE, dtype=dtype)
     residual = torch.randn(rows, outputs, device=DEVICE, dtype=dtype)
-    parts, expected_parts = few_rows(x, w, shape, "parts"), reference.parts(x, w, shape.splits)
+    parts, expected_parts = small_m_gemm(x, w, shape, "parts"), reference.parts(x, w, shape.splits)
     near(parts, expected_parts, dtype)
     expected_residual = residual.clone()
-    expected = reference.add_sum_norm(expected_parts, expected_residual, weight, 1e-6)
+    expected = reference.add_allreduce_rmsnorm(expected_parts, expected_residual, weight, 1e-6)
     near(add_rms_norm(parts, residual, weight, 1e-6), expected, dtype, 4.0)
     near(residual, expected_residual, dtype, 2.0)
 
@@ -39,8 +39,8 @@ def test_whole_products_and_gates(rows: int, shape: Shape, dtype: torch.dtype) -
     outputs, inputs = 2 * shape.block_n, 3 * shape.block_k
     x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
     w = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
-    near(few_rows(x, w, shape, "product"), reference.product(x, w), dtype, 2.0)
-    near(few_rows(x, w, shape, "gate"), reference.gate(x, w), dtype, 4.0)
+    near(small_m_gemm(x, w, shape, "product"), reference.product(x, w), dtype, 2.0)
+    near(small_m_gemm(x, w, shape, "gate"), reference.gate(x, w), dtype, 4.0)
 
 
 @pytest.mark.parametrize("columns", [1, 100, 1000])
@@ -48,7 +48,7 @@ def test_the_norm_of_parts_at_odd_widths(columns: int) -> None:
     parts = torch.randn(3, 5, columns, device=DEVICE)
     residual, weight = torch.randn(5, columns, device=DEVICE), torch.randn(columns, device=DEVICE)
     expected_residual = residual.clone()
-    expected = reference.add_sum_norm(parts, expected_residual, weight, 1e-5)
+    expected = reference.add_allreduce_rmsnorm(parts, expected_residual, weight, 1e-5)
     near(add_rms_norm(parts, residual, weight, 1e-5), expected, torch.float32)
     near(residual, expected_residual, torch.float32)
 

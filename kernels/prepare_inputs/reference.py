@@ -1,10 +1,10 @@
-"""What step_input/kernel.py computes, in plain torch."""
+"""What prepare_inputs/kernel.py computes, in plain torch."""
 
 import torch
 from torch import Tensor
 
 
-def step_input(
+def prepare_inputs(
     rows: Tensor,
     starts: Tensor,
     ends: Tensor,

@@ -1,4 +1,4 @@
-"""What few_rows/kernel.py and the norm behind its parts compute, in plain torch."""
+"""What small_m_gemm/kernel.py and the norm behind its parts compute, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def parts(x: Tensor, w: Tensor, splits: int) -> Tensor:
     return torch.stack([x_part @ w_part.t() for x_part, w_part in shares])
 
 
-def add_sum_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_allreduce_rmsnorm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     return add_rms_norm(parts.sum(dim=0).to(residual.dtype), residual, weight, eps)
 
 

@@ -1,6 +1,6 @@
 """Finds which of cuBLAS's algorithms are faster than its first choice, for a model's products on this GPU; keeps them in the tree.
 
-    python -P -m meshlm.kernels.product.tune CONFIG.json ... [--tp 1 2 4] [--products qkv o] [--folder DIR] [--json FILE]
+    python -P -m meshlm.kernels.gemm.tune CONFIG.json ... [--tp 1 2 4] [--products qkv o] [--folder DIR] [--json FILE]
 
 CONFIG.json is a checkpoint's. Entries of other sizes stay. Candidates take turns, each for as long as the power limit needs to show;
 those far behind leave after the first turn. What is not clearly faster than torch's call is not entered.
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels import tables
+from meshlm.kernels.gemm.cublaslt import Products
+from meshlm.kernels.gemm.kernel import ADDED_ROWS
 from meshlm.kernels.measure import keep, replay_us
-from meshlm.kernels.product.cublaslt import Products
-from meshlm.kernels.product.kernel import ADDED_ROWS
 
 ROWS = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 ROWS += [1536, 2048, 2560, 3072, 3584, 4096, 6144, 8192, 12288, 16384]
@@ -109,11 +109,11 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[1])
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS, metavar="NAME")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/product/tables")
+    parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/gemm/tables")
     parser.add_argument("--json", help="all times")
     arguments = parser.parse_args()
     products = Products(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
-    kept = {(each["outputs"], each["inputs"]): each for each in (tables.own("product") or {"products": []})["products"]}
+    kept = {(each["outputs"], each["inputs"]): each for each in (tables.own("gemm") or {"products": []})["products"]}
     report = []
     for path in arguments.configs:
         config = json.loads(path.read_text())
@@ -128,7 +128,7 @@ def main() -> None:
                 line = {"rows": rows, "outputs": shape[0], "inputs": shape[1], "torch_us": round(timed[()], 2)}
                 report.append({**line, "us": round(best, 2), "tflop_s": round(flop / best / 1e6)})
                 print(json.dumps(report[-1]), flush=True)
-            tables.write("product", {"products": [kept[each] for each in sorted(kept)]}, arguments.folder)
+            tables.write("gemm", {"products": [kept[each] for each in sorted(kept)]}, arguments.folder)
     keep(report, arguments.json)
 
 

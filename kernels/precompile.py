@@ -1,7 +1,7 @@
 """Compiles the kernels that a piece of code launches, several at a time, without launching them.
 
 A start with an empty cache needs dozens of variants, and a launch waits for its own: they would be compiled one after the
-other. Inside `compiled_ahead` a launch only hands its variant to other threads, by Triton's AsyncCompileMode. About a seventh
+other. Inside `precompiled` a launch only hands its variant to other threads, by Triton's AsyncCompileMode. About a seventh
 of their work, the front end, needs Python's lock. What is no launch of Triton's happens as ever, in buffers that no kernel has
 filled: nothing that only a kernel writes may be an index of torch's there.
 
@@ -38,7 +38,7 @@ def _mode() -> Any:
 
 
 @contextmanager
-def compiled_ahead(progress: Progress = lambda done, total: None, threads: int | None = None) -> Iterator[None]:
+def precompiled(progress: Progress = lambda done, total: None, threads: int | None = None) -> Iterator[None]:
     """Inside nothing is launched; afterwards what would have been is compiled and loaded.
 
     What cannot be compiled or loaded is said again by its launch. progress: while there is something to wait for. Where Triton has no

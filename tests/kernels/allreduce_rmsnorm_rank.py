@@ -1,4 +1,4 @@
-"""One rank of test_sum_norm.py: a process of its own, so importable by name."""
+"""One rank of test_allreduce_rmsnorm.py: a process of its own, so importable by name."""
 
 import random
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshlm.kernels.sum_norm import kernel
+from meshlm.kernels.allreduce_rmsnorm import kernel
 
 ROWS, COLUMNS, CALLS, PACKET_ROWS = 5, 72, 12, 2  # calls of one and two rows by packets, of five by flags
 FIRST_TURN = 2**31 - 4  # they wrap on the way
@@ -47,6 +47,6 @@ def run_rank(rank: int, memory: list[list[torch.Tensor]], dtype: torch.dtype, an
         x, residual = of_rank(rank, call, dtype), of_rank(7, call, dtype)
         if chance.random() < 0.3:
             time.sleep(chance.random() * LATE_S)  # a rank that comes late; the others may be a turn ahead by then
-        normed = kernel.sum_norm(x, residual, torch.linspace(0.5, 1.5, COLUMNS).to(dtype), 1e-5, room)
+        normed = kernel.allreduce_rmsnorm(x, residual, torch.linspace(0.5, 1.5, COLUMNS).to(dtype), 1e-5, room)
         found.append((normed.tolist(), residual.tolist()))
     answers.put((rank, found))

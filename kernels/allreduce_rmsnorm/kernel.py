@@ -145,7 +145,7 @@ def words(columns: int, dtype: torch.dtype) -> int:
     return columns * dtype.itemsize // 4
 
 
-def sum_norm(
+def allreduce_rmsnorm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -156,7 +156,7 @@ def sum_norm(
 ) -> Tensor:
     """x, residual [m, columns], dense, m <= room.rows -> [m, columns]; residual changes in place. All ranks call it alike.
 
-    sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last sum_norm.
+    sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last allreduce_rmsnorm.
     """
     rows, columns = x.shape
     assert rows <= room.rows and columns == room.columns  # noqa: PT018

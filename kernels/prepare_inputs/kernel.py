@@ -16,7 +16,7 @@ MORE_STEPS, MOST = 14, 16383
 
 
 @triton.jit(do_not_specialize=["n", "total"])
-def _step_input(
+def _prepare_inputs(
     rows, starts, ends, tokens, tokens_stride, blocks, blocks_stride, n, total,
     input_ids, positions, slots, SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def _step_input(
     tl.store(slots + t, slot, mask=inside)
 
 
-def step_input(
+def prepare_inputs(
     rows: Tensor,
     starts: Tensor,
     ends: Tensor,
@@ -58,7 +58,7 @@ def step_input(
     """
     assert n <= MOST
     total = out[0].shape[0]
-    _step_input[(triton.cdiv(total, 128),)](
+    _prepare_inputs[(triton.cdiv(total, 128),)](
         rows, starts, ends, tokens, tokens.stride(0), blocks, blocks.stride(0), n, total, *out,
         SIZE=block_size, STEPS=STEPS if n <= FEW else MORE_STEPS, BLOCK=128, num_warps=4,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Truncation against reading the logits once at 4.2 TB/s, and against torch.sort, on the GPU that is there.
 
-    python -P -m meshlm.kernels.truncate.bench [--tune] [--json FILE]
+    python -P -m meshlm.kernels.top_k_top_p.bench [--tune] [--json FILE]
 
 Logits are bfloat16. "zipf" looks like a model that knows what comes (the r-th likeliest token weighs r^-1.5), "flat"
 like one that does not (normal, standard deviation 2: top-p keeps tens of thousands). Every run starts from fresh
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.measure import keep, microseconds
-from meshlm.kernels.truncate.kernel import Limits, truncate, workspace
+from meshlm.kernels.top_k_top_p.kernel import Limits, top_k_top_p, workspace
 
 VOCAB = 151936
 LINES = [1, 64, 256]
@@ -72,7 +72,7 @@ def bench(kind: str, lines: int, case: str, tune: bool) -> dict[str, Any]:
 
         def run(choice: dict[str, int] = choice) -> None:
             copy()
-            truncate(logits, rows, None, state, room, **choice)
+            top_k_top_p(logits, rows, None, state, room, **choice)
 
         found.append((microseconds(run) - copying, choice))
     own = found[0][0]

@@ -16,8 +16,8 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from meshlm.kernels import ahead
-from meshlm.kernels.ahead import compiled_ahead, launchers_apart
+from meshlm.kernels import precompile
+from meshlm.kernels.precompile import launchers_apart, precompiled
 
 PATCHED = (tl, tl.core, tl.math, *(value for value in vars(tl.core).values() if isinstance(value, type)))
 COMPILED = [(owner, dict(vars(owner))) for owner in PATCHED]  # no test has run yet
@@ -109,7 +109,7 @@ def test_variants_are_compiled_and_loaded_by_several_threads_and_not_launched(gp
     kernels = [JITFunction(copy), JITFunction(double)]
     gpu.loading = threading.Barrier(2, timeout=60).wait
     news: list[tuple[int, int]] = []
-    with compiled_ahead(lambda done, total: news.append((done, total)), threads=2):
+    with precompiled(lambda done, total: news.append((done, total)), threads=2):
         for kernel in kernels * 3:
             launch(kernel)
     assert gpu.launched == []
@@ -125,7 +125,7 @@ def test_variants_are_compiled_and_loaded_by_several_threads_and_not_launched(gp
 
 def test_each_variant_is_one(gpu: Driver) -> None:
     kernel = JITFunction(copy)
-    with compiled_ahead(threads=2):
+    with precompiled(threads=2):
         for block in (16, 32, 16, 64, 32):
             launch(kernel, block)
     assert len(gpu.compiled) == 3
@@ -143,7 +143,7 @@ def test_a_variant_that_is_asked_for_in_other_words_is_not_compiled_again(gpu: D
         kernel[(1,)](x, out, BLOCK=16)  # type: ignore[index]
         kernel[(1,)](x, out, BLOCK=16, num_warps=4)  # type: ignore[index]
 
-    with compiled_ahead(threads=2):
+    with precompiled(threads=2):
         both()
     looked_up = len(gpu.looked_up)
     both()
@@ -153,7 +153,7 @@ def test_a_variant_that_is_asked_for_in_other_words_is_not_compiled_again(gpu: D
 
 def test_what_cannot_be_compiled_says_so_when_it_is_launched(gpu: Driver, caplog: pytest.LogCaptureFixture) -> None:
     bad, good = JITFunction(wrong), JITFunction(copy)
-    with compiled_ahead(threads=2):
+    with precompiled(threads=2):
         launch(bad)
         launch(good)
     assert "1 of 2 kernels are not compiled ahead: CompilationError" in caplog.text
@@ -171,7 +171,7 @@ def test_what_cannot_be_loaded_says_so_too(gpu: Driver) -> None:
 
     kernel = JITFunction(copy)
     gpu.loading = broken
-    with compiled_ahead(threads=1):
+    with precompiled(threads=1):
         launch(kernel)
     with pytest.raises(RuntimeError, match="image is invalid"):
         launch(kernel)
@@ -182,7 +182,7 @@ def test_an_error_between_launches_leaves_them_as_they_were(gpu: Driver) -> None
     kernel = JITFunction(copy)
 
     def fail() -> None:
-        with compiled_ahead(threads=1):
+        with precompiled(threads=1):
             launch(kernel)
             raise torch.OutOfMemoryError
 
@@ -195,8 +195,8 @@ def test_an_error_between_launches_leaves_them_as_they_were(gpu: Driver) -> None
 
 
 def test_a_triton_that_cannot_do_it_launches(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_mode", lambda: None)
-    with compiled_ahead():
+    monkeypatch.setattr(precompile, "_mode", lambda: None)
+    with precompiled():
         launch(JITFunction(copy))
     assert gpu.launched == ["copy"]
     assert gpu.compiled == ["MainThread"]
@@ -226,4 +226,4 @@ def test_a_launcher_that_is_loaded_again_is_nobody_elses(tmp_path: Path) -> None
 
 
 def test_this_triton_can() -> None:
-    assert ahead._mode() is not None
+    assert precompile._mode() is not None

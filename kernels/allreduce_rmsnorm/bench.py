@@ -1,6 +1,6 @@
-"""One sum_norm inside a CUDA graph of many, by rows and protocol, on several GPUs of this host.
+"""One allreduce_rmsnorm inside a CUDA graph of many, by rows and protocol, on several GPUs of this host.
 
-    python -P -m meshlm.kernels.sum_norm.bench [--gpus 2] [--columns 4096] [--rows 1 2 4 8 16 32 64] [--json FILE]
+    python -P -m meshlm.kernels.allreduce_rmsnorm.bench [--gpus 2] [--columns 4096] [--rows 1 2 4 8 16 32 64] [--json FILE]
 
 `norm_us` is the same without a sum (kernels/norm): what one GPU alone needs. The two protocols take turns.
 """
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from meshlm.kernels.allreduce_rmsnorm import kernel, reference
 from meshlm.kernels.measure import keep
 from meshlm.kernels.norm.kernel import add_rms_norm
-from meshlm.kernels.sum_norm import kernel, reference
 
 IN_A_GRAPH, REPLAYS, ROUNDS = 64, 20, 5
 
@@ -78,8 +78,8 @@ def right(rank: int, size: int, rows: int, columns: int, room: kernel.Room) -> b
             for k in range(size)
         ]
         residual, weight = parts[0] * 0.5, torch.linspace(0.5, 1.5, columns).bfloat16().cuda()
-        wanted, stream = reference.sum_norm(parts, residual, weight, 1e-5)
-        found = kernel.sum_norm(parts[rank], residual, weight, 1e-5, room)
+        wanted, stream = reference.allreduce_rmsnorm(parts, residual, weight, 1e-5)
+        found = kernel.allreduce_rmsnorm(parts[rank], residual, weight, 1e-5, room)
         if not torch.allclose(residual, stream, atol=0.05, rtol=0.02) or (found - wanted).abs().max() > 0.1:
             return False
     return True
@@ -99,7 +99,7 @@ def measure(rank: int, size: int, port: int, arguments: argparse.Namespace) -> N
             result[f"{name}_right"] = right(rank, size, rows, arguments.columns, room)
 
             def work(x: Tensor = x, residual: Tensor = residual) -> None:
-                kernel.sum_norm(x, residual, weight, 1e-5, room)
+                kernel.allreduce_rmsnorm(x, residual, weight, 1e-5, room)
 
             graphs[name] = graph_of(work)
         graphs["norm"] = graph_of(lambda x=x, residual=residual: add_rms_norm(x, residual, weight, 1e-5))

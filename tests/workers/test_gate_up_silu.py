@@ -5,8 +5,8 @@ import torch
 from small_models import same_states, two_layers
 
 pytest.importorskip("triton")
-from meshlm.kernels.gated import kernel
-from meshlm.kernels.gated.kernel import Shape
+from meshlm.kernels.gate_up_silu import kernel
+from meshlm.kernels.gate_up_silu.kernel import Shape
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
@@ -19,7 +19,7 @@ TILE = Shape(16, 16, 16, 4, 3)
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
-    """Every such projection of 8 rows or more goes by kernels/gated; which weights did."""
+    """Every such projection of 8 rows or more goes by kernels/gate_up_silu; which weights did."""
     found: set[tuple[int, int]] = set()
 
     def shape_for(rows: int, outputs: int, inputs: int) -> Shape | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels import tables
-from meshlm.kernels.product.cublaslt import ALIGNED, TYPES, Algorithm, Products, library
+from meshlm.kernels.gemm.cublaslt import ALIGNED, TYPES, Algorithm, Products, library
 
 ADDED_ROWS = 512  # from so many on a product adds to the stream itself, and the norm behind it reads that alone
 
@@ -36,7 +36,7 @@ def _table() -> Table:
     """Nothing without a table of this very GPU: another one's choices mean little."""
     if not torch.cuda.is_available() or library() is None:
         return {}
-    table = tables.own("product")
+    table = tables.own("gemm")
     return entries(table) if table else {}
 
 
@@ -64,13 +64,13 @@ def _algorithm(device: torch.device, dtype: torch.dtype, outputs: int, inputs: i
     return next((algorithm for algorithm in known if algorithm.config == entry.config), None)
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k], w [n, k] -> [m, n]."""
     found = _by_table(x, w, None) if bias is None else None
     return F.linear(x, w, bias) if found is None else found
 
 
-def add_product(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
+def add_gemm(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
     """to [m, n] += x w^T, in place, rounded once; x [m, k], w [n, k], all dense."""
     return to.addmm_(x, w.t()) if _by_table(x, w, to) is None else to
 

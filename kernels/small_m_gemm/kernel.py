@@ -33,7 +33,7 @@ def _ask_for(line, first, EACH: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _few_rows(
+def _small_m_gemm(
     x, w, out, rows,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EACH: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
@@ -90,7 +90,7 @@ def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
     return {
         key: [(over, to, Shape(*shape)) for over, to, shape in rows]
-        for key, rows in tables.products("few_rows").items()
+        for key, rows in tables.products("small_m_gemm").items()
     }
 
 
@@ -105,7 +105,7 @@ def warm_rows() -> set[int]:
     return {to for known in _table().values() for _, to, _ in known}
 
 
-def few_rows(x: Tensor, w: Tensor, shape: Shape, use: str) -> Tensor:
+def small_m_gemm(x: Tensor, w: Tensor, shape: Shape, use: str) -> Tensor:
     """x [m, k], w [n, k], dense, of 16 bits -> parts: float32 [splits, m, n]; product: [m, n]; gate: [m, n / 2]."""
     rows, inputs = x.shape
     outputs = w.shape[0] // 2 if use == "gate" else w.shape[0]
@@ -115,7 +115,7 @@ def few_rows(x: Tensor, w: Tensor, shape: Shape, use: str) -> Tensor:
     each = inputs // shape.splits
     sizes, dtype = ((shape.splits, rows, outputs), torch.float32) if use == "parts" else ((rows, outputs), x.dtype)
     out = torch.empty(sizes, dtype=dtype, device=x.device)
-    _few_rows[(outputs // shape.block_n, shape.splits, triton.cdiv(rows, shape.block_m))](
+    _small_m_gemm[(outputs // shape.block_n, shape.splits, triton.cdiv(rows, shape.block_m))](
         x, w, out, rows,
         INPUTS=inputs, OUTPUTS=outputs, EACH=each, GATE=use == "gate", BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k, STAGES=shape.stages, LINES=triton.next_power_of_2(triton.cdiv(each, LINE)), PDL=use_pdl,

@@ -6,8 +6,8 @@ import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU
 from torch import Tensor
 
-from meshlm.kernels.truncate import kernel, reference
-from meshlm.workers.sampling.sampler import _truncate
+from meshlm.kernels.top_k_top_p import kernel, reference
+from meshlm.workers.sampling.sampler import _top_k_top_p
 from meshlm.workers.sampling.table import SamplingTable
 
 pytestmark = MARKS
@@ -29,21 +29,21 @@ def limits(parameters: list[Parameters]) -> kernel.Limits:
     )
 
 
-def truncate(logits: Tensor, parameters: list[Parameters]) -> Tensor:
+def top_k_top_p(logits: Tensor, parameters: list[Parameters]) -> Tensor:
     """A truncated copy."""
     out = logits.clone()
     lines, vocab = logits.shape
     rows = torch.arange(lines, dtype=torch.int32, device=DEVICE)
     room = kernel.workspace(lines, vocab, logits.dtype, DEVICE)
-    kernel.truncate(out, rows, None, limits(parameters), room, **SHAPES)
+    kernel.top_k_top_p(out, rows, None, limits(parameters), room, **SHAPES)
     return out
 
 
 def check(logits: Tensor, parameters: list[Parameters]) -> Tensor:
     """What the kernel keeps is what the reference keeps, up to the rounding of float32 sums in top_p, and unchanged."""
-    got = truncate(logits, parameters)
+    got = top_k_top_p(logits, parameters)
     low, high = (
-        reference.truncate(
+        reference.top_k_top_p(
             logits,
             [p[0] for p in parameters],
             [p[1] for p in parameters],
@@ -93,7 +93,7 @@ def test_rows_that_limit_nothing_or_are_greedy_stay(dtype: torch.dtype) -> None:
     ]
     logits = torch.randn(5, 1001, device=DEVICE).to(dtype)
     logits[1, 3], logits[0, 5] = INF, float("nan")
-    got = truncate(logits, parameters)
+    got = top_k_top_p(logits, parameters)
     untouched = [0, 1, 2, 4]
     whole = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(got[untouched].view(whole), logits[untouched].view(whole))
@@ -127,7 +127,7 @@ def test_extreme_limits_keep_the_likeliest(dtype: torch.dtype) -> None:
     parameters: list[Parameters] = [(1.0, 0.0, 1, 1.0), (1.0, 0.0, 0, 1e-6), (1.0, 1.0, 0, 1.0), (5.0, 1.0, 1, 1e-9)]
     logits = torch.randn(4, 2000, device=DEVICE).to(dtype)
     logits[:, 1234] = 9
-    got = truncate(logits, parameters)
+    got = top_k_top_p(logits, parameters)
     assert counts(got) == [1] * 4
     assert got.argmax(dim=-1).tolist() == [1234] * 4
 
@@ -150,7 +150,7 @@ def test_logits_that_are_minus_infinity() -> None:
     assert counts(got)[0] == 20
     assert counts(got)[3] == 5
     for one in ((1.0, 0.0, 50, 1.0), (1.0, 0.0, 0, 0.9), (1.0, 0.2, 30, 0.9)):
-        assert counts(truncate(logits[4:], [one])) == [0]
+        assert counts(top_k_top_p(logits[4:], [one])) == [0]
 
 
 def test_rows_are_found_by_place() -> None:
@@ -162,8 +162,8 @@ def test_rows_are_found_by_place() -> None:
     state = limits([OFF, (1.0, 0.0, 3, 1.0), OFF, OFF, (1.0, 0.0, 8, 1.0)])
     rows = torch.tensor([4, 0, 1, 3], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
-    kernel.truncate(logits, rows, places, state, kernel.workspace(2, 555, logits.dtype, DEVICE), **SHAPES)
-    expected[:, :555] = reference.truncate(expected[:, :555], [1.0, 1.0], [0.0, 0.0], [3, 8], [1.0, 1.0])
+    kernel.top_k_top_p(logits, rows, places, state, kernel.workspace(2, 555, logits.dtype, DEVICE), **SHAPES)
+    expected[:, :555] = reference.top_k_top_p(expected[:, :555], [1.0, 1.0], [0.0, 0.0], [3, 8], [1.0, 1.0])
     assert torch.equal(wide, expected)
 
 
@@ -181,5 +181,5 @@ def test_the_sampler_agrees() -> None:
     table.temperature[:], table.min_p[:], table.top_k[:], table.top_p[:] = np.array(parameters).T
     logits = torch.randn(len(parameters), 5000, device=DEVICE) * 2
     scaled = logits / torch.from_numpy(table.temperature).to(DEVICE)[:, None]
-    _truncate(scaled, np.arange(len(parameters), dtype=np.int32), table)
-    assert torch.equal(truncate(logits, parameters) > -INF, scaled > -INF)
+    _top_k_top_p(scaled, np.arange(len(parameters), dtype=np.int32), table)
+    assert torch.equal(top_k_top_p(logits, parameters) > -INF, scaled > -INF)

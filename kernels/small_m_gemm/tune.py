@@ -1,6 +1,6 @@
-"""Finds where kernels/few_rows makes a layer faster than cuBLAS does; keeps that in the tree.
+"""Finds where kernels/small_m_gemm makes a layer faster than cuBLAS does; keeps that in the tree.
 
-    python -P -m meshlm.kernels.few_rows.tune CONFIG.json ... [--folder DIR] [--json FILE]
+    python -P -m meshlm.kernels.small_m_gemm.tune CONFIG.json ... [--folder DIR] [--json FILE]
 
 CONFIG.json is a checkpoint's. What a kernel costs depends on those around it, so whole layers of decodes are timed: query, key and
 value are a product, output and down projection parts, gate and up a gate. One after the other each takes the shape with which the layer
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels import tables
-from meshlm.kernels.ahead import compiled_ahead
 from meshlm.kernels.attention.bench import PAGE, columns
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.tiles import decode_tiles
-from meshlm.kernels.few_rows.kernel import Key, Shape, few_rows
+from meshlm.kernels.gemm import kernel as whole
+from meshlm.kernels.gemm.tune import shapes
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.norm.kernel import add_rms_norm
-from meshlm.kernels.product import kernel as whole
-from meshlm.kernels.product.tune import shapes
+from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
+from meshlm.kernels.small_m_gemm.kernel import Key, Shape, small_m_gemm
 
 ROWS = [8, 16, 32, 48, 64, 96, 128, 192, 256]
 CONTEXT = 512
@@ -110,11 +110,11 @@ class Layers:
 
     def _product(self, name: str, x: Tensor, weight: dict[str, Tensor], choice: Choice) -> Tensor:
         shape = choice.get(name)
-        return whole.product(x, weight[name]) if shape is None else few_rows(x, weight[name], shape, USES[name])
+        return whole.gemm(x, weight[name]) if shape is None else small_m_gemm(x, weight[name], shape, USES[name])
 
     def timed(self, choices: list[Choice]) -> list[float]:
         """Microseconds of one layer with each, medians, in turns."""
-        with compiled_ahead():
+        with precompiled():
             for choice in choices:
                 self.run(choice)
         graphs = []
@@ -154,10 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/few_rows/tables")
+    parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/small_m_gemm/tables")
     parser.add_argument("--json", help="the times")
     arguments = parser.parse_args()
-    known = (tables.own("few_rows") or {"products": []})["products"]
+    known = (tables.own("small_m_gemm") or {"products": []})["products"]
     kept = {(each["outputs"], each["inputs"], each["use"]): each for each in known}
     report = []
     for path in arguments.configs:
@@ -172,7 +172,7 @@ def main() -> None:
                 print(json.dumps(report[-1]), flush=True)
         for key, by_rows in found.items():
             kept[key] = {**dict(zip(("outputs", "inputs", "use"), key, strict=True)), "rows": entries(by_rows)}
-        tables.write("few_rows", {"products": [kept[each] for each in sorted(kept)]}, arguments.folder)
+        tables.write("small_m_gemm", {"products": [kept[each] for each in sorted(kept)]}, arguments.folder)
     keep(report, arguments.json)
 
 

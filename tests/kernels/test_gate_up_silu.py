@@ -9,9 +9,9 @@ import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, near
 
 from meshlm.kernels import tables
-from meshlm.kernels.gated import kernel, reference, tune
-from meshlm.kernels.gated.kernel import Shape, gated
-from meshlm.kernels.gated.tune import CANDIDATES
+from meshlm.kernels.gate_up_silu import kernel, reference, tune
+from meshlm.kernels.gate_up_silu.kernel import Shape, gate_up_silu
+from meshlm.kernels.gate_up_silu.tune import CANDIDATES
 
 pytestmark = MARKS
 SMALL = [Shape(16, 32, 16, 4, 3), Shape(32, 16, 32, 4, 3, True), Shape(16, 32, 16, 4, 3, False, 2)]
@@ -28,7 +28,7 @@ def test_gated(rows: int, outputs: int, inputs: int, shape: Shape, dtype: torch.
         pytest.skip("these tiles are for 16 bits: twice as many bytes do not fit")
     x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
     w = torch.randn(2 * outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
-    near(gated(x, w, shape), reference.gated(x, w), dtype, 4.0)
+    near(gate_up_silu(x, w, shape), reference.gate_up_silu(x, w), dtype, 4.0)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="as many rows and inputs as these tiles are for")
@@ -36,7 +36,7 @@ def test_gated(rows: int, outputs: int, inputs: int, shape: Shape, dtype: torch.
 def test_gated_as_models_have_it(shape: Shape) -> None:
     x = torch.randn(1000, 2048, device=DEVICE, dtype=torch.bfloat16)
     w = torch.randn(2 * 5632, 2048, device=DEVICE, dtype=torch.bfloat16) / 2048**0.5
-    near(gated(x, w, shape), reference.gated(x, w), torch.bfloat16, 4.0)
+    near(gate_up_silu(x, w, shape), reference.gate_up_silu(x, w), torch.bfloat16, 4.0)
 
 
 def test_every_tile_is_taken_once() -> None:
@@ -74,9 +74,9 @@ def test_entries_of_a_table() -> None:
 def test_candidates_that_compute_something_else_or_cannot_run_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    odd = {B: lambda x, w: reference.gated(x, w) * 1.1, SMALL[2]: lambda x, w: 1 / 0}
-    monkeypatch.setattr(tune, "usual", reference.gated)
-    monkeypatch.setattr(tune, "gated", lambda x, w, shape: odd.get(shape, reference.gated)(x, w))
+    odd = {B: lambda x, w: reference.gate_up_silu(x, w) * 1.1, SMALL[2]: lambda x, w: 1 / 0}
+    monkeypatch.setattr(tune, "usual", reference.gate_up_silu)
+    monkeypatch.setattr(tune, "gate_up_silu", lambda x, w, shape: odd.get(shape, reference.gate_up_silu)(x, w))
     assert tune.right(torch.randn(20, 32), torch.randn(96, 32) / 6, [A, B, SMALL[2]]) == [A]
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in said] == ["wrong", "cannot run"]
@@ -92,5 +92,5 @@ def test_what_the_report_says() -> None:
 
 def test_a_gpus_first_table_makes_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tables, "this_gpu", lambda: {"name": "A GPU"})
-    path = tables.write("gated", {"products": []}, tmp_path / "tables")
+    path = tables.write("gate_up_silu", {"products": []}, tmp_path / "tables")
     assert SimpleNamespace(**json.loads(path.read_text())).products == []

@@ -1,6 +1,6 @@
-"""Finds where kernels/gated is faster than cuBLAS and silu_mul; keeps that in the tree.
+"""Finds where kernels/gate_up_silu is faster than cuBLAS and silu_mul; keeps that in the tree.
 
-    python -P -m meshlm.kernels.gated.tune --models DIR ... [--tp 1 2] [--jobs N] [--folder DIR] [--json FILE]
+    python -P -m meshlm.kernels.gate_up_silu.tune --models DIR ... [--tp 1 2] [--jobs N] [--folder DIR] [--json FILE]
 
 DIR has a checkpoint's config.json. For each size all tiles take turns with the unfused operations, each for as long as the power limit
 needs to show, with weights that come from memory; those far behind leave after the first turn. A tile whose result is not that of the
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels import tables
-from meshlm.kernels.ahead import compiled_ahead
-from meshlm.kernels.gated.kernel import Shape, gated
+from meshlm.kernels.gate_up_silu.kernel import Shape, gate_up_silu
+from meshlm.kernels.gemm.kernel import gemm
+from meshlm.kernels.gemm.tune import captured, shapes, weights_of
 from meshlm.kernels.measure import keep, replay_us
-from meshlm.kernels.product.kernel import product
-from meshlm.kernels.product.tune import captured, shapes, weights_of
+from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
 
 # What Triton 3.6 compiles for compute capability 9.0 without spilling registers.
@@ -46,7 +46,7 @@ Weights = list[Tensor]  # [2n, k], more of them than the L2 cache holds
 
 
 def usual(x: Tensor, w: Tensor) -> Tensor:
-    return silu_mul(product(x, w))
+    return silu_mul(gemm(x, w))
 
 
 def time_all(weights: Weights, rows: int, candidates: list[Shape]) -> Timed:
@@ -54,7 +54,7 @@ def time_all(weights: Weights, rows: int, candidates: list[Shape]) -> Timed:
     x = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
     runs: dict[Shape | None, Callable[[Tensor], object]] = {None: lambda w: usual(x, w)}
     for each in candidates:
-        runs[each] = lambda w, shape=each: gated(x, w, shape)  # type: ignore[misc]
+        runs[each] = lambda w, shape=each: gate_up_silu(x, w, shape)  # type: ignore[misc]
     graphs = {shape: captured(run, weights) for shape, run in runs.items()}
     repeats = max(2, int(TURN_S * 1e6 / replay_us(graphs[None], 2)))
     taken: dict[Shape | None, list[float]] = {shape: [] for shape in graphs}
@@ -72,7 +72,7 @@ def right(x: Tensor, w: Tensor, candidates: list[Shape]) -> list[Shape]:
     expected, found = usual(x, w).float(), []
     for shape in candidates:
         try:
-            off = float((gated(x, w, shape).float() - expected).norm() / expected.norm())
+            off = float((gate_up_silu(x, w, shape).float() - expected).norm() / expected.norm())
         except Exception as error:  # Triton's errors have no common class
             print("cannot run:", shape, f"{type(error).__name__}: {error}"[:100], flush=True)
             continue
@@ -102,9 +102,9 @@ def entries(times: dict[int, Timed]) -> list[list[Any]]:
 
 def of_weights(weights: Weights, sizes: list[int], jobs: int | None) -> dict[int, Timed]:
     x = torch.randn(CHECKED, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
-    with compiled_ahead(threads=jobs):
+    with precompiled(threads=jobs):
         for shape in CANDIDATES:
-            gated(x, weights[0], shape)
+            gate_up_silu(x, weights[0], shape)
     candidates = right(x, weights[0], CANDIDATES)
     return {rows: time_all(weights, rows, candidates) for rows in sizes}
 
@@ -126,10 +126,10 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[1])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--jobs", type=int, help="threads that compile; default: as a start has")
-    parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/gated/tables")
+    parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/gate_up_silu/tables")
     parser.add_argument("--json", help="all times")
     arguments = parser.parse_args()
-    known = (tables.own("gated") or {"products": []})["products"]
+    known = (tables.own("gate_up_silu") or {"products": []})["products"]
     kept = {(each["outputs"], each["inputs"]): each for each in known}
     report = []
     for path in arguments.models:
@@ -142,7 +142,7 @@ def main() -> None:
             for line in lines(times):
                 report.append({"model": path.name, **key, **line})
                 print(json.dumps({name: value for name, value in report[-1].items() if name != "all"}), flush=True)
-            tables.write("gated", {"products": [kept[each] for each in sorted(kept)]}, arguments.folder)
+            tables.write("gate_up_silu", {"products": [kept[each] for each in sorted(kept)]}, arguments.folder)
     keep(report, arguments.json)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshlm.kernels import tables
-from meshlm.kernels.product import kernel, tune
-from meshlm.kernels.product.cublaslt import TYPES, Algorithm, Products
+from meshlm.kernels.gemm import kernel, tune
+from meshlm.kernels.gemm.cublaslt import TYPES, Algorithm, Products
 
 QWEN = {
     "hidden_size": 1024,
@@ -53,7 +53,7 @@ def test_at_most_one_entry_is_for_so_many_rows(borders: list[int], rows: int) ->
 
 
 def test_tables_in_the_tree_can_be_read() -> None:
-    for path in (tables.FOLDER / "product" / "tables").glob("*.json"):
+    for path in (tables.FOLDER / "gemm" / "tables").glob("*.json"):
         for known in kernel.entries(json.loads(path.read_text())).values():
             assert all(entry.over < entry.to for entry in known)
             assert all(before.to <= after.over for before, after in pairwise(known))
@@ -61,9 +61,9 @@ def test_tables_in_the_tree_can_be_read() -> None:
 
 def test_without_a_gpu_it_is_torchs_product() -> None:
     x, w, to = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
-    assert torch.equal(kernel.product(x, w), F.linear(x, w))
+    assert torch.equal(kernel.gemm(x, w), F.linear(x, w))
     expected = to + F.linear(x, w)
-    assert kernel.add_product(x, w, to) is to
+    assert kernel.add_gemm(x, w, to) is to
     torch.testing.assert_close(to, expected)
 
 
@@ -85,8 +85,8 @@ def test_what_the_library_refuses_is_torchs_product(
     x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16)
     to = torch.zeros(3, 5, dtype=torch.bfloat16)
     for _ in range(2):
-        assert torch.equal(kernel.product(x, w), F.linear(x, w))
-        torch.testing.assert_close(kernel.add_product(x, w, to.zero_()), F.linear(x, w))
+        assert torch.equal(kernel.gemm(x, w), F.linear(x, w))
+        torch.testing.assert_close(kernel.add_gemm(x, w, to.zero_()), F.linear(x, w))
     assert len(calls) == 1
     assert "product of 3 rows with [5, 8]: cublasLtMatmul failed with status 15" in caplog.text
 
@@ -106,9 +106,9 @@ def test_a_library_that_does_not_start_ends_nothing(monkeypatch: pytest.MonkeyPa
     x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16)
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
-            kernel.product(x, w)
+            kernel.gemm(x, w)
     else:
-        assert torch.equal(kernel.product(x, w), F.linear(x, w))
+        assert torch.equal(kernel.gemm(x, w), F.linear(x, w))
 
 
 @pytest.mark.gpu
@@ -150,16 +150,16 @@ def test_the_table_is_followed_also_in_a_graph(monkeypatch: pytest.MonkeyPatch) 
     w = torch.randn(6144, 1024, device="cuda", dtype=torch.bfloat16) / 32
     for rows in (16, 33, 64, 65):
         x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-        torch.testing.assert_close(kernel.product(x, w), F.linear(x, w), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(kernel.gemm(x, w), F.linear(x, w), atol=2e-2, rtol=2e-2)
     assert taken == [config, config]
     to = torch.randn(64, 6144, device="cuda", dtype=torch.bfloat16)
     sum_ = to + F.linear(x[:64], w)
-    torch.testing.assert_close(kernel.add_product(x[:64], w, to), sum_, atol=4e-2, rtol=2e-2)
+    torch.testing.assert_close(kernel.add_gemm(x[:64], w, to), sum_, atol=4e-2, rtol=2e-2)
     assert taken == [config] * 3
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.product(x, w)
+        out = kernel.gemm(x, w)
     x.copy_(torch.randn_like(x))
     graph.replay()
     torch.testing.assert_close(out, F.linear(x, w), atol=2e-2, rtol=2e-2)

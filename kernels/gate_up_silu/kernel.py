@@ -31,7 +31,7 @@ def _tile_at(nth, down, across, GROUP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gated(
+def _gate_up_silu(
     x, w, out, rows,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
@@ -78,7 +78,8 @@ Key = tuple[int, int]  # rows and columns of the weight
 def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
     """Rows above, up to, and the shape. Nothing without a table of this very GPU."""
     return {
-        key: [(over, to, Shape(*shape)) for over, to, shape in rows] for key, rows in tables.products("gated").items()
+        key: [(over, to, Shape(*shape)) for over, to, shape in rows]
+        for key, rows in tables.products("gate_up_silu").items()
     }
 
 
@@ -93,13 +94,13 @@ def warm_rows() -> set[int]:
     return {to for known in _table().values() for _, to, _ in known}
 
 
-def gated(x: Tensor, w: Tensor, shape: Shape) -> Tensor:
+def gate_up_silu(x: Tensor, w: Tensor, shape: Shape) -> Tensor:
     """x [m, k], w [2n, k], dense, n and k multiples of 8 -> [m, n]."""
     rows, inputs = x.shape
     outputs = w.shape[0] // 2
     block_m, block_n, block_k = shape[:3]
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    _gated[shape.grid(rows, outputs, x.device)](
+    _gate_up_silu[shape.grid(rows, outputs, x.device)](
         TensorDescriptor(x, [rows, inputs], [inputs, 1], [block_m, block_k]),
         TensorDescriptor(w, [2, outputs, inputs], [outputs * inputs, inputs, 1], [2, block_n, block_k]),
         TensorDescriptor(out, [rows, outputs], [outputs, 1], [block_m, block_n]), rows,

@@ -1,9 +1,0 @@
-"""What gated/kernel.py computes, in plain torch: the unfused operations, one after the other."""
-
-from torch import Tensor
-
-from meshlm.kernels.silu_mul.reference import silu_mul
-
-
-def gated(x: Tensor, w: Tensor) -> Tensor:
-    return silu_mul((x.float() @ w.float().t()).to(x.dtype))
