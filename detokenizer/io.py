@@ -58,7 +58,7 @@ class DetokenizerApp:
     async def start(self, mesh: Mesh) -> dict[str, str]:
         resolved = mesh.config.resolved
         if resolved is None:
-            raise ProcessFatal("mesh.json is not resolved")
+            raise ProcessFatal("the configuration is not resolved")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._mesh = mesh
         loaded, table = _load(resolved.tokenizer_path)

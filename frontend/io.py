@@ -66,7 +66,7 @@ class FrontendApp:
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
         if mesh.config.resolved is None:
-            raise ProcessFatal("mesh.json is not resolved")
+            raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
         self._desk.num_detokenizers = mesh.config.server.detokenizers
         self._desk.max_deaths = allowed(mesh.config.run.max_restarts)

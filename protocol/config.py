@@ -2,7 +2,7 @@
 
 The command line and the TOML file are generated from it: a field's flag is its name with dashes, its description the help
 text; `extra` may add a short flag ({"short": "-tp"}) or say that the value is a size ({"bytes": True}: 4G, 512M). The
-supervisor writes the resolved tree to `mesh.json` in the run directory; every child reads only that.
+supervisor hands the resolved tree to every child in memory (JSON); a child reads only that.
 """
 
 from typing import Annotated, Literal

@@ -32,7 +32,6 @@ from meshlm.runtime.mesh import Mesh
 
 BEAT_S = 0.5
 LAST_WORDS_S = 0.5  # how long a failing process waits for its words to be taken
-_PR_SET_PDEATHSIG = 1
 
 
 class App(Protocol):
@@ -74,21 +73,20 @@ def main(
     that is it may learn only then.
     """
     parser = argparse.ArgumentParser(prog=f"meshlm {role.value}")
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config-fd", type=int, required=True, help="descriptor with the mesh's configuration")
     parser.add_argument("--identity", type=Identity.parse, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--standby", type=int, help="descriptor on which to wait for the turn")
     arguments = parser.parse_args(argv)
-    _die_with_parent()
-    config = _read(arguments.config)
+    config = _read(arguments.config_fd)
     logs.configure(config.run)
     identity, incarnation = arguments.identity, arguments.incarnation
     if arguments.standby is not None:
         setproctitle.setproctitle(f"meshlm: standby {role.value}")
         load_ahead(config)
         _give_back_memory()
-        identity, incarnation = _wait_for_turn(arguments.standby)
-        config = _read(arguments.config)  # the mesh may have been scaled since
+        identity, incarnation, config_fd = _wait_for_turn(arguments.standby)
+        config = _read(config_fd)  # the mesh may have been scaled since
     setproctitle.setproctitle(f"meshlm: {identity}")
     _dump_stacks_on_request(Path(config.run.run_dir), identity)
     process = _Process(config, identity, Incarnation(incarnation), make_app())
@@ -102,17 +100,20 @@ def main(
     sys.exit(code)
 
 
-def _read(config_file: Path) -> MeshConfig:
-    return msgspec.json.decode(config_file.read_bytes(), type=MeshConfig)
+def _read(config_fd: int) -> MeshConfig:
+    """The supervisor hands the configuration over in memory: a file could be removed, or be somebody else's."""
+    with open(config_fd, "rb") as file:
+        return msgspec.json.decode(file.read(), type=MeshConfig)
 
 
-def _wait_for_turn(descriptor: int) -> tuple[Identity, int]:
-    """Say that all is loaded; the place and the incarnation to begin with. Ends the process when it is not needed any more."""
+def _wait_for_turn(descriptor: int) -> tuple[Identity, int, int]:
+    """Say that all is loaded; the place, incarnation and configuration to begin with. Ends the process when it is not needed."""
     try:
         with socket.socket(fileno=descriptor) as turn:
             turn.send(b"loaded\n")
-            identity, incarnation = turn.recv(64).decode("ascii").split()
-            return Identity.parse(identity), int(incarnation)
+            said, (config_fd, *_), _, _ = socket.recv_fds(turn, 64, 1)
+            identity, incarnation = said.decode("ascii").split()
+            return Identity.parse(identity), int(incarnation), config_fd
     except (OSError, ValueError):
         sys.exit(0)
 
@@ -122,14 +123,6 @@ def _give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is gone."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _dump_stacks_on_request(run_dir: Path, identity: Identity) -> None:

@@ -19,7 +19,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
     """What the configuration allows dp rank `index`."""
     resolved, parallel = config.resolved, config.parallel
     if resolved is None:
-        raise ProcessFatal("mesh.json is not resolved")
+        raise ProcessFatal("the configuration is not resolved")
     return Limits(
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,

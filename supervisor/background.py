@@ -1,11 +1,12 @@
 """A mesh and its client (client.py) in a background thread with an event loop of its own. Owned by llm.py, and ends with that."""
 
 import asyncio
-import tempfile
+import contextlib
+import os
+import secrets
 import threading
 import time
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,10 +30,11 @@ class Background:
     """All processes are ready once it is made. StartError says why not."""
 
     def __init__(self, config: MeshConfig) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mlm")
-        run_dir = Path(self._folder.name) / "run"
-        rundir.create(run_dir)
-        run = msgspec.structs.replace(config.run, run_dir=str(run_dir))
+        base = rundir.base_dir(os.environ)
+        rundir.remove_dead(base)
+        self._folder = contextlib.ExitStack()
+        path = self._folder.enter_context(rundir.taken(base / f"{rundir.LLM_PREFIX}{secrets.token_hex(4)}"))
+        run = msgspec.structs.replace(config.run, run_dir=str(path))
         self._config: MeshConfig = msgspec.structs.replace(config, run=run)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="meshlm", daemon=True)
@@ -105,7 +107,7 @@ class Background:
         self._thread.join(timeout=STOP_S)
         if not self._thread.is_alive():
             self._loop.close()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 async def _unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:

@@ -1,10 +1,12 @@
-"""Child processes: spawn, notice their end, signal. Called by lives.py only.
+"""Child processes: spawn, notice their end, signal. Called by lives.py and launch.py.
 
 Children are separate programs, never forks of this one, in sessions of their own (a Ctrl-C in the terminal is for the
-supervisor alone), and ask the kernel to kill them when the supervisor dies.
+supervisor alone), and ask the kernel to kill them when the supervisor dies (runtime/entry.py). The configuration is handed to each
+in memory, so that none depends on a file that could be removed or be somebody else's.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 
 FOLDER = {
@@ -25,14 +30,25 @@ FOLDER = {
 }
 
 
-def command(config_file: Path, identity: Identity, incarnation: Incarnation, standby: int = -1) -> list[str]:
+def command(identity: Identity, incarnation: Incarnation, config_fd: int, standby: int = -1) -> list[str]:
     """The command line of a process of the mesh. `standby`: the descriptor on which it waits for its turn; -1: it begins at once."""
     wait = () if standby < 0 else ("--standby", str(standby))
     return [
-        *(sys.executable, "-P", "-m", f"meshlm.{FOLDER[identity.role]}"),
-        *("--config", str(config_file), "--identity", str(identity), "--incarnation", str(incarnation)),
+        *(sys.executable, "-P", "-m", "meshlm.runtime.entry", FOLDER[identity.role], str(os.getpid())),
+        *("--config-fd", str(config_fd), "--identity", str(identity), "--incarnation", str(incarnation)),
         *wait,
     ]
+
+
+def config_file(config: MeshConfig, role: Role) -> int:
+    """A descriptor of a file in memory, which the caller closes. The keys of the API are the frontends' alone."""
+    if role is not Role.FRONTEND:
+        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=()))
+    descriptor = os.memfd_create("mesh.json")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(msgspec.json.encode(config))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 # Of libgomp's threads while they wait for each other, instead of 300,000: for that long they keep the cores from other processes, and
@@ -40,12 +56,16 @@ def command(config_file: Path, identity: Identity, incarnation: Incarnation, sta
 SPINS = "1000"
 
 
+KEYS = ("MESHLM_API_KEY", "VLLM_API_KEY")
+"""Variables that hold secrets; no child gets them."""
+
+
 class Child:
     """One life of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
     as long as it lives: it may have its turn before it has said anything."""
 
     def __init__(
-        self, identity: Identity, incarnation: Incarnation, config_file: Path, *, standby: bool = False
+        self, identity: Identity, incarnation: Incarnation, config: MeshConfig, *, standby: bool = False
     ) -> None:
         """OSError when there can be no more processes."""
         self.identity = identity
@@ -53,38 +73,34 @@ class Child:
         self.loaded = False  # of a standby: it waits for its turn
         self.started_s = time.time()
         self._turn: socket.socket | None = None
-        theirs: socket.socket | None = None
-        if standby:
-            self._turn, theirs = socket.socketpair()
-        descriptors = (theirs.fileno(),) if theirs is not None else ()
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        environment.pop("MESHLM_API_KEY", None)  # it is in mesh.json, for the frontends
+        for name in KEYS:
+            environment.pop(name, None)
         if identity.role is Role.WORKER and "OMP_WAIT_POLICY" not in environment:
             environment.setdefault("GOMP_SPINCOUNT", SPINS)
-        try:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_error:
+            theirs.callback(os.close, config_fd := config_file(config, identity.role))
+            descriptors = [config_fd]
+            if standby:
+                self._turn, turn = socket.socketpair()
+                on_error.callback(self._turn.close)
+                descriptors.append(theirs.enter_context(turn).fileno())
             self._process = subprocess.Popen(
-                command(config_file, identity, incarnation, *descriptors),
+                command(identity, incarnation, *descriptors),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=environment,
             )
-        except OSError:
-            if self._turn is not None:
-                self._turn.close()
-            raise
-        finally:
-            if theirs is not None:
-                theirs.close()
-        self.pid = self._process.pid
-        try:
+            self.pid = self._process.pid
+            on_error.callback(self._end)
             self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # no descriptor is left: nobody would see its end
-            self._process.kill()
-            self._process.wait()
-            if self._turn is not None:
-                self._turn.close()
-            raise
+            on_error.pop_all()
+
+    def _end(self) -> None:
+        """No descriptor is left: nobody would see its end."""
+        self._process.kill()
+        self._process.wait()
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[["Child", int], None]) -> None:
         """Call on_exit(self, code) once, when the process is gone and reaped; code < 0 is a signal."""
@@ -112,13 +128,20 @@ class Child:
 
         loop.add_reader(turn, readable)
 
-    def take_turn(self, loop: asyncio.AbstractEventLoop, identity: Identity, incarnation: Incarnation) -> bool:
+    def take_turn(
+        self, loop: asyncio.AbstractEventLoop, identity: Identity, incarnation: Incarnation, config: MeshConfig
+    ) -> bool:
         """Have a standby begin as this life, now or as soon as it is loaded. False when it is gone."""
         assert self._turn is not None
         loop.remove_reader(self._turn)
         try:
-            self._turn.send(f"{identity} {incarnation}\n".encode())
+            config_fd = config_file(config, identity.role)
+            try:
+                socket.send_fds(self._turn, [f"{identity} {incarnation}\n".encode()], [config_fd])
+            finally:
+                os.close(config_fd)
         except OSError:
+            self.kill()
             return False
         self.identity, self.incarnation = identity, incarnation
         return True
@@ -132,6 +155,7 @@ class Child:
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
+            self.kill()
             return False
 
     def kill(self) -> None:

@@ -7,24 +7,19 @@ of it is being read, ends its reader there and then, without a word.
 import signal
 from pathlib import Path
 
-import msgspec
-
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
 
 
-def told(config_file: Path, identity: Identity, code: int) -> str:
+def told(config: MeshConfig, identity: Identity, code: int) -> str:
     """For people; "" when this was another end."""
-    which = _read_by(identity.role, config_file) if code == -signal.SIGBUS else ""
+    which = _read_by(identity.role, config) if code == -signal.SIGBUS else ""
     return which and f"{identity}: {which} ended early, or was changed while it was read (signal {-code})"
 
 
-def _read_by(role: Role, config_file: Path) -> str:
+def _read_by(role: Role, config: MeshConfig) -> str:
     """The file that processes of this role map; "" when they map none."""
-    try:
-        resolved = msgspec.json.decode(config_file.read_bytes(), type=MeshConfig).resolved
-    except (OSError, msgspec.MsgspecError):
-        return ""
+    resolved = config.resolved
     if resolved is None:
         return ""
     if role is Role.DETOKENIZER and resolved.tokenizer_path.endswith(".gguf"):  # the vocabulary is in there too

@@ -4,7 +4,6 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 """
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections.abc import Iterable
@@ -55,9 +54,9 @@ class Supervisor:
         self._clock = clock.steady()  # the group's
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
-        self._status: asyncio.Server | None = None
+        self._status = control.ControlServer(self._answer)
         self.traces = Traces(self.send)
-        self._lives = Lives(self._run_dir / rundir.CONFIG_FILE, self._do, self.traces.lost)
+        self._lives = Lives(lambda: self.config, self._do, self.traces.lost)
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun = False
         self._network: network.Head | network.Guest | None = None
@@ -66,8 +65,7 @@ class Supervisor:
         self._scaling = Scaling(identities)
 
     async def start(self) -> None:
-        """Write mesh.json, open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
-        rundir.write_config(self._run_dir, self.config)
+        """Open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
         incarnation = Incarnation(time.time_ns())
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
         self._mesh = Mesh(me, incarnation, self.config, self)
@@ -76,7 +74,7 @@ class Supervisor:
             await self._mesh.open()
         except ProcessFatal as error:
             raise StartError(str(error)) from None
-        self._status = await control.serve(self._run_dir, self._answer)
+        await self._status.open(self._run_dir)
         if self._network is not None:
             self._network.begin()
         else:
@@ -97,6 +95,10 @@ class Supervisor:
             self._finish(None)
             return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
+        assert self._mesh is not None
+        for peer in self._mesh.peers(Role.FRONTEND):
+            if self._lives.of(peer) is None:  # `meshlm launch` added it, and ends it when the mesh is gone
+                self.send(peer, edge.Shutdown(self._drain_s))
         self._do(events.Stop())
 
     def kill(self) -> None:
@@ -109,8 +111,7 @@ class Supervisor:
         if self._timer:
             self._timer.cancel()
         self._lives.kill_all()
-        if self._status:
-            self._status.close()
+        self._status.close()
         if self._mesh:
             await self._mesh.close()
 
@@ -156,7 +157,7 @@ class Supervisor:
         if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
         if peer.role is Role.COORDINATOR:
-            self._tell_ranks()  # it may have read mesh.json before the last change
+            self._tell_ranks()  # it may have been started before the last change
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         """Deaths of children are the pidfds' to see."""
@@ -347,8 +348,7 @@ class Supervisor:
             change = self._scaling.begin(self.config, num_ranks, drain_s)
             if change is None:
                 return ""
-            rundir.write_config(self._run_dir, change.config)
-        except (UsageError, StartError) as error:
+        except UsageError as error:
             self._scaling.end("")
             return str(error)
         self._display.line(self._scaling.doing)
@@ -362,8 +362,6 @@ class Supervisor:
         """The end of a change. What failed is undone."""
         before = self._scaling.end(failure)
         if failure and before is not None:
-            with contextlib.suppress(StartError):  # the coordinator is the only one that minds, and is told
-                rundir.write_config(self._run_dir, before)
             self.config = before
             self._tell_ranks()
         num_ranks = self.config.parallel.data_parallel_size
@@ -378,6 +376,8 @@ class Supervisor:
         match request.get("command"):
             case "status":
                 return msgspec.to_builtins(self.status())
+            case "attach":
+                return {"config": msgspec.to_builtins(self.config)}
             case "scale":
                 error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
                 return {"error": error} if error else msgspec.to_builtins(self.status())

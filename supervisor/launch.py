@@ -1,17 +1,20 @@
 """`meshlm launch ROLE`: one more process for a mesh that runs on this host.
 
 It takes the mesh's own configuration, joins through the coordinator and runs in the foreground; the supervisor does not
-restart it.
+restart it. It ends with this command, and with the mesh.
 """
 
 import argparse
-import os
+import asyncio
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.supervisor import children, control, rundir, status
+from meshlm.supervisor import children, control, status
 from meshlm.supervisor.errors import UsageError
 
 ROLES = (Role.FRONTEND, Role.DETOKENIZER)
@@ -29,9 +32,29 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     run_dir = status.find(arguments.port, arguments.run_dir)
     role = Role(arguments.role)
-    index = _free_index(run_dir, role, arguments.index)
-    command = children.command(run_dir / rundir.CONFIG_FILE, Identity(role, index), Incarnation(time.time_ns()))
-    os.execve(sys.executable, command, {**os.environ, "PYTHONSAFEPATH": "1"})
+    identity = Identity(role, _free_index(run_dir, role, arguments.index))
+    mesh, config = control.attach(run_dir)
+    return asyncio.run(_run(identity, mesh, config))
+
+
+async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> int:
+    """Until the process ends, by itself or by a signal for it, or the mesh does. Its exit code, 1 after a signal."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+    child = children.Child(identity, Incarnation(time.time_ns()), config)
+    child.watch(loop, lambda _, code: ended.set_result(code))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, child.send_signal, signal.SIGTERM)
+
+    def mesh_has_ended() -> None:
+        loop.remove_reader(mesh)
+        if not ended.done():
+            print(f"meshlm: the mesh has ended, and so does {identity}", file=sys.stderr)
+            child.kill()
+
+    loop.add_reader(mesh, mesh_has_ended)
+    code = await ended
+    return code if code >= 0 else 1
 
 
 def _free_index(run_dir: Path, role: Role, wanted: int | None) -> int:

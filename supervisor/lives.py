@@ -9,8 +9,8 @@ Does what the group decided and tells it what became of that. Asking a process o
 import asyncio
 import signal
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor import cut_files, events, group, rolling
 from meshlm.supervisor.children import Child
@@ -21,12 +21,13 @@ WARM_AGAIN_S = 30.0  # after one that ended without having been taken
 
 
 class Lives:
-    """`do` hands an event to the group, `lost` hears of each process that is gone from its place."""
+    """`config` gives the configuration of now, `do` hands an event to the group, `lost` hears of each process that is gone from its
+    place."""
 
     def __init__(
-        self, config_file: Path, do: Callable[[rolling.Event], None], lost: Callable[[Identity], None]
+        self, config: Callable[[], MeshConfig], do: Callable[[rolling.Event], None], lost: Callable[[Identity], None]
     ) -> None:
-        self._config_file, self._do, self._lost = config_file, do, lost
+        self._config, self._do, self._lost = config, do, lost
         self._loop = asyncio.get_running_loop()
         self._children: dict[Identity, Child] = {}
         self._standbys: dict[Identity, Child] = {}
@@ -43,7 +44,7 @@ class Lives:
     def spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         """Give the place to its standby, where one is alive, else to a new process."""
         standby = self._standbys.pop(identity, None) or self._take_warm(identity.role)
-        if standby is not None and standby.take_turn(self._loop, identity, incarnation):
+        if standby is not None and standby.take_turn(self._loop, identity, incarnation, self._config()):
             self._children[identity] = standby
             return
         child = self._started(identity, incarnation, lambda why: self._no_life(identity, incarnation, why))
@@ -58,7 +59,7 @@ class Lives:
     ) -> Child | None:
         """A new process. Where the system has none to give (processes, descriptors, memory), `failed` hears why a moment later."""
         try:
-            child = Child(identity, incarnation, self._config_file, standby=standby)
+            child = Child(identity, incarnation, self._config(), standby=standby)
         except OSError as error:
             self._loop.call_soon(failed, error.strerror or str(error))
             return None
@@ -150,5 +151,5 @@ class Lives:
             del self._children[child.identity]
             self._lost(child.identity)
         # Its last words may still be in the inbox: let the loop read them first.
-        loading = cut_files.told(self._config_file, child.identity, code)
+        loading = cut_files.told(self._config(), child.identity, code)
         self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code, loading))

@@ -1,6 +1,8 @@
-"""The run directory: sockets, mesh.json and the status socket of one mesh, readable by its user alone.
+"""The run directory: the sockets of one mesh and the state that its processes share, for its user alone.
 
-By default one directory per port below a per-user base, so that `meshlm status` finds every mesh of this user.
+By default one directory per port below a per-user base, so that `meshlm status` finds every mesh of this user. Whoever can replace a
+directory can stand between the processes, so every directory on the way must be root's or this user's, and nobody else may write
+there but where the sticky bit keeps them from the entries of others (as in /tmp).
 """
 
 import contextlib
@@ -9,72 +11,118 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
-
-from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity
 from meshlm.supervisor.errors import StartError
 
 STATUS_SOCKET = "status.sock"
-CONFIG_FILE = "mesh.json"
+LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux, less the terminator
+OURS = (".sock", ".json", ".txt", ".store")
+LOCK_WAIT_S = 1.0  # somebody may just be removing what a dead mesh left
 
 
 def base_dir(environment: Mapping[str, str]) -> Path:
-    """Where this user's run directories are."""
+    """Where this user's run directories are. XDG_RUNTIME_DIR may be another user's, after `sudo`."""
     runtime = environment.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "meshlm"
+    with contextlib.suppress(OSError):
+        if runtime and os.stat(runtime).st_uid == os.getuid() and os.access(runtime, os.W_OK):
+            return Path(runtime) / "meshlm"
     return Path(tempfile.gettempdir()) / f"meshlm-{os.getuid()}"
 
 
-def create(path: Path) -> Path:
-    """Make an empty run directory of mode 0700. StartError when it is another user's or its path is too long."""
-    longest = path / "coordinator-0000.sock"
+@contextlib.contextmanager
+def taken(wanted: Path) -> Iterator[Path]:
+    """This run directory, empty and locked, by its real path; what is in it is removed in the end, and with it the directory where
+    it was made here. StartError when another mesh runs there, when others could get into it, or when its path is too long."""
+    longest = wanted / "coordinator-0000.sock"
     if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
-        raise StartError(f"--run-dir {path}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
+        raise StartError(f"--run-dir {wanted}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists():
-            check_private(path)
-            _empty(path)
-        else:
-            path.mkdir(mode=0o700)
+        made = not wanted.exists() or wanted.parent == base_dir(os.environ)
+        path = _made(wanted)
+        directory = _locked(path)
     except OSError as error:
-        raise StartError(f"--run-dir {path}: {error.strerror}") from None
+        raise StartError(f"--run-dir {wanted}: {error.strerror}") from None
+    try:
+        _empty(directory)
+        yield path
+    finally:
+        with contextlib.suppress(OSError):  # the next start says what is wrong there
+            _empty(directory, keep_stacks=True)
+            if made:
+                path.rmdir()
+        os.close(directory)
+
+
+def _made(wanted: Path) -> Path:
+    """The real path of a private directory, made where it is missing."""
+    wanted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = wanted.parent.resolve() / wanted.name
+    _check_way(path)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
     check_private(path)
     return path
 
 
-LOCK_FILE = "lock"
-
-
-@contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Keep other meshes out of this run directory. StartError when one is in it."""
-    with (path / LOCK_FILE).open("a") as lock:
+def _locked(path: Path) -> int:
+    """A descriptor of the directory, locked as long as it is open. The lock also keeps systemd-tmpfiles from cleaning in there."""
+    until = time.monotonic() + LOCK_WAIT_S
+    while True:
+        directory = _opened(path)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StartError(f"--run-dir {path}: another mesh runs there") from None
-        yield
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(directory, path):
+                return directory
+            _made(path)  # the mesh that had it has just ended and removed it
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(directory)
+                raise StartError(f"--run-dir {path}: another mesh runs there") from None
+            time.sleep(0.02)
+        os.close(directory)
 
 
-def refuse_held(path: Path) -> None:
-    """StartError when a mesh runs there; its files must not be emptied away."""
-    if (path / LOCK_FILE).exists():
-        with held(path):
-            pass
+def _opened(path: Path) -> int:
+    while True:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # removed since it was checked
+            _made(path)
+
+
+def _is_at(directory: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(directory), os.stat(path, follow_symlinks=False))
+    return False
 
 
 def check_private(path: Path) -> None:
-    """StartError unless `path` is a directory of ours that nobody else can enter."""
-    info = path.stat(follow_symlinks=False)
+    """StartError unless `path` is a directory of ours that nobody else can enter, and nobody else can replace."""
+    try:
+        info = path.stat(follow_symlinks=False)
+    except OSError as error:
+        raise StartError(f"run directory {path}: {error.strerror}") from None
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise StartError(f"run directory {path} must be a directory of yours with mode 0700")
+    _check_way(path.parent.resolve() / path.name)
+
+
+def _check_way(path: Path) -> None:
+    """StartError when a directory above `path`, which is a real path, lets another user replace what is in it."""
+    trusted = {0, os.getuid(), os.stat("/").st_uid}  # who owns the root can do all that anyway
+    for above in path.parents:
+        info = above.stat(follow_symlinks=False)
+        open_to_others = info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX
+        if info.st_uid not in trusted or open_to_others:
+            why = "is another user's" if info.st_uid not in trusted else "can be written by others"
+            raise StartError(
+                f"run directory {path}: {above} {why}, who could take the mesh over; choose another place with --run-dir"
+            )
 
 
 def stacks_file(identity: Identity) -> str:
@@ -82,28 +130,38 @@ def stacks_file(identity: Identity) -> str:
     return f"{identity.role.value}-{identity.index}.stacks.txt"
 
 
-def _empty(path: Path) -> None:
-    """Remove what an earlier mesh left; its files are ours by name."""
-    for entry in path.iterdir():
-        if entry.suffix in {".sock", ".json", ".txt"}:
-            entry.unlink()
-        elif entry.name == "metrics":
-            shutil.rmtree(entry)
+def _empty(directory: int, *, keep_stacks: bool = False) -> None:
+    """Remove what a mesh left; its files are ours by name. Stacks that were written are for whoever looks for the reason."""
+    for name in os.listdir(directory):
+        if name == "metrics":
+            shutil.rmtree(name, dir_fd=directory)
+        elif name.endswith(OURS) or name in ("lock", "mesh.json.new"):  # the last two are of earlier versions
+            info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if not (keep_stacks and name.endswith(".txt") and info.st_size):
+                os.unlink(name, dir_fd=directory)
 
 
-def write_config(path: Path, config: MeshConfig) -> None:
-    """Write mesh.json: whole, or as it was before, whenever a process reads it. StartError when it cannot be written."""
-    new = path / f"{CONFIG_FILE}.new"
-    try:
-        new.touch(mode=0o600)
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-        new.replace(path / CONFIG_FILE)
-    except OSError as error:
-        raise StartError(f"{path / CONFIG_FILE} cannot be written: {error.strerror}") from None
+def remove_dead(base: Path) -> None:
+    """Remove the run directories below `base` in which no mesh runs any more; those in use are locked."""
+    for path in _private_in(base):
+        with contextlib.suppress(OSError):
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _empty(directory)
+                path.rmdir()
+            finally:
+                os.close(directory)
 
 
 def running(base: Path) -> list[Path]:
-    """Run directories below `base` that have a status socket (its mesh may still be gone)."""
-    if not base.is_dir():
+    """Run directories below `base` that have a status socket (its mesh may still be gone). StartError when others could be there."""
+    found = [path for path in _private_in(base) if (path / STATUS_SOCKET).exists()]
+    return sorted(path for path in found if not path.name.startswith(LLM_PREFIX))
+
+
+def _private_in(base: Path) -> list[Path]:
+    if not os.path.lexists(base):
         return []
-    return sorted(path for path in base.iterdir() if (path / STATUS_SOCKET).exists())
+    check_private(base)
+    return [path for path in base.iterdir() if path.is_dir()]

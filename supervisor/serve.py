@@ -37,8 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.host, config.server.port):
-        config = with_run_dir(resolve.resolve(config))
-        with rundir.held(Path(config.run.run_dir)):
+        config = resolve.resolve(config)
+        with rundir.taken(run_dir(config)) as path:
+            config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
             logs.configure(config.run)
             display = StartDisplay()
             until = time.monotonic() + config.run.startup_timeout
@@ -51,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def with_run_dir(config: MeshConfig) -> MeshConfig:
-    """The tree with a run directory that exists, empty and private."""
-    name = f"node-{layout.index(config)}" if config.network.headless else str(config.server.port)
-    path = Path(config.run.run_dir) if config.run.run_dir else rundir.base_dir(os.environ) / name
-    rundir.refuse_held(path)
-    rundir.create(path)
-    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
+def run_dir(config: MeshConfig) -> Path:
+    """The one that was asked for, or this user's for this port."""
+    if config.run.run_dir:
+        return Path(config.run.run_dir)
+    base = rundir.base_dir(os.environ)
+    rundir.remove_dead(base)
+    return base / (f"node-{layout.index(config)}" if config.network.headless else str(config.server.port))
 
 
 async def _serve(config: MeshConfig, display: StartDisplay) -> None:

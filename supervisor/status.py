@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 def find(port: int | None, run_dir: str | None) -> Path:
     """The run directory of the mesh that is meant: the only one that answers, or the one of this port."""
     if run_dir:
+        rundir.check_private(Path(run_dir))
         return Path(run_dir)
     alive: dict[int, Path] = {}
     for path in rundir.running(rundir.base_dir(os.environ)):

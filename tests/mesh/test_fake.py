@@ -255,13 +255,29 @@ def test_tokenize_and_detokenize(fake: Serving) -> None:
 
 
 def test_the_supervisor_takes_all_with_it() -> None:
+    """Those too that a command has added. What it leaves in its directory holds no key."""
+    with serving("--device", "fake", "--api-key", "secret-9") as server:
+        command = [MESHLM, "launch", "detokenizer", "--run-dir", server.run_dir]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/") as launched:
+            added = Path(server.run_dir, "detokenizer-1.sock")
+            until(added.exists, limit_s=30)
+            pids = [process["pid"] for process in server.status()["processes"]]
+            pids += [child.pid for child in psutil.Process(launched.pid).children()]
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait(timeout=5)
+            _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+            assert not alive
+            assert launched.stderr is not None
+            assert "the mesh has ended, and so does detokenizer/1" in launched.stderr.read()
+        left = [file for file in Path(server.run_dir).rglob("*") if file.is_file()]
+        assert b"secret-9" not in b"".join(file.read_bytes() for file in left)
+
+
+def test_a_mesh_that_has_stopped_leaves_nothing() -> None:
     with serving("--device", "fake") as server:
-        pids = [process["pid"] for process in server.status()["processes"]]
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait(timeout=5)
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
-        assert not alive
-        assert Path(server.run_dir).exists()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+        assert list(Path(server.run_dir).iterdir()) == []
 
 
 def test_small_paths(fake: Serving) -> None:

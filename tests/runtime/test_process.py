@@ -1,13 +1,14 @@
 """The life of a process, in one of its own."""
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-
 from meshlm.protocol.config import MeshConfig, RunConfig
+from meshlm.protocol.ids import Role
+from meshlm.supervisor.children import config_file
 
 LIMIT_S = 30
 BUSY = """
@@ -41,10 +42,11 @@ process.main(Role.DETOKENIZER, App, sys.argv[1:])
 
 
 def test_a_thread_that_works_does_not_hold_the_end(tmp_path: Path) -> None:
-    config = tmp_path / "mesh.json"
-    config.write_bytes(msgspec.json.encode(MeshConfig(run=RunConfig(run_dir=str(tmp_path)))))
-    arguments = ("--config", str(config), "--identity", "detokenizer/0", "--incarnation", "1")
-    with subprocess.Popen([sys.executable, "-P", "-c", BUSY, *arguments], stdout=subprocess.PIPE, text=True) as busy:
+    config = config_file(MeshConfig(run=RunConfig(run_dir=str(tmp_path))), Role.DETOKENIZER)
+    command = [sys.executable, "-P", "-c", BUSY, "--config-fd", str(config)]
+    command += ["--identity", "detokenizer/0", "--incarnation", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[config]) as busy:
+        os.close(config)
         try:
             assert busy.stdout is not None
             assert busy.stdout.readline() == "started\n"

@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import pytest
 from tiny_models import resolved_of, spec_of
 
@@ -27,15 +26,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def mesh_json(folder: Path, path: Path, load_format: Literal["safetensors", "gguf", "dummy"]) -> Path:
+def config_of(path: Path, load_format: Literal["safetensors", "gguf", "dummy"]) -> MeshConfig:
     resolved = resolved_of(spec_of(), model_path=str(path), tokenizer_path=str(path), load_format=load_format)
-    file = folder / "mesh.json"
-    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(MeshConfig(), resolved=resolved)))
-    return file
+    return MeshConfig(resolved=resolved)
 
 
 def test_the_file_that_is_too_short_is_named(folder: Path) -> None:
-    config = mesh_json(folder, folder, "safetensors")
+    config = config_of(folder, "safetensors")
     file = folder / "model-2.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert told(config, WORKER, SIGBUS) == (
@@ -45,20 +42,19 @@ def test_the_file_that_is_too_short_is_named(folder: Path) -> None:
 
 def test_one_that_is_whole_again_is_not(folder: Path) -> None:
     """Somebody wrote it anew while it was read."""
-    said = told(mesh_json(folder, folder, "safetensors"), WORKER, SIGBUS)
+    said = told(config_of(folder, "safetensors"), WORKER, SIGBUS)
     assert said == f"worker/0: a weights file in {folder} ended early, or was changed while it was read (signal 7)"
 
 
 @pytest.mark.parametrize(("role", "kind"), [(Role.WORKER, "weights file"), (Role.DETOKENIZER, "file")])
 def test_a_gguf_file_is_the_only_one(tmp_path: Path, role: Role, kind: str) -> None:
-    said = told(mesh_json(tmp_path, tmp_path / "m.gguf", "gguf"), Identity(role, 1), SIGBUS)
+    said = told(config_of(tmp_path / "m.gguf", "gguf"), Identity(role, 1), SIGBUS)
     assert f"{role.value}/1: the {kind} {tmp_path}/m.gguf ended early" in said
 
 
 def test_of_other_ends_and_of_those_who_read_no_weights_nothing_is_known(folder: Path) -> None:
-    config = mesh_json(folder, folder, "safetensors")
+    config = config_of(folder, "safetensors")
     assert told(config, WORKER, -signal.SIGKILL) == told(config, WORKER, 1) == ""
     assert told(config, Identity(Role.SCHEDULER, 0), SIGBUS) == ""
     assert told(config, Identity(Role.DETOKENIZER, 0), SIGBUS) == "", "its vocabulary is no safetensors file"
-    assert told(mesh_json(folder, folder, "dummy"), WORKER, SIGBUS) == ""
-    assert told(folder / "none.json", WORKER, SIGBUS) == "", "the run directory is gone"
+    assert told(config_of(folder, "dummy"), WORKER, SIGBUS) == ""

@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
 
-from meshlm.protocol.config import MeshConfig, RunConfig
-from meshlm.supervisor import events, io, rundir
+from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor import events, io
 from meshlm.supervisor.clock import steady
 from meshlm.supervisor.display import StartDisplay
 
@@ -39,16 +38,3 @@ async def test_a_turn_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
         assert await asyncio.wait_for(turns.get(), 10) == events.Tick()
     await supervisor.close()
     assert len(errors) >= 2
-
-
-async def test_a_change_that_cannot_be_written_down_is_none(tmp_path: Path) -> None:
-    config = MeshConfig(run=RunConfig(run_dir=str(tmp_path)))
-    supervisor = io.Supervisor(config, [], StartDisplay())
-    supervisor.ready.set()
-    (tmp_path / rundir.CONFIG_FILE).mkdir()  # nothing can be put in its place
-    answer = supervisor.scale(2, 1.0)
-    assert answer.startswith(f"{tmp_path / rundir.CONFIG_FILE} cannot be written: ")
-    assert supervisor.config == config
-    assert supervisor.status().scaling == ""
-    assert supervisor.status().data_parallel_size == 1
-    await supervisor.close()

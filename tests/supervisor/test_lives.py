@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor import children, events, lives, rolling
 from meshlm.supervisor.lives import WARM_AFTER_S, WARM_AGAIN_S, Lives
@@ -33,9 +34,9 @@ signal.pause()
 class Seen:
     """Lives whose news are kept in the order in which they came."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.news: asyncio.Queue[rolling.Event | Identity] = asyncio.Queue()
-        self.lives = Lives(folder / "mesh.json", self.news.put_nowait, self.news.put_nowait)
+        self.lives = Lives(MeshConfig, self.news.put_nowait, self.news.put_nowait)
 
     async def next(self) -> rolling.Event | Identity:
         return await asyncio.wait_for(self.news.get(), LIMIT_S)
@@ -69,13 +70,13 @@ born: list[Watched] = []
 
 @pytest.fixture
 async def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Seen]:
-    def command(config_file: Path, identity: Identity, incarnation: Incarnation, standby: int = -1) -> list[str]:
+    def command(identity: Identity, incarnation: Incarnation, config_fd: int, standby: int = -1) -> list[str]:
         return [sys.executable, "-P", "-c", PROGRAM, str(standby)]
 
     monkeypatch.setattr(children, "command", command)
     monkeypatch.setattr(lives, "Child", Watched)
     born.clear()
-    yield Seen(tmp_path)
+    yield Seen()
     for child in born:  # none is left
         child.kill()
         await asyncio.wait_for(child.over.wait(), LIMIT_S)
@@ -92,13 +93,15 @@ async def test_a_life_ends_once(seen: Seen) -> None:
 
 
 async def test_what_is_known_of_a_silent_end_comes_with_it(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives.cut_files, "told", lambda config, identity, code: f"{identity} {code} {config.name}")
+    monkeypatch.setattr(
+        lives.cut_files, "told", lambda config, identity, code: f"{identity} {code} {config.server.port}"
+    )
     seen.lives.spawn(WORKER, Incarnation(5))
     child = seen.lives.of(WORKER)
     assert child is not None
     child.send_signal(signal.SIGBUS)
     assert await seen.next() == WORKER
-    assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGBUS, "worker/0 -7 mesh.json")
+    assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGBUS, "worker/0 -7 8000")
 
 
 async def test_a_standby_takes_the_place(seen: Seen) -> None:

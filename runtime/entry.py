@@ -1,0 +1,34 @@
+"""The first lines of every process of the mesh: it ends when the process that started it does, from here on and before.
+
+`python -m meshlm.runtime.entry FOLDER PARENT ...` runs meshlm.FOLDER as a child of the process PARENT. Imports nothing but the standard
+library until the kernel has been asked for the parent's death: a parent that dies during the imports would leave a process that
+nobody ends.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies, and end it at once when that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # a parent that is gone is replaced, by init or another process that was there before
+        os._exit(1)
+
+
+def main() -> None:
+    """Become the process that the arguments name."""
+    folder, parent = sys.argv[1:3]
+    del sys.argv[1:3]
+    die_with(int(parent))
+    import importlib
+
+    importlib.import_module(f"meshlm.{folder}.__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Nobody but its user can get into a run directory or put another in its place; one mesh is in it, and leaves nothing behind."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshlm.supervisor import rundir
+from meshlm.supervisor.errors import StartError
+
+NOBODY = 65_534 if os.getuid() != 65_534 else 65_533
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+
+
+def take(path: Path) -> Path:
+    with rundir.taken(path) as real:
+        return real
+
+
+def test_a_private_directory_is_made_and_removed(tmp_path: Path) -> None:
+    wanted = tmp_path / "base" / "8000"
+    with rundir.taken(wanted) as path:
+        assert path == wanted
+        for made in (path, path.parent):
+            assert stat.S_IMODE(made.stat().st_mode) == 0o700
+        (path / "worker-0.sock").touch()
+        (path / "metrics").mkdir()
+    assert not wanted.exists()
+
+
+def test_one_that_was_there_stays_without_what_is_ours(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    for name in ("mesh.json", "worker-0.sock", "worker-0.stacks.txt", "notes"):
+        (tmp_path / name).write_text("of an earlier mesh")
+    with rundir.taken(tmp_path):
+        assert [entry.name for entry in tmp_path.iterdir()] == ["notes"]
+        (tmp_path / "worker-0.stacks.txt").write_text("Thread 0x1 in step")
+        (tmp_path / "worker-1.stacks.txt").touch()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes", "worker-0.stacks.txt"], (
+        "stacks are to be read"
+    )
+
+
+def test_a_place_that_anybody_can_write_is_refused(tmp_path: Path) -> None:
+    """As when another user made the base first: what we make in there can be replaced."""
+    squatted = tmp_path / "meshlm-0"
+    squatted.mkdir()
+    squatted.chmod(0o777)
+    with pytest.raises(StartError, match=f"{squatted} can be written by others"):
+        take(squatted / "8000")
+    squatted.chmod(0o1777)  # the sticky bit, as in /tmp
+    assert take(squatted / "8000") == squatted / "8000"
+
+
+def test_the_way_there_is_looked_at_from_the_root_down(tmp_path: Path) -> None:
+    way = tmp_path / "open" / "inner" / "8000"
+    way.parent.mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(StartError, match="open can be written by others"):
+        take(way)
+    (tmp_path / "link").symlink_to(way.parent)
+    with pytest.raises(StartError, match="open can be written by others"):
+        take(tmp_path / "link" / "8000")
+
+
+def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "8000").symlink_to(tmp_path / "other")
+    with pytest.raises(StartError, match="must be a directory of yours"):
+        take(tmp_path / "8000")
+
+
+@as_root
+def test_another_users_directory_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir(mode=0o755)
+    os.chown(base, NOBODY, NOBODY)
+    with pytest.raises(StartError, match="base is another user's, who could take the mesh over"):
+        take(base / "8000")
+    with pytest.raises(StartError, match="must be a directory of yours"):
+        rundir.running(base)
+    with pytest.raises(StartError, match="must be a directory of yours"):
+        rundir.remove_dead(base)
+
+
+def test_an_owner_of_a_directory_above_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the test above, for those who are not root."""
+    real, above = Path.stat, tmp_path.parent
+
+    def stat_of(path: Path, **options: Any) -> Any:
+        info = real(path, **options)
+        return SimpleNamespace(st_uid=NOBODY, st_mode=info.st_mode) if path == above else info
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    with pytest.raises(StartError, match=f"{above} is another user's"):
+        take(tmp_path / "8000")
+
+
+@as_root
+def test_a_runtime_directory_of_another_user_is_not_ours(tmp_path: Path) -> None:
+    """`sudo` may leave XDG_RUNTIME_DIR as it was."""
+    assert rundir.base_dir({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "meshlm"
+    os.chown(tmp_path, NOBODY, NOBODY)
+    assert rundir.base_dir({"XDG_RUNTIME_DIR": str(tmp_path)}).name == f"meshlm-{os.getuid()}"
+
+
+def test_a_second_mesh_is_refused_and_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "LOCK_WAIT_S", 0.0)
+    with rundir.taken(tmp_path / "8000") as path:
+        (path / "status.sock").touch()
+        with pytest.raises(StartError, match="another mesh runs there"):
+            take(path)
+        assert (path / "status.sock").exists()
+
+
+def test_of_those_that_start_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "LOCK_WAIT_S", 0.0)
+    together, inside, got, ended = threading.Barrier(8), threading.Barrier(8), [], []
+
+    def start() -> None:
+        together.wait(30)
+        try:
+            with rundir.taken(tmp_path / "8000") as path:
+                got.append(path)
+                (path / "status.sock").touch()
+                inside.wait(30)
+                ended.append((path / "status.sock").exists())
+        except StartError:
+            inside.wait(30)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (len(got), ended) == (1, [True])
+    assert not (tmp_path / "8000").exists()
+
+
+def test_who_comes_while_the_last_mesh_removes_it_makes_it_again(tmp_path: Path) -> None:
+    """The lock that it gets then is of a directory that is not there any more."""
+    first = rundir.taken(tmp_path / "8000")
+    first.__enter__()
+    taken = threading.Event()
+
+    def start() -> None:
+        with rundir.taken(tmp_path / "8000") as path:
+            (path / "status.sock").touch()
+            taken.set()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    first.__exit__(None, None, None)
+    thread.join(30)
+    assert taken.is_set()
+
+
+def test_what_dead_meshes_left_is_removed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    for name in ("8001", "llm-1"):
+        (tmp_path / name).mkdir(mode=0o700)
+        (tmp_path / name / "mesh.json").write_text("with a key")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "notes").touch()
+    with rundir.taken(tmp_path / "8000") as alive:
+        (alive / "status.sock").touch()
+        rundir.remove_dead(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["8000", "kept"]
+        assert rundir.running(tmp_path) == [alive]
