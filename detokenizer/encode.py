@@ -1,7 +1,8 @@
 """Prompts to token ids, in threads: a 2,000-token prompt takes 4 ms, which no running stream should wait for. Called by io.py."""
 
 from array import array
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,14 +12,24 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime.errors import RequestError
 
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # its names in messages; templates read the first or the second
+ContentFormat = Literal["auto", "string", "openai"]
+
 
 class Encoder:
     """Stateless but for compiled templates; safe to call from several threads."""
 
-    def __init__(self, loaded: LoadedTokenizer, chat_template: str) -> None:
-        self._tokenizer = loaded.tokenizer
+    def __init__(
+        self, loaded: LoadedTokenizer, chat_templates: Mapping[str, str], content_format: ContentFormat = "auto"
+    ) -> None:
+        """RequestError for a source that is no template."""
+        self._tokenizer, self._content_format = loaded.tokenizer, content_format
         self._special = loaded.special_tokens
-        self._default = ChatTemplate(chat_template, loaded.special_tokens) if chat_template else None
+        self._templates = {name: ChatTemplate(source, self._special) for name, source in chat_templates.items()}
 
     def encode(self, prompt: Prompt) -> "array[int]":
         """The prompt's ids. RequestError for what the template or the text does not allow."""
@@ -37,11 +48,11 @@ class Encoder:
 
     def render(self, prompt: ChatPrompt) -> str:
         """The conversation as the model's text."""
-        template = ChatTemplate(prompt.chat_template, self._special) if prompt.chat_template else self._default
-        if template is None:
-            text = "this model has no chat template; give one with chat_template or --chat-template"
-            raise RequestError(ErrorKind.INVALID, text, "messages")
-        messages = [_plain(message) for message in msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])]
+        template = self._template(prompt)
+        messages = [
+            self._message(message, template)
+            for message in msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])
+        ]
         tools = msgspec.json.decode(prompt.tools_json) if prompt.tools_json else None
         extra = msgspec.json.decode(prompt.template_kwargs_json) if prompt.template_kwargs_json else {}
         return template.render(
@@ -52,22 +63,45 @@ class Encoder:
             continue_final_message=prompt.continue_final_message,
         )
 
+    def _template(self, prompt: ChatPrompt) -> ChatTemplate:
+        """The request's own, or its choice of the model's; else the one for tools where there are some."""
+        if prompt.chat_template:
+            named = self._templates.get(prompt.chat_template)
+            return named if named is not None else ChatTemplate(prompt.chat_template, self._special)
+        name = "tool_use" if prompt.tools_json and "tool_use" in self._templates else "default"
+        if name in self._templates:
+            return self._templates[name]
+        text = "this model has no chat template; give one with chat_template or --chat-template"
+        if self._templates:
+            names = ", ".join(sorted(self._templates))
+            text = f"this model has no default chat template; name one of its own with --chat-template: {names}"
+        raise RequestError(ErrorKind.INVALID, text, "messages")
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates expect it: the content one string, parts on lines of their own, "" where there is none; the arguments of tool
-    calls as objects, where OpenAI's clients send them as JSON text; reasoning by the name that templates know."""
-    found = dict(message)
-    content = found.get("content")
-    if content is None or isinstance(content, list):
-        found["content"] = "\n".join(_part(part) for part in content or ())
-    if "reasoning" in found:
-        found.setdefault("reasoning_content", found["reasoning"])
-    calls = found.get("tool_calls")
-    if isinstance(calls, list):
-        found["tool_calls"] = [_call(call) for call in calls]
-    if not calls:
-        found.pop("tool_calls", None)  # some templates look for the name alone
-    return found
+    def _message(self, message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+        """As templates expect it: no nulls; the content in their form; the arguments of tool calls as objects, where OpenAI's clients
+        send them as JSON text; reasoning by the names that templates know."""
+        found = {key: value for key, value in message.items() if value is not None}
+        found["content"] = self._content(found.get("content"), template)
+        reasoning = next((found[name] for name in REASONING if name in found), None)
+        if reasoning is not None:
+            found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+        calls = found.get("tool_calls")
+        if isinstance(calls, list):
+            found["tool_calls"] = [_call(call) for call in calls]
+        if not calls:
+            found.pop("tool_calls", None)  # some templates look for the name alone
+        return found
+
+    def _content(self, content: Any, template: ChatTemplate) -> Any:
+        """Text, parts on lines of their own; or a list of parts, for a template that goes through them."""
+        if self._content_format != "auto":
+            parts = self._content_format == "openai"
+        elif isinstance(content, list):
+            parts = template.loops
+        else:
+            parts = template.loops and not template.tests_text
+        texts = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
+        return [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
 
 
 def _part(part: Any) -> str:

@@ -63,7 +63,7 @@ class DetokenizerApp:
         self._mesh = mesh
         loaded, table = _load(resolved.tokenizer_path)
         try:
-            self._encoder = Encoder(loaded, resolved.chat_template)
+            self._encoder = Encoder(loaded, resolved.chat_templates, mesh.config.model.chat_template_content_format)
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
         vocab_size = resolved.spec.vocab_size

@@ -5,6 +5,7 @@ import json
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -20,19 +21,30 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body, lineno=line)
+
+    def _text(self, caller: Any) -> str:
+        return str(caller())
 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes what HTML does not allow. The names and their order are those of transformers."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
-    """One compiled template. `special` gives bos_token and the like."""
+    """One compiled template. `special` gives bos_token and the like. `loops` says whether it goes through the parts of a message's
+    content, `tests_text` whether it asks if the content is text."""
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
         """RequestError when the source is no template."""
@@ -44,9 +56,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            tree = environment.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise RequestError(ErrorKind.INVALID, f"not a chat template: {error}", "chat_template") from None
         self._special = special
+        self.loops = _loops_over_content(tree)
+        self.tests_text = any(test.name == "string" for test in tree.find_all(nodes.Test))
 
     def render(
         self,
@@ -61,28 +76,62 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             text = "continue_final_message and add_generation_prompt exclude each other"
             raise RequestError(ErrorKind.INVALID, text, "continue_final_message")
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1] if messages else {})]
         try:
             text = self._template.render(
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
-                **{**self._special, **extra},
+                **{"documents": None, **self._special, **extra},
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
             raise RequestError(
                 ErrorKind.INVALID, f"the chat template refuses these messages: {error}", "messages"
             ) from None
-        return _cut_after_final(text, messages) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
 
-def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
+MARK = "<<the-final-message-ends-here>> "  # the blank shows whether the template strips messages
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether a `for` goes through `message.content`, or through a variable that is named or set so."""
+
+    def is_content(node: nodes.Node) -> bool:
+        match node:
+            case nodes.Filter(node=nodes.Node() as inner) | nodes.Getitem(node=inner, arg=nodes.Slice()):
+                return is_content(inner)
+            case nodes.Getitem(arg=nodes.Const(value="content")) | nodes.Getattr(attr="content"):
+                return True
+            case nodes.Name(name=name):
+                return name in names
+        return False
+
+    names = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and is_content(assign.node):
+            names.add(assign.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a mark behind its text, for what the template puts after it to be found."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + MARK}
+    for place in range(len(content or ()) - 1, -1, -1):
+        part = content[place]  # type: ignore[index]
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            marked = {**part, "text": part["text"] + MARK}
+            return {**message, "content": [*content[:place], marked, *content[place + 1 :]]}  # type: ignore[index]
+    raise RequestError(ErrorKind.INVALID, "the last message has no text to continue", "continue_final_message")
+
+
+def _cut_at_mark(text: str) -> str:
     """Drop what the template puts after the last message, so that the model goes on with it."""
-    final = messages[-1].get("content") if messages else None
-    if not isinstance(final, str) or final.strip() not in text:
-        raise RequestError(ErrorKind.INVALID, "the last message has no text to continue", "continue_final_message")
-    wanted = final if final in text else final.strip()
-    return (
-        text[: text.rindex(wanted) + len(wanted)].rstrip()
-        if wanted != final
-        else text[: text.rindex(final) + len(final)]
-    )
+    at = text.rfind(MARK.strip())
+    if at < 0:
+        why = "the chat template does not show the last message as it is, so it cannot be continued"
+        raise RequestError(ErrorKind.INVALID, why, "continue_final_message")
+    return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

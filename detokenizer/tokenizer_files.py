@@ -22,7 +22,7 @@ class LoadedTokenizer(NamedTuple):
     """A tokenizer and what templates need to know of it."""
 
     tokenizer: Tokenizer
-    special_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token: texts
+    special_tokens: dict[str, str]  # bos_token, eos_token and the like: texts
     special_ids: frozenset[int]  # skipped with skip_special_tokens
     byte_level: bool
 
@@ -44,7 +44,7 @@ def load(path: Path) -> LoadedTokenizer:
 
 
 def _describe(tokenizer: Tokenizer, config: dict[str, Any]) -> LoadedTokenizer:
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
     special = {name: _text(config.get(name)) for name in names if config.get(name)}
     added = tokenizer.get_added_tokens_decoder()
     ids = {index for index, token in added.items() if token.special}

@@ -27,8 +27,17 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str, Meta(description="folder or file of the tokenizer, where it is not the model's own", extra=PER_NODE)
     ] = ""
     chat_template: Annotated[
-        str, Meta(description="file with a Jinja template, or the template itself", extra=PER_NODE)
+        str,
+        Meta(
+            description="name of one of the model's templates, a file with one, or the template itself", extra=PER_NODE
+        ),
     ] = ""
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(
+            description="what templates get for a message's content: text, a list of parts, or what they are made for"
+        ),
+    ] = "auto"
     generation_config: Annotated[
         str,
         Meta(
@@ -332,7 +341,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     model_path: str  # folder or .gguf file
     tokenizer_path: str  # folder, tokenizer.json or .gguf file
-    chat_template: str  # Jinja source, "" if the model has none
+    chat_templates: dict[str, str]  # Jinja sources by name; none if the model has none
     served_names: tuple[str, ...]
     generation_defaults: dict[str, float | int]  # temperature, top_p, top_k, min_p, repetition_penalty, max_tokens
     load_format: Literal["safetensors", "gguf", "pt", "dummy"]

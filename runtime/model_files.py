@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec, RopeSpec
-from meshlm.runtime import gguf_files
+from meshlm.runtime import chat_templates, gguf_files
 
 LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -33,7 +33,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     load_format: LoadFormat
     spec: ModelSpec
     eos_token_ids: tuple[int, ...]
-    chat_template: str
+    chat_templates: dict[str, str]  # by name
     generation_defaults: dict[str, float | int]
 
 
@@ -57,8 +57,11 @@ def resolve_model(
     changes: dict[str, Any] = {}
     if tokenizer:
         changes["tokenizer_path"] = _existing(Path(tokenizer), "--tokenizer")
-    if chat_template:
-        changes["chat_template"] = _template(chat_template)
+    try:
+        templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
+        changes["chat_templates"] = chat_templates.choose(chat_template, templates) if chat_template else templates
+    except ValueError as error:
+        raise ModelFilesError(str(error)) from None
     if load_format not in ("auto", files.load_format):
         if load_format != "dummy" and (path.suffix == ".gguf") != (load_format == "gguf"):
             raise ModelFilesError(f"--load-format {load_format}: {path} holds {files.load_format}")
@@ -102,11 +105,13 @@ def _existing(path: Path, flag: str) -> Path:
     return path
 
 
-def _template(value: str) -> str:
-    """A template's text, from a file or as it is."""
-    if "{" in value or "\n" in value:
-        return value
-    return _read_text(_existing(Path(value), "--chat-template"))
+def _templates(tokenizer: Path | None) -> dict[str, str]:
+    """The chat templates that come with --tokenizer: they are for its tokens."""
+    if tokenizer is None:
+        return {}
+    if tokenizer.suffix == ".gguf":
+        return chat_templates.of_gguf(gguf_files.read_spec(tokenizer)[1])
+    return chat_templates.of_folder(tokenizer if tokenizer.is_dir() else tokenizer.parent)
 
 
 def _locate(model: str, revision: str, download_dir: str) -> Path:
@@ -161,7 +166,7 @@ def _from_gguf(path: Path, name: str) -> ModelFiles:
         load_format="gguf",
         spec=spec,
         eos_token_ids=tuple(sorted({token for token in eos if isinstance(token, int)})),
-        chat_template=str(fields.get("tokenizer.chat_template", "")),
+        chat_templates=chat_templates.of_gguf(fields),
         generation_defaults={},
     )
 
@@ -198,7 +203,7 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
         load_format="dummy" if load_format == "dummy" else _weights_format(path),
         spec=parse_config(config, path),
         eos_token_ids=_eos_ids(generation.get("eos_token_id", config.get("eos_token_id")), path),
-        chat_template=_chat_template(path),
+        chat_templates=_of_folder(path),
         generation_defaults=_defaults(generation, str(path / "generation_config.json")),
     )
 
@@ -256,15 +261,11 @@ def _weights_format(path: Path) -> LoadFormat:
     raise ModelFilesError(f"{path}: no weights (*.safetensors, *.bin or *.pt) there; --load-format dummy runs without")
 
 
-def _chat_template(path: Path) -> str:
-    if (path / "chat_template.jinja").is_file():
-        return _read_text(path / "chat_template.jinja")
-    file = path / "tokenizer_config.json"
-    template = _read_json(file).get("chat_template") if file.is_file() else None
-    if isinstance(template, list):  # named templates
-        named = [one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[0] if named else None
-    return template if isinstance(template, str) else ""
+def _of_folder(path: Path) -> dict[str, str]:
+    try:
+        return chat_templates.of_folder(path)
+    except ValueError as error:
+        raise ModelFilesError(str(error)) from None
 
 
 def parse_config(config: dict[str, Any], path: Path) -> ModelSpec:

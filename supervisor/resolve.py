@@ -64,7 +64,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         spec=files.spec,
         model_path=str(files.path),
         tokenizer_path=str(files.tokenizer_path),
-        chat_template=files.chat_template,
+        chat_templates=files.chat_templates,
         served_names=config.model.served_model_name or (files.name,),
         generation_defaults=generation_defaults,
         load_format=files.load_format,

@@ -197,6 +197,5 @@ ONLY = {
     "--safetensors-load-strategy": (("auto", "lazy"), "weights are mapped from disk"),
     "--logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, before temperature and penalties"),
     "--response-role": (("assistant",), "answers are the assistant's"),
-    "--chat-template-content-format": (("auto", "string"), "templates get text content"),
     "--mm-processor-cache-type": (("lru", "shm"), "there are no images"),
 }

@@ -15,7 +15,7 @@ from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.config import RunConfig
+from meshlm.protocol.config import ModelConfig, RunConfig
 from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
@@ -33,8 +33,9 @@ class StubMesh:
 
     def __init__(self, tokenizer: Path, flush: Callable[[], None], expected: int) -> None:
         spec = SimpleNamespace(vocab_size=49152)
-        resolved = SimpleNamespace(tokenizer_path=str(tokenizer), chat_template="", spec=spec, max_model_len=1000)
-        self.config = SimpleNamespace(resolved=resolved, server=SimpleNamespace(retry_window=60.0), run=RunConfig())
+        resolved = SimpleNamespace(tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000)
+        server = SimpleNamespace(retry_window=60.0)
+        self.config = SimpleNamespace(resolved=resolved, server=server, run=RunConfig(), model=ModelConfig())
         self.incarnation = LIFE
         self.admitted: dict[str, list[int]] = {}
         self.refused: list[Rejected] = []

@@ -141,14 +141,14 @@ def test_messages_as_templates_expect_them(
     loaded: tokenizer_files.LoadedTokenizer, message: dict[str, object], shown: str
 ) -> None:
     prompt = ChatPrompt(msgspec.json.encode([{"role": "assistant", **message}]))
-    assert Encoder(loaded, SHOW).render(prompt) == shown
+    assert Encoder(loaded, {"default": SHOW}).render(prompt) == shown
 
 
 def test_arguments_that_are_no_json_are_refused(loaded: tokenizer_files.LoadedTokenizer) -> None:
     calls = [{"function": {"name": "weather", "arguments": "{"}}]
     prompt = ChatPrompt(msgspec.json.encode([{"role": "assistant", "tool_calls": calls}]))
     with pytest.raises(RequestError, match="arguments of 'weather'") as error:
-        Encoder(loaded, SHOW).render(prompt)
+        Encoder(loaded, {"default": SHOW}).render(prompt)
     assert error.value.param == "messages"
 
 
@@ -157,19 +157,19 @@ def test_empty_tool_calls_are_none_and_reasoning_has_the_name_that_templates_kno
 ) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [], "reasoning": "so"}
     show = "{{ messages[0].tool_calls is defined }} {{ messages[0].reasoning_content }}"
-    assert Encoder(loaded, show).render(ChatPrompt(msgspec.json.encode([message]))) == "False so"
+    assert Encoder(loaded, {"default": show}).render(ChatPrompt(msgspec.json.encode([message]))) == "False so"
 
 
 def test_arguments_that_are_no_text_are_refused(loaded: tokenizer_files.LoadedTokenizer) -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": 3}}]}
     with pytest.raises(RequestError, match="arguments of 'weather'"):
-        Encoder(loaded, SHOW).render(ChatPrompt(msgspec.json.encode([message])))
+        Encoder(loaded, {"default": SHOW}).render(ChatPrompt(msgspec.json.encode([message])))
 
 
 def test_other_threads_run_while_a_prompt_is_encoded(loaded: tokenizer_files.LoadedTokenizer) -> None:
     """Else a long prompt would stop all streams."""
     prompt = TextPrompt(" ".join(f"{number:x}" for number in range(100_000)))
-    thread = threading.Thread(target=Encoder(loaded, "").encode, args=(prompt,))
+    thread = threading.Thread(target=Encoder(loaded, {}).encode, args=(prompt,))
     turns = 0
     thread.start()
     while thread.is_alive():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshlm.runtime import chat_templates
 from meshlm.runtime.model_files import ModelFilesError, generation_defaults, resolve_model
 
 OF_MODEL: dict[str, float | int] = {"temperature": 0.6, "top_k": 20}
@@ -45,6 +46,7 @@ CONFIG = {
 def folder_with(folder: Path, **files: object) -> str:
     """A model's folder. Bytes are written as they are, all else as JSON."""
     for name, content in {"config.json": CONFIG, "model.safetensors": b"", **files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return str(folder)
 
@@ -74,13 +76,64 @@ def test_what_is_wrong_with_a_file_is_said_of_it(tmp_path: Path, name: str, cont
     assert "\n" not in str(told.value)
 
 
-def test_named_templates(tmp_path: Path) -> None:
-    templates = [{"name": ["x"], "template": "a"}, {"name": "tool_use", "template": "b"}, {"name": "default"}]
-    folder = folder_with(tmp_path, **{"tokenizer_config.json": {"chat_template": templates}})
-    assert resolve_model(folder).chat_template == ""
-    templates[-1]["template"] = "c"
-    folder = folder_with(tmp_path, **{"tokenizer_config.json": {"chat_template": templates}})
-    assert resolve_model(folder).chat_template == "c"
+NAMED = [{"name": "default", "template": "c"}, {"name": "tool_use", "template": "b"}]
+IN_CONFIG = {"tokenizer_config.json": {"chat_template": NAMED}}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, {}),
+        ({"tokenizer_config.json": {"chat_template": "a"}}, {"default": "a"}),
+        ({"tokenizer_config.json": {"chat_template": None}}, {}),
+        ({"tokenizer_config.json": {"chat_template": {"default": "a", "rag": "b"}}}, {"default": "a", "rag": "b"}),
+        (IN_CONFIG, {"default": "c", "tool_use": "b"}),
+        ({"chat_template.json": {"chat_template": "p"}}, {"default": "p"}),
+        ({**IN_CONFIG, "chat_template.json": {"chat_template": "p"}}, {"default": "c", "tool_use": "b"}),
+        ({**IN_CONFIG, "chat_template.jinja": b"j"}, {"default": "j", "tool_use": "b"}),
+        (
+            {"chat_template.jinja": b"j", "additional_chat_templates/tool_use.jinja": b"t"},
+            {"default": "j", "tool_use": "t"},
+        ),
+    ],
+)
+def test_named_templates(tmp_path: Path, files: dict[str, object], found: dict[str, str]) -> None:
+    assert resolve_model(folder_with(tmp_path, **files)).chat_templates == found
+
+
+@pytest.mark.parametrize("wrong", [5, [{"name": "default"}], [{"name": ["x"], "template": "a"}], [{"template": "a"}]])
+def test_what_is_no_template_is_said(tmp_path: Path, wrong: object) -> None:
+    with pytest.raises(ModelFilesError, match=r"tokenizer_config.json: chat_template must be"):
+        resolve_model(folder_with(tmp_path, **{"tokenizer_config.json": {"chat_template": wrong}}))
+
+
+def test_the_template_that_the_command_line_chooses(tmp_path: Path) -> None:
+    """Is the only one: tools do not choose another one then."""
+    folder = folder_with(tmp_path, **IN_CONFIG)
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    for given, text in (("tool_use", "b"), ("default", "c"), (str(file), "mine"), ("{{ x }}", "{{ x }}")):
+        assert resolve_model(folder, chat_template=given).chat_templates == {"default": text}
+    with pytest.raises(ModelFilesError, match=r"--chat-template rag: no such file.*; the model has default, tool_use"):
+        resolve_model(folder, chat_template="rag")
+
+
+def test_templates_come_with_the_tokenizer(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, **IN_CONFIG)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert resolve_model(folder, tokenizer=str(other)).chat_templates == {"default": "c", "tool_use": "b"}
+    (other / "chat_template.jinja").write_text("o")
+    assert resolve_model(folder, tokenizer=str(other)).chat_templates == {"default": "o"}
+
+
+def test_templates_of_gguf() -> None:
+    fields = {
+        "tokenizer.chat_template": "a",
+        "tokenizer.chat_template.tool_use": "b",
+        "tokenizer.chat_templates": ["x"],
+    }
+    assert chat_templates.of_gguf(fields) == {"default": "a", "tool_use": "b"}
 
 
 @pytest.mark.parametrize(("weights", "asked"), [("model.safetensors", 1), ("pytorch_model.bin", 2)])

@@ -28,7 +28,7 @@ def resolved_of(spec: ModelSpec, **changes: Any) -> Resolved:
         "spec": spec,
         "model_path": "/models/tiny",
         "tokenizer_path": "/models/tiny",
-        "chat_template": "",
+        "chat_templates": {},
         "served_names": ("tiny",),
         "generation_defaults": {},
         "load_format": "dummy",

@@ -1,0 +1,191 @@
+"""Prompts are what transformers' apply_chat_template makes of the same messages."""
+
+import copy
+import json
+from typing import Any
+
+import jinja2
+import msgspec
+import pytest
+from template_families import COMMAND_R, FAMILIES, PARTS_ALONE
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from meshlm.detokenizer.encode import ContentFormat, Encoder
+from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
+from meshlm.protocol.text_edge import ChatPrompt
+from meshlm.runtime.errors import RequestError
+
+Json = dict[str, Any]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "sep_token": "<sep>"}
+TOOLS: list[Json] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Wie ist's in Zürich & <überall>?",
+            "parameters": {
+                "type": "object",
+                "required": ["city"],
+                "properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "time", "description": "", "parameters": {"properties": {}}}},
+]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "a": [1, 2.5]}}}
+SYSTEM = {"role": "system", "content": " Be brief. "}
+USER = {"role": "user", "content": "Wetter in Zürich & Genf?\n"}
+ANSWER = {"role": "assistant", "content": "Hm </think> Schön "}
+DOCUMENTS = [{"title": "T <1>", "text": "ü"}, {"title": "U", "text": "v"}]
+CONVERSATIONS: dict[str, list[Json]] = {
+    "one": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [USER, ANSWER, USER],
+    "answered": [USER, ANSWER],
+    "called": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    "result": [
+        SYSTEM,
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": '{"c": 21}'},
+        {"role": "tool", "tool_call_id": "c2", "content": "x"},
+    ],
+    "thought": [USER, {"role": "assistant", "reasoning": "so\n", "content": "Ja."}, USER],
+}
+
+
+def encoder(templates: dict[str, str], content_format: ContentFormat = "auto") -> Encoder:
+    loaded = LoadedTokenizer(Tokenizer(models.BPE()), SPECIAL, frozenset(), True)
+    return Encoder(loaded, templates, content_format)
+
+
+def ours(
+    source: str | dict[str, str],
+    messages: list[Json],
+    tools: list[Json] | None = None,
+    goes_on: bool = False,
+    content_format: ContentFormat = "auto",
+    **extra: Any,
+) -> str:
+    sent = copy.deepcopy(messages)
+    for message in sent:  # as OpenAI's clients send them
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    prompt = ChatPrompt(
+        msgspec.json.encode(sent),
+        msgspec.json.encode(tools) if tools else b"",
+        template_kwargs_json=msgspec.json.encode(extra) if extra else b"",
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
+    return encoder({"default": source} if isinstance(source, str) else source, content_format).render(prompt)
+
+
+def theirs(
+    source: str | dict[str, str],
+    messages: list[Json],
+    tools: list[Json] | None = None,
+    goes_on: bool = False,
+    **extra: Any,
+) -> str:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=source, **SPECIAL)
+    text: str = tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        **extra,
+    )
+    return text
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompt_is_that_of_transformers(family: str, conversation: str, tools: list[Json] | None) -> None:
+    messages = CONVERSATIONS[conversation]
+    for extra in ({}, {"documents": DOCUMENTS, "enable_thinking": False, "date_string": "1 Jan 2020"}):
+        try:
+            expected = theirs(FAMILIES[family], messages, tools, **copy.deepcopy(extra))
+        except (jinja2.TemplateError, TypeError):
+            with pytest.raises(RequestError, match="the chat template refuses"):
+                ours(FAMILIES[family], messages, tools, **extra)
+        else:
+            assert ours(FAMILIES[family], messages, tools, **extra) == expected
+
+
+GOES_ON = ["Once upon", "Once upon ", "s", "<|", "end", "assistant"]
+
+
+@pytest.mark.parametrize("text", GOES_ON)
+@pytest.mark.parametrize("family", ["llama3", "qwen", "mistral", "hermes", "gemma2", "gemma3", "phi", "deepseek"])
+def test_a_message_goes_on_as_with_transformers(family: str, text: str) -> None:
+    """Also where what the template puts behind it has the same letters."""
+    messages = [USER, {"role": "assistant", "content": text}]
+    assert ours(FAMILIES[family], messages, goes_on=True) == theirs(FAMILIES[family], messages, goes_on=True)
+
+
+def test_an_empty_message_goes_on() -> None:
+    messages = [USER, {"role": "assistant", "content": ""}]
+    assert ours(FAMILIES["hermes"], messages, goes_on=True).endswith("<|im_start|>assistant\n")
+
+
+def test_what_the_template_does_not_show_cannot_go_on() -> None:
+    messages = [USER, {"role": "tool", "content": "x"}]
+    with pytest.raises(RequestError, match="cannot be continued") as error:
+        ours(FAMILIES["phi"], messages, goes_on=True)
+    assert error.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+def test_tools_choose_the_template(tools: list[Json] | None) -> None:
+    assert ours(COMMAND_R, [USER], tools) == theirs(COMMAND_R, [USER], tools)
+    assert ("<|TOOLS|>" in ours(COMMAND_R, [USER], tools)) == (tools is not None)
+    single = {"default": COMMAND_R["default"]}
+    assert ours(single, [USER], tools) == theirs(single["default"], [USER], tools)
+
+
+def test_a_request_can_name_a_template() -> None:
+    prompt = ChatPrompt(
+        msgspec.json.encode([USER]),
+        chat_template="rag",
+        template_kwargs_json=msgspec.json.encode({"documents": DOCUMENTS}),
+    )
+    assert encoder(COMMAND_R).render(prompt).startswith("<s>Document: 0\nT <1>")
+
+
+def test_without_a_default_the_names_are_said() -> None:
+    with pytest.raises(RequestError, match=r"no default chat template.*: rag, tool_use"):
+        ours({name: COMMAND_R[name] for name in ("rag", "tool_use")}, [USER])
+
+
+GEMMA = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}|{% endfor %}"
+)
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "shown"),
+    [
+        (PARTS_ALONE, "auto", "<|user|>a;b;<|user|>hi;<|assistant|>"),  # text alone would be shown as nothing
+        ("{% for m in messages %}{{ m.content }}|{% endfor %}", "auto", "a\nb|hi|"),
+        (GEMMA, "auto", "ab|hi|"),
+        (PARTS_ALONE, "openai", "<|user|>a;b;<|user|>hi;<|assistant|>"),
+        ("{% for m in messages %}{{ m.content | length }}|{% endfor %}", "openai", "2|1|"),
+        ("{% for m in messages %}{% set c = m['content'] %}{% for p in c[:] %}{{ p.text }}{% endfor %}{% endfor %}", "auto", "abhi"),
+        ("{% for m in messages %}{% for p in m.content %}{{ p }}{% endfor %}|{% endfor %}", "string", "a\nb|hi|"),
+    ],
+)  # fmt: skip
+def test_content_is_text_or_parts_as_the_template_needs_it(
+    source: str, content_format: ContentFormat, shown: str
+) -> None:
+    assert ours(source, [PARTS, {"role": "user", "content": "hi"}], content_format=content_format) == shown
+
+
+def test_a_message_of_parts_goes_on() -> None:
+    messages = [USER, {**PARTS, "role": "assistant"}]
+    assert ours(PARTS_ALONE, messages, goes_on=True).endswith("<|assistant|>a;b")
