@@ -12,6 +12,7 @@ from meshlm.coordinator.events import Event, PeerLost, Received, Send, Tick
 from meshlm.coordinator.gate import Gate
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
+from meshlm.coordinator.questions import Questions
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
@@ -23,6 +24,7 @@ from meshlm.protocol.admit_edge import (
     RankLost,
     Readmit,
     Refused,
+    ReportLoad,
     Returned,
     Routed,
     SchedulerLife,
@@ -69,6 +71,7 @@ class Coordinator:
         self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
         self.moving = Moves(self.router)
         self.gate = Gate()
+        self.questions = Questions()
         self._seen_changes = 0
         self._serving = False
 
@@ -111,6 +114,8 @@ class Coordinator:
                 return self._join(join.member, now)
             case control.Leave():
                 return self._lost(PeerLost(event.sender, event.incarnation), now)
+            case control.AskStats():
+                return self._ask_stats(event.sender)
             case control.SetRanks() as ranks:
                 return self._set_ranks(ranks.num_ranks)
         return []
@@ -147,18 +152,18 @@ class Coordinator:
         if member is None or member.incarnation != lost.incarnation:
             return []
         del self.members[lost.identity]
+        told = self._answer(self.questions.lost(lost.identity))
         if lost.identity.role is Role.SCHEDULER:
             self.moving.lost(lost.identity)
             requests = self.router.remove(lost.identity).requests
             for request_id in requests:
                 del self.owner[request_id]
             self.moving.begin(requests, now)
-            told = RankLost(SchedulerLife(lost.identity, lost.incarnation))
-            news = [Send(identity, told) for identity in self.members if identity.role is Role.DETOKENIZER]
-            return news + self._announce() + self._serving_change()
+            rank_lost = RankLost(SchedulerLife(lost.identity, lost.incarnation))
+            told += [Send(identity, rank_lost) for identity in self.members if identity.role is Role.DETOKENIZER]
         elif lost.identity.role is Role.DETOKENIZER:
             self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
-        return self._announce() + self._serving_change()
+        return told + self._announce() + self._serving_change()
 
     def _set_ranks(self, num_ranks: int) -> list[Send]:
         """Ranks are added or removed. One that is removed gives back what it has not started and ends the rest."""
@@ -271,7 +276,8 @@ class Coordinator:
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now
             effects += [Send(sender, GiveBack((), everything=True))] if first or lost else self._drained()
-        return effects + (self._serving_change() if rank.serving is not self._serving else [])
+        effects += self._serving_change() if rank.serving is not self._serving else []
+        return effects + self._answer(self.questions.answered(sender, load.answers))
 
     def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
@@ -332,7 +338,19 @@ class Coordinator:
             return "no detokenizer"
         return ""
 
+    def _ask_stats(self, frontend: Identity) -> list[Send]:
+        """Of the ranks first, that have said something: one that is starting has no requests."""
+        ranks = [rank.identity for rank in self.ranks.values() if rank.load is not None]
+        told = self._answer(self.questions.ask(frontend, ranks))
+        return told + [Send(rank, ReportLoad(self.questions.number)) for rank in ranks]
+
+    def _answer(self, frontends: list[Identity]) -> list[Send]:
+        return [Send(frontend, self._figures(asked=True)) for frontend in frontends]
+
     def _stats(self) -> list[Send]:
+        return self._tell_frontends(self._figures())
+
+    def _figures(self, *, asked: bool = False) -> control.MeshStats:
         ranks = tuple(
             control.RankStats(
                 dp_rank=self.first_rank + rank.number,
@@ -347,12 +365,13 @@ class Coordinator:
                 graphs=rank.graphs,
                 busy_ns=load.busy_ns,
                 idle_ns=load.idle_ns,
+                life=rank.incarnation,
             )
             for rank in self.ranks.values()
             if (load := rank.load) is not None
         )
         reason = self._reason()
-        return self._tell_frontends(control.MeshStats(reason == "", reason, ranks, len(self.held)))
+        return control.MeshStats(reason == "", reason, ranks, len(self.held), asked)
 
     def _tell_frontends(self, message: Struct) -> list[Send]:
         return [Send(identity, message) for identity in self.members if identity.role is Role.FRONTEND]

@@ -16,6 +16,7 @@ class Choice:
         "begun_with",
         "deaths",
         "detokenizer",
+        "engine",
         "exchange",
         "finished",
         "first",
@@ -24,7 +25,9 @@ class Choice:
         "index",
         "last_at",
         "logprobs",
+        "num_prompt_tokens",
         "num_told",
+        "opened_at",
         "orphan_since",
         "prompt_index",
         "submit",
@@ -39,10 +42,13 @@ class Choice:
         self.logprobs: list[PositionLogprobs] = []  # of token_ids; only with a Retry, for its detokenizer's next life
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
+        self.engine = ""  # the rank that computes it, as clients know it; "" before its first token
+        self.num_prompt_tokens = 0  # once its prompt is encoded
         self.num_told = 0  # first tokens that connections before had, and their frontends counted
         self.begun_with = 0  # tokens at this attempt's begin
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
         self.orphan_since = 0.0  # without a detokenizer; 0: it has one, or nobody has looked yet
+        self.opened_at = 0.0  # when it was asked for, on this connection
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 

@@ -33,6 +33,16 @@ class Send(Struct, frozen=True):
     message: Struct
 
 
+class EngineCounts:
+    """What came of one engine's requests since the metrics were last told."""
+
+    __slots__ = ("intervals", "num_tokens")
+
+    def __init__(self) -> None:
+        self.intervals: dict[float, int] = {}  # seconds between tokens -> how often
+        self.num_tokens = 0
+
+
 class Desk:
     """All open choices of this frontend.
 
@@ -47,14 +57,26 @@ class Desk:
         self.by_handle: dict[int, Choice] = {}
         self.orphans: list[Choice] = []  # without a detokenizer, until one is there
         self.load: dict[Identity, int] = {}  # open choices by detokenizer
-        self.intervals: dict[float, int] = {}  # seconds between tokens -> how often, for the metrics
-        self.num_tokens = 0  # that came since the metrics were last told
+        self.counts: dict[str, EngineCounts] = {}  # by engine, since the metrics were last told
+        self.begun: list[Choice] = []  # whose first tokens came since then
         self.unaccepted: set[int] = set()  # handles of new choices whose prompts are not encoded yet
         self._next_handle = 0
 
     def new_handle(self) -> Handle:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
         return Handle(self._next_handle)
+
+    def take_counts(self) -> tuple[list[Choice], dict[str, EngineCounts]]:
+        """For the metrics."""
+        taken = self.begun, self.counts
+        self.begun, self.counts = [], {}
+        return taken
+
+    def _counts_of(self, engine: str) -> EngineCounts:
+        found = self.counts.get(engine)
+        if found is None:
+            found = self.counts[engine] = EngineCounts()
+        return found
 
     # --- detokenizers come and go ---
 
@@ -164,6 +186,7 @@ class Desk:
             choice = self.by_handle.get(handle)
             if choice is not None:
                 choice.num_told = message.num_told[place] if message.num_told else 0
+                choice.num_prompt_tokens = message.num_prompt_tokens
                 if (retry := choice.submit.retry) is not None:  # for its detokenizer's next life
                     retry = msgspec.structs.replace(retry, begun_s=message.arrival_s)
                     choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
@@ -234,8 +257,10 @@ class Desk:
         finished = {end.row: end for end in message.finished}
         logprobs, prompt_logprobs, first = message.logprobs, message.prompt_logprobs, message.first
         gaps: list[Send] = []
-        by_handle, texts, intervals = self.by_handle, message.texts, self.intervals
-        at = num_tokens = 0
+        by_handle, texts = self.by_handle, message.texts
+        engine: str | None = None
+        counted = EngineCounts()  # of `engine`
+        at = 0
         for row, handle in enumerate(handles):
             count = 1 if counts is None else counts[row]
             choice = by_handle.get(handle)
@@ -245,13 +270,20 @@ class Desk:
                 if start == have:
                     ids = tokens[at : at + count]
                     choice.token_ids.extend(ids)
-                    num_tokens += count if have >= choice.num_told else max(0, have + count - choice.num_told)
+                    if row in first:
+                        choice.engine = str(first[row].dp_rank)
+                    if choice.engine != engine:
+                        engine, counted = choice.engine, self._counts_of(choice.engine)
+                    counted.num_tokens += count if have >= choice.num_told else max(0, have + count - choice.num_told)
                     if count:  # an end may come without tokens
-                        if choice.last_at:
+                        if have < choice.num_told:
+                            choice.first_at = choice.first_at or now  # told once more
+                        elif choice.last_at:
                             interval = now - choice.last_at
-                            intervals[interval] = intervals.get(interval, 0) + 1
+                            counted.intervals[interval] = counted.intervals.get(interval, 0) + 1
                         else:
                             choice.first_at = now
+                            self.begun.append(choice)
                         choice.last_at = now
                     if row in logprobs and choice.submit.retry is not None:
                         choice.logprobs += logprobs[row]
@@ -267,7 +299,6 @@ class Desk:
                 elif start > have:
                     gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
             at += count
-        self.num_tokens += num_tokens
         return gaps
 
     def check(self) -> None:

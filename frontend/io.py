@@ -8,14 +8,23 @@ import time
 from msgspec import Struct
 
 from meshlm import __version__
-from meshlm.frontend import http
+from meshlm.frontend import http, request_metrics
 from meshlm.frontend.answers import Answer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.server import Routes
-from meshlm.protocol.control_edge import MeshStats, OpenRequests, Profile, Profiled, QueueFull, Refuse, Shutdown
-from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
+from meshlm.protocol.control_edge import (
+    AskStats,
+    MeshStats,
+    OpenRequests,
+    Profile,
+    Profiled,
+    QueueFull,
+    Refuse,
+    Shutdown,
+)
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
     Detokenize,
@@ -33,6 +42,10 @@ from meshlm.runtime.mesh import Mesh
 
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
+FRESH_S = (
+    0.5  # /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second
+)
+SERIES_FROM_START = 16  # engines whose series are there before their first request
 PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
 STOPPING = "this server is stopping"
 FULL = "the queue is full; try again"
@@ -62,6 +75,8 @@ class FrontendApp:
         self.num_open = 0
         self._ticks = 0
         self._unknown_seen: set[str] = set()
+        self._asking = asyncio.Lock()  # for fresh figures
+        self._answered = asyncio.Event()  # they came
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
@@ -70,11 +85,14 @@ class FrontendApp:
         self.resolved = mesh.config.resolved
         self._desk.num_detokenizers = mesh.config.server.detokenizers
         self._desk.max_deaths = allowed(mesh.config.run.max_restarts)
-        if why := shared_metrics.prepare(mesh.config.run.run_dir):
+        if why := shared_metrics.prepare(mesh.config.run.run_dir, mesh.config.parallel.data_parallel_size):
             mesh.log.warning("metrics are of this frontend alone", reason=why)
         from meshlm.frontend import metrics  # after the directory is set
 
-        self._metrics = metrics.Metrics(self.resolved.served_names[0])
+        parallel = mesh.config.parallel
+        first = parallel.data_parallel_rank or 0
+        engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
+        self._metrics = metrics.Metrics(self.resolved.served_names[0], self.resolved.max_model_len, engines)
         self._exposition = metrics.exposition
         server = mesh.config.server
         try:
@@ -165,6 +183,9 @@ class FrontendApp:
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         self.num_open += 1
+        now = time.monotonic()
+        for choice in choices:
+            choice.opened_at = now
         self._send(self._desk.open(choices, submit))
 
     def close(self, choices: list[Choice]) -> None:
@@ -239,21 +260,8 @@ class FrontendApp:
         assert self._mesh is not None
         usage = answer.usage()
         elapsed = time.monotonic() - started
-        self._metrics.e2e.observe(elapsed)
-        self._metrics.prompt.observe(usage["prompt_tokens"])
-        self._metrics.generation.observe(usage["completion_tokens"])
-        self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        for choice in answer.choices:
-            self._metrics.finished((choice.finished.reason if choice.finished else FinishReason.ABORT).value)
-            if choice.first_at:
-                self._metrics.ttft.observe(choice.first_at - started)
-                self._metrics.phases(choice.first, choice.last_at - choice.first_at)
-            if len(choice.token_ids) > 1:
-                self._metrics.tpot.observe((choice.last_at - choice.first_at) / (len(choice.token_ids) - 1))
-        if answer.ask.max_tokens:
-            self._metrics.max_tokens.observe(answer.ask.max_tokens)
-        self._metrics.n.observe(answer.ask.num_returned)
-        self._metrics.longest.observe(max((len(choice.token_ids) for choice in answer.choices), default=0))
+        self._flush()
+        request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len)
         self.ignored(answer.ask.unknown_fields, path)
         if not self.config.server.disable_log_requests:
             ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
@@ -271,19 +279,28 @@ class FrontendApp:
                 error=answer.error.message if answer.error else None,
             )
 
-    def load(self) -> int:
-        """Requests that run or wait in the mesh, as told within the last second; of this frontend's own, at least all."""
+    async def load(self) -> int:
+        """Requests that run or wait in the mesh; of this frontend's own, at least all."""
+        await self.fresh_stats()
         ranks = sum(rank.num_running + rank.num_waiting for rank in self._stats.ranks)
         return max(self.num_open, self._stats.num_held + ranks)
 
-    def metrics(self) -> bytes:
+    async def fresh_stats(self) -> None:
+        """Wait until this frontend has the mesh's figures as of now, FRESH_S at most; one question at a time."""
+        assert self._mesh is not None
+        with contextlib.suppress(TimeoutError, LinkDown):
+            async with asyncio.timeout(FRESH_S), self._asking:
+                self._answered.clear()
+                self._mesh.send(COORDINATOR, AskStats())
+                await self._answered.wait()
+
+    async def metrics(self) -> bytes:
+        await self.fresh_stats()
         self._flush()
-        return self._exposition()
+        return await asyncio.to_thread(self._exposition)  # it reads the files of all frontends: streams go on meanwhile
 
     def _flush(self) -> None:
-        self._metrics.flush(self._desk.intervals)
-        self._metrics.generation_tokens.inc(self._desk.num_tokens)
-        self._desk.num_tokens = 0
+        request_metrics.observe_tokens(self._metrics, self._desk)
 
     # --- App ---
 
@@ -316,6 +333,8 @@ class FrontendApp:
                 self._news.set()
                 if self._mesh is not None:
                     self._metrics.mesh(message)
+                if message.asked:
+                    self._answered.set()
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer.role is Role.DETOKENIZER:

@@ -7,14 +7,19 @@ library costs more than sending the token.
 
 import os
 from bisect import bisect_left
+from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import REGISTRY, Collector
+from prometheus_client.samples import Sample
 
 from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.token_edge import First
 
-_SECONDS = (
+# vLLM's buckets; those of time between tokens and of whole requests begin lower, where small models are.
+_TTFT: tuple[float, ...] = (
     0.001,
     0.005,
     0.01,
@@ -35,36 +40,129 @@ _SECONDS = (
     40.0,
     80.0,
 )
-_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TTFT += (160.0, 640.0, 2560.0)
+_ITL: tuple[float, ...] = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+)
+_ITL += (20.0, 40.0, 80.0)
+_LONG: tuple[float, ...] = (
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+)
+_LONG += (960.0, 1920.0, 7680.0)
 _REFUSALS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
 _CHOICES = (1, 2, 5, 10, 20)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+_ENGINE = ("model_name", "engine")
+# Of a count that another process keeps: its sum over that process' lives is the counter. `exposition` adds them up.
+_LIFE = "life"
+_RANK_GAUGES = (
+    ("num_requests_running", "Requests in the running batch."),
+    ("num_requests_waiting", "Requests that wait for a place in the batch."),
+    ("kv_cache_usage_perc", "KV cache in use; 1 is all of it."),
+)
+_RANK_COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_preemptions", "Preempted requests."),
+    ("device_busy_seconds", "Seconds that the device has computed."),
+    ("device_idle_seconds", "Seconds that it stood still although requests were running."),
+)
+_GRAPH_COUNTERS = (
+    ("cudagraph_replays", "Steps that were replayed from a CUDA graph.", "kind"),
+    ("cudagraph_misses", "Steps that were launched kernel by kernel.", "reason"),
+)
 
 
-class Metrics:
-    """One frontend's part. `model` is the label model_name."""
+def token_buckets(max_model_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to the context's length."""
+    powers = range(len(str(max_model_len)))
+    return tuple(value for power in powers for digit in (1, 2, 5) if (value := digit * 10**power) <= max_model_len)
 
-    def __init__(self, model: str) -> None:
-        labels = ("model_name",)
+
+class EngineMetrics:
+    """What one frontend counts of the requests of one engine, a data-parallel rank. "" stands for no rank yet."""
+
+    def __init__(self, families: "Families", model: str, engine: str) -> None:
+        def of(family: Histogram) -> Histogram:
+            return family.labels(model, engine)
+
+        self.ttft, self.e2e, self.tpot = of(families.ttft), of(families.e2e), of(families.tpot)
+        self.itl = _Bulk(of(families.itl), _ITL)
+        self.prompt, self.generation, self.max_tokens = map(
+            of, (families.prompt, families.generation, families.max_tokens)
+        )
+        self.n, self.longest = of(families.n), of(families.longest)
+        self.prompt_tokens = families.prompt_tokens.labels(model, engine)
+        self.generation_tokens = families.generation_tokens.labels(model, engine)
+        self._phases = tuple(of(family) for family in families.phases)
+        self._success = {reason: families.success.labels(model, engine, reason.value) for reason in FinishReason}
+
+    def finished(self, reason: FinishReason) -> None:
+        self._success[reason].inc()
+
+    def phases(self, first: First, decode_s: float) -> None:
+        """Of a sequence that got tokens: where its time went."""
+        prefill_s = first.prefill_us / 1e6
+        for histogram, value in zip(
+            self._phases, (first.queued_us / 1e6, prefill_s, decode_s, prefill_s + decode_s), strict=True
+        ):
+            histogram.observe(value)
+
+
+class Families:
+    """The metrics of requests, without their labels' values."""
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = token_buckets(max_model_len)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"meshlm:{name}", text, labels, buckets=buckets)
+            return Histogram(f"meshlm:{name}", text, _ENGINE, buckets=buckets)
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"meshlm:{name}", text, labels)
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"meshlm:{name}", text, (*_ENGINE, *labels))
 
-        self.ttft = histogram("time_to_first_token_seconds", "Time to first token.", _SECONDS).labels(model)
-        self.itl = _Bulk(histogram("inter_token_latency_seconds", "Time between tokens.", _ITL).labels(model), _ITL)
-        self.e2e = histogram("e2e_request_latency_seconds", "Whole request.", _LONG).labels(model)
-        self.refusal = histogram(
-            "request_refusal_seconds", "From a request's head to its 503, of those refused by their head.", _REFUSALS
-        ).labels(model)
-        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", _ITL).labels(
-            model
-        )
-        self._queue, self._prefill, self._decode, self._inference = (
-            histogram(f"request_{name}_time_seconds", text, _LONG).labels(model)
+        self.ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT)
+        self.itl = histogram("inter_token_latency_seconds", "Time between tokens.", _ITL)
+        self.e2e = histogram("e2e_request_latency_seconds", "Whole request.", _LONG)
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per output token.", _ITL)
+        self.phases = tuple(
+            histogram(f"request_{name}_time_seconds", text, _LONG)
             for name, text in (
                 ("queue", "From a request's arrival at its scheduler to its place in the batch."),
                 ("prefill", "From its place in the batch to its first token."),
@@ -72,90 +170,79 @@ class Metrics:
                 ("inference", "From its place in the batch to its last token."),
             )
         )
-        self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS).labels(model)
-        self.generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS).labels(model)
-        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", _TOKENS).labels(model)
-        self.n = histogram("request_params_n", "n of a request.", _CHOICES).labels(model)
+        self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
+        self.generation = histogram("request_generation_tokens", "Output tokens of a request.", tokens)
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request, or its room.", tokens)
+        self.n = histogram("request_params_n", "n of a request.", _CHOICES)
         self.longest = histogram(
-            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", _TOKENS
-        ).labels(model)
-        self._success = Counter("meshlm:request_success", "Finished requests.", ("model_name", "finished_reason"))
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.").labels(model)
-        self.generation_tokens = counter("generation_tokens", "Output tokens.").labels(model)
-        self._gauges = {
-            name: Gauge(f"meshlm:{name}", text, ("model_name", "engine"), multiprocess_mode="mostrecent")
-            for name, text in (
-                ("num_requests_running", "Requests in the running batch."),
-                ("num_requests_waiting", "Requests that wait for a place in the batch."),
-                ("kv_cache_usage_perc", "KV cache in use; 1 is all of it."),
-                ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
-                ("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
-                ("num_preemptions_total", "Preempted requests."),
-                ("device_busy_seconds_total", "Seconds that the device has computed."),
-                (
-                    "device_idle_seconds_total",
-                    "Seconds that it stood still although requests were running.",
-                ),
-            )
-        }
-        self._graphs = {
-            name: Gauge(f"meshlm:{name}", text, ("model_name", "engine", label), multiprocess_mode="mostrecent")
-            for name, text, label in (
-                ("cudagraph_replays_total", "Steps that were replayed from a CUDA graph.", "kind"),
-                ("cudagraph_misses_total", "Steps that were launched kernel by kernel.", "reason"),
-            )
-        }
-        self._held = Gauge(
-            "meshlm:num_requests_held",
-            "Requests that wait for a scheduler that serves.",
-            ("model_name",),
-            multiprocess_mode="mostrecent",
-        ).labels(model)
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", tokens
+        )
+        self.success = counter("request_success", "Finished requests.", "finished_reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
+        self.generation_tokens = counter("generation_tokens", "Output tokens.")
+
+
+class Metrics:
+    """One frontend's part. `model` is the label model_name; `engines` have their series from the start."""
+
+    def __init__(self, model: str, max_model_len: int, engines: Iterable[int] = (0,)) -> None:
         self._model = model
-        self._engines: set[str] = set()
+        self._families = Families(max_model_len)
+        self._by_engine: dict[str, EngineMetrics] = {}
+        self._unplaced = ""  # the engine of a request that no rank has begun
+        for number in engines:
+            self.engine(str(number))
+        if len(self._by_engine) == 1:
+            (self._unplaced,) = self._by_engine
+        self.refusal = Histogram(
+            "meshlm:request_refusal_seconds",
+            "From a request's head to its 503, of those refused by their head.",
+            ("model_name",),
+            buckets=_REFUSALS,
+        ).labels(model)
+        self._gauges = [_shared(name, text, *_ENGINE) for name, text in _RANK_GAUGES]
+        self._counters = [_shared(f"{name}_total", text, *_ENGINE, _LIFE) for name, text in _RANK_COUNTERS]
+        self._graphs = [_shared(f"{name}_total", text, *_ENGINE, _LIFE, key) for name, text, key in _GRAPH_COUNTERS]
+        held = "Requests that wait for a scheduler that serves."
+        self._held = _shared("num_requests_held", held, "model_name").labels(model)
+        self._known: set[str] = set()
 
-    def finished(self, reason: str) -> None:
-        self._success.labels(self._model, reason).inc()
-
-    def phases(self, first: First | None, decode_s: float) -> None:
-        """Of a sequence that got tokens: where its time went."""
-        if first is not None:
-            self._queue.observe(first.queued_us / 1e6)
-            self._prefill.observe(first.prefill_us / 1e6)
-            self._decode.observe(decode_s)
-            self._inference.observe(first.prefill_us / 1e6 + decode_s)
+    def engine(self, engine: str) -> EngineMetrics:
+        engine = engine or self._unplaced
+        if (found := self._by_engine.get(engine)) is None:
+            found = self._by_engine[engine] = EngineMetrics(self._families, self._model, engine)
+        return found
 
     def mesh(self, stats: MeshStats) -> None:
         """The schedulers' figures, as the coordinator collected them, and its own."""
         self._held.set(stats.num_held)
         engines = {str(rank.dp_rank) for rank in stats.ranks}
-        for gone in self._engines - engines:  # its last figures stay in the shared files, so they must be right
-            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-                self._gauges[name].labels(self._model, gone).set(0)
-        self._engines = engines
+        for gone in self._known - engines:  # its last figures stay in the shared files, so they must be right
+            for gauge in self._gauges:
+                gauge.labels(self._model, gone).set(0)
+        self._known = engines
         for rank in stats.ranks:
-            values = (
-                rank.num_running,
-                rank.num_waiting,
-                rank.kv_cache_usage,
+            engine = (self._model, str(rank.dp_rank))
+            values = (rank.num_running, rank.num_waiting, rank.kv_cache_usage)
+            for gauge, value in zip(self._gauges, values, strict=True):
+                gauge.labels(*engine).set(value)
+            counts = (
                 rank.prefix_cache_queries,
                 rank.prefix_cache_hits,
                 rank.num_preemptions,
                 rank.busy_ns / 1e9,
                 rank.idle_ns / 1e9,
             )
-            for gauge, value in zip(self._gauges.values(), values, strict=True):
-                gauge.labels(self._model, str(rank.dp_rank)).set(value)
-            for gauge, counts in zip(self._graphs.values(), (rank.graphs.replays, rank.graphs.misses), strict=True):
-                for label, count in counts.items():
-                    gauge.labels(self._model, str(rank.dp_rank), label).set(count)
+            for counter, count in zip(self._counters, counts, strict=True):
+                counter.labels(*engine, str(rank.life)).set(count)
+            for counter, named in zip(self._graphs, (rank.graphs.replays, rank.graphs.misses), strict=True):
+                for label, count in named.items():
+                    counter.labels(*engine, str(rank.graphs.life), label).set(count)
 
-    def flush(self, intervals: dict[float, int]) -> None:
-        """Take the seconds between tokens since the last flush; empties the dictionary."""
-        for interval, times in intervals.items():
-            self.itl.observe(interval, times)
-        intervals.clear()
-        self.itl.flush()
+
+def _shared(name: str, text: str, *labels: str) -> Gauge:
+    """What all frontends are told, so that the newest word holds."""
+    return Gauge(f"meshlm:{name}", text, labels, multiprocess_mode="mostrecent")
 
 
 class _Bulk:
@@ -182,10 +269,33 @@ class _Bulk:
         self._sum = 0.0
 
 
+class _Summed(Collector):
+    """What another collector has, with the counts of processes' lives added up: they are counters, and never fall."""
+
+    def __init__(self, registry: Collector) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        names = {f"meshlm:{name}_total" for name, *_ in (*_RANK_COUNTERS, *_GRAPH_COUNTERS)}
+        for metric in self._registry.collect():
+            yield _counter(metric) if metric.name in names else metric
+
+
+def _counter(metric: Metric) -> Metric:
+    sums: dict[tuple[tuple[str, str], ...], float] = {}
+    for sample in metric.samples:
+        labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key != _LIFE))
+        sums[labels] = sums.get(labels, 0.0) + sample.value
+    found = Metric(metric.name.removesuffix("_total"), metric.documentation, "counter")
+    found.samples = [Sample(metric.name, dict(labels), value) for labels, value in sums.items()]
+    return found
+
+
 def exposition() -> bytes:
     """All frontends' metrics in Prometheus' text format, or this one's."""
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        return generate_latest()
+    collected: Collector = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        collected = multiprocess.MultiProcessCollector(None)  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    registry.register(_Summed(collected))
     return generate_latest(registry)

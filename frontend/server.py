@@ -57,8 +57,8 @@ class Backend(Protocol):
     async def profile(self, *, start: bool) -> Profiled: ...
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
     def done(self, answer: Answer, started: float, path: str, status: int) -> None: ...
-    def load(self) -> int: ...
-    def metrics(self) -> bytes: ...
+    async def load(self) -> int: ...
+    async def metrics(self) -> bytes: ...
 
 
 class Routes:
@@ -118,7 +118,7 @@ class Routes:
         return _json({"version": self._backend.version})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def start_profile(self, request: Request) -> Response:
         return await self._profile(start=True)
@@ -154,7 +154,7 @@ class Routes:
         }
 
     async def load(self, request: Request) -> Response:
-        return _json({"server_load": self._backend.load()})
+        return _json({"server_load": await self._backend.load()})
 
     async def tokenize(self, request: Request) -> Response:
         body, unknown = parse.decode(await self._body(request), TokenizeRequest)

@@ -103,7 +103,13 @@ class GiveBack(Struct, frozen=True, tag="give_back"):
     everything: bool = False  # all requests: the rank is going to end
 
 
-CoordinatorToScheduler = Assign | AbortRequests | GiveBack
+class ReportLoad(Struct, frozen=True, tag="report_load"):
+    """Send a Load now, with this number in `answers`: what was sent before this has been seen by then."""
+
+    number: int
+
+
+CoordinatorToScheduler = Assign | AbortRequests | GiveBack | ReportLoad
 
 
 class Started(Struct, frozen=True, array_like=True):
@@ -147,6 +153,7 @@ class Load(Struct, frozen=True, tag="load"):
     graphs: GraphCounts | None = None  # its worker's; None: as it said last
     busy_ns: int = 0  # that the device has computed, since start
     idle_ns: int = 0  # that it stood still although requests were running, since start
+    answers: int = 0  # the newest ReportLoad of this life of the coordinator; 0: none yet
 
 
 SchedulerToCoordinator = Load

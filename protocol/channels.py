@@ -59,7 +59,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_D, _S, token.DetokenizerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
     Channel(_S, _W, step.SchedulerToWorker, 64, 64, WhenFull.DROP_PEER),
     Channel(_W, _S, step.WorkerToScheduler, 64, 64, WhenFull.DROP_PEER),
-    Channel(_F, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_F, _C, control.Join | control.Leave | control.AskStats, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _F, control.Members | control.MeshStats | control.QueueFull, 256, 1024, WhenFull.DROP_PEER),
     Channel(_W, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),

@@ -207,6 +207,7 @@ class GraphCounts(Struct, frozen=True, omit_defaults=True):
 
     replays: dict[str, int] = {}
     misses: dict[str, int] = {}
+    life: int = 0  # of the worker; its scheduler adds it
 
 
 class RankStats(Struct, frozen=True, omit_defaults=True):
@@ -224,6 +225,7 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     graphs: GraphCounts = GraphCounts()
     busy_ns: int = 0  # as in Load
     idle_ns: int = 0
+    life: int = 0  # of the scheduler, whose counts begin at 0 with it
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):
@@ -236,10 +238,15 @@ class QueueFull(Struct, frozen=True, tag="queue_full"):
     on: bool
 
 
+class AskStats(Struct, frozen=True, tag="ask_stats"):
+    """A frontend's /metrics is read: send it a MeshStats with `asked`, after all that its clients have been told."""
+
+
 class MeshStats(Struct, frozen=True, tag="stats"):
-    """To every frontend, once a second and when `serving` changes: what /ready and /metrics answer."""
+    """To every frontend, once a second and when `serving` changes: what /ready and /metrics answer. And to one that asked."""
 
     serving: bool
     reason: str = ""  # while not serving: what is missing
     ranks: tuple[RankStats, ...] = ()
     num_held: int = 0  # requests that wait in the coordinator for a rank that serves
+    asked: bool = False  # it answers AskStats

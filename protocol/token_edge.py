@@ -36,6 +36,7 @@ class First(Struct, frozen=True, omit_defaults=True):
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     queued_us: int = 0  # that it waited at its scheduler for a place in the batch
     prefill_us: int = 0  # from then to its first token
+    dp_rank: int = 0  # that computed it, by the number that clients know
 
 
 class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):

@@ -6,20 +6,26 @@ from pathlib import Path
 # Of the library's files, by the kind of metric. It maps them: where the disk is full when a page is first written to, the kernel ends
 # the process (SIGBUS). So their room is taken before: more than the metrics of a mesh with many ranks need.
 RESERVED_BYTES = {"histogram": 128 << 10, "counter": 32 << 10, "gauge_mostrecent": 256 << 10}
+BYTES_PER_ENGINE = {"histogram": 64 << 10, "counter": 2 << 10, "gauge_mostrecent": 16 << 10}
 
 
-def prepare(run_dir: str) -> str:
+def prepare(run_dir: str, num_engines: int) -> str:
     """Point the library at `metrics/` in the run directory; "" or why that cannot be: this process then has numbers of its own only."""
     folder = Path(run_dir) / "metrics"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        for kind, num_bytes in RESERVED_BYTES.items():
-            _reserve(folder / f"{kind}_{os.getpid()}.db", num_bytes)
+        for kind in RESERVED_BYTES:
+            _reserve(folder / f"{kind}_{os.getpid()}.db", reserved_bytes(kind, num_engines))
     except OSError as error:
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
         return f"{folder}: {error.strerror}"
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     return ""
+
+
+def reserved_bytes(kind: str, num_engines: int) -> int:
+    """For a frontend's own series, and for those of as many engines."""
+    return RESERVED_BYTES[kind] + num_engines * BYTES_PER_ENGINE[kind]
 
 
 def _reserve(path: Path, num_bytes: int) -> None:

@@ -6,7 +6,7 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, Started
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, ReportLoad, Started
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady, WorkerStats
@@ -52,7 +52,7 @@ class Scheduler:
         return self.workers.serving
 
     def handle(self, event: Event, now: float) -> list[Send]:
-        output = Output(int(now * 1e9))
+        output = Output(int(now * 1e9), self.limits.dp_rank)
         effects: list[Send] = []
         timings: tuple[int, ...] = ()
         match event:
@@ -86,12 +86,14 @@ class Scheduler:
                 self.news.ended += [one.work.request_id for one in early]
             case GiveBack() as ask:
                 self._give_back(ask)
+            case ReportLoad() as ask_load:
+                self.news.asked(ask_load.number)
             case WorkerReady() as ready:
                 self._worker_ready(event.sender, ready)
             case Standing() as standing:
                 return self.workers.standing(event.sender, standing)
             case WorkerStats() as stats:
-                self.news.worker(stats.graphs)
+                self.news.worker(stats.graphs, event.incarnation)
             case StepFailed() as failed:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:

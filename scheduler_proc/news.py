@@ -3,6 +3,8 @@
 Pure; owned by core.py, which says what happened. Each request is named once; counts are said anew whenever a Load is due.
 """
 
+import msgspec
+
 from meshlm.protocol.admit_edge import Load, Returned, Started, Work
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
@@ -20,6 +22,7 @@ class News:
         self.prompt_tokens = self.generation_tokens = 0
         self.busy_ns = self.idle_ns = 0  # of the device; idle although requests were running
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
+        self.answers = 0  # the number of the coordinator's newest ReportLoad
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
 
@@ -35,11 +38,16 @@ class News:
     def begin(self) -> None:
         """The coordinator is another one, or the same again: it may know nothing."""
         self.tell_all()
-        self.graphs = self._graphs
+        self.graphs, self.answers = self._graphs, 0
 
-    def worker(self, graphs: GraphCounts) -> None:
-        """A worker's counts: with the next Load, at the next Tick at the latest."""
-        self.graphs = self._graphs = graphs
+    def asked(self, number: int) -> None:
+        """A Load is due now."""
+        self.answers = number
+        self.tell_all()
+
+    def worker(self, graphs: GraphCounts, life: Incarnation) -> None:
+        """The counts of this life of a worker: with the next Load, at the next Tick at the latest."""
+        self.graphs = self._graphs = msgspec.structs.replace(graphs, life=life)
 
     def load(self, batching: Batching, serving: bool, num_steps: int) -> Load | None:
         """Due when a request ended, began or changed queues; the rest can wait for the next tick."""
@@ -69,6 +77,7 @@ class News:
             graphs=self.graphs,
             busy_ns=self.busy_ns,
             idle_ns=self.idle_ns,
+            answers=self.answers,
         )
         self.ended, self.returned, self.started, self.graphs = [], [], [], None
         return load

@@ -12,6 +12,7 @@ class Outbox:
 
     __slots__ = (
         "counts",
+        "dp_rank",
         "ended",
         "first_tokens",
         "handles",
@@ -23,8 +24,8 @@ class Outbox:
         "uneven",
     )
 
-    def __init__(self, now_ns: int) -> None:
-        self.now_ns = now_ns
+    def __init__(self, now_ns: int, dp_rank: int) -> None:
+        self.now_ns, self.dp_rank = now_ns, dp_rank
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
         self.uneven = False
         self.ended: list[Ended] = []
@@ -52,7 +53,8 @@ class Outbox:
     def first(self, row: int, request: Request) -> None:
         """What comes with a request's first token only."""
         queued_ns, prefill_ns = request.started_ns - request.arrived_ns, self.now_ns - request.started_ns
-        self.first_tokens[row] = First(request.num_cached, max(0, queued_ns // 1000), max(0, prefill_ns // 1000))
+        queued_us, prefill_us = max(0, queued_ns // 1000), max(0, prefill_ns // 1000)
+        self.first_tokens[row] = First(request.num_cached, queued_us, prefill_us, self.dp_rank)
         request.num_cached = -2
         if request.prompt_logprobs:
             self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
@@ -75,14 +77,14 @@ class Outbox:
 class Output:
     """All detokenizers' rows of one event."""
 
-    def __init__(self, now_ns: int) -> None:
-        self.now_ns = now_ns
+    def __init__(self, now_ns: int, dp_rank: int) -> None:
+        self.now_ns, self.dp_rank = now_ns, dp_rank
         self.boxes: dict[Identity, Outbox] = {}
 
     def of(self, detokenizer: Identity) -> Outbox:
         box = self.boxes.get(detokenizer)
         if box is None:
-            box = self.boxes[detokenizer] = Outbox(self.now_ns)
+            box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank)
         return box
 
     def end(

@@ -10,6 +10,7 @@ from meshlm.protocol.admit_edge import (
     AbortRequests,
     Assign,
     Refused,
+    ReportLoad,
     Routed,
     SchedulerLife,
 )
@@ -105,7 +106,7 @@ def test_stats_carry_the_ranks_figures_to_frontends_only() -> None:
     (send,) = bench.tick()
     assert send.to == F0
     assert isinstance(send.message, control.MeshStats)
-    assert send.message.ranks == (control.RankStats(1, 3, 2, 0.75, 7, 6, 1, 0, 4),)
+    assert send.message.ranks == (control.RankStats(1, 3, 2, 0.75, 7, 6, 1, 0, 4, life=LIFE),)
 
 
 def test_stats_keep_the_graph_counts_of_a_rank() -> None:
@@ -116,6 +117,39 @@ def test_stats_keep_the_graph_counts_of_a_rank() -> None:
     bench.says(S1, load(4, 2, 25))
     (said,) = stats(bench.tick())
     assert said.ranks[0].graphs == counts
+
+
+def asked(sends: list[Send]) -> dict[Identity, int]:
+    """The ranks that are to report, and the numbers of the questions."""
+    return {send.to: send.message.number for send in sends if isinstance(send.message, ReportLoad)}
+
+
+def answers(sends: list[Send]) -> list[tuple[Identity, int]]:
+    """Who is told what it asked for: how many run in all ranks."""
+    found = [(send.to, send.message) for send in sends if isinstance(send.message, control.MeshStats)]
+    return [(to, sum(rank.num_running for rank in said.ranks)) for to, said in found if said.asked]
+
+
+def test_a_frontend_that_asks_hears_when_every_rank_has_reported() -> None:
+    """By then each has seen the aborts that were sent before; a rank that dies is not waited for."""
+    bench = Bench(F0, D0, S0, S1, S2)
+    number = asked(bench.says(F0, control.AskStats()))
+    assert set(number) == {S0, S1, S2}
+    assert answers(bench.says(S0, load(3, answers=number[S0]))) == []
+    assert answers(bench.says(S1, load(4))) == [], "sent before it was asked"
+    assert answers(bench.says(S1, load(5, answers=number[S1]))) == []
+    assert answers(bench.lost(S2)) == [(F0, 8)]
+    assert answers(bench.says(S1, load(6, answers=number[S1]))) == [], "once"
+
+
+def test_a_newer_question_takes_the_place_of_the_older() -> None:
+    bench = Bench(F0, D0, S0)
+    (older,) = asked(bench.says(F0, control.AskStats())).values()
+    (newer,) = asked(bench.says(F0, control.AskStats())).values()
+    assert answers(bench.says(S0, load(1, answers=older))) == []
+    assert answers(bench.says(S0, load(2, answers=newer))) == [(F0, 2)]
+    bench.lost(S0)
+    assert answers(bench.says(F0, control.AskStats())) == [(F0, 0)], "no rank is there"
 
 
 def test_stats_count_what_is_held() -> None:

@@ -11,7 +11,7 @@ DASHBOARD = DEPLOY / "monitoring" / "grafana-dashboard.json"
 NAMES = """
 from prometheus_client import REGISTRY
 from meshlm.frontend.metrics import Metrics
-Metrics("m")
+Metrics("m", 4096)
 print(*(sample.name for metric in REGISTRY.collect() for sample in metric.samples))
 print(*(metric.name for metric in REGISTRY.collect()))
 """

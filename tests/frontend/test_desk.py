@@ -132,7 +132,7 @@ def test_rows_of_unknown_handles_do_not_shift_the_others() -> None:
     client, _ = opened(desk)
     desk.deltas(deltas((77, 0, [1, 2, 3]), (client.choices[0], 0, [4]), (78, 9, [5])), D0, 1.0)
     assert client.tokens == {0: [4]}
-    assert desk.num_tokens == 1
+    assert desk.counts[""].num_tokens == 1
 
 
 def test_columns_of_no_int32_are_an_error() -> None:
@@ -147,8 +147,8 @@ def test_times_of_tokens() -> None:
     for index, now in enumerate((10.0, 10.5, 11.0, 12.0)):
         desk.deltas(deltas((choice, index, [index])), D0, now)
     assert (choice.first_at, choice.last_at) == (10.0, 12.0)
-    assert desk.intervals == {0.5: 2, 1.0: 1}
-    assert desk.num_tokens == 4
+    assert desk.counts[""].intervals == {0.5: 2, 1.0: 1}
+    assert desk.counts[""].num_tokens == 4
 
 
 def test_an_end_without_tokens_is_no_token() -> None:
@@ -160,7 +160,7 @@ def test_an_end_without_tokens_is_no_token() -> None:
     desk.deltas(deltas((one, 0, [1])), D0, 11.0)
     desk.deltas(deltas((one, 1, []), finished=[Finished(0, FinishReason.STOP)]), D0, 15.0)
     assert (one.first_at, one.last_at) == (11.0, 11.0)
-    assert desk.intervals == {}
+    assert desk.counts[""].intervals == {}
 
 
 # --- ends ---

@@ -85,8 +85,8 @@ def test_every_client_reads_its_texts_in_order() -> None:
         assert "".join(entry["text"] for entry in read) == expected
         if answer.ask.return_token_ids:
             assert [t for entry in read for t in entry["token_ids"]] == list(choice.token_ids)
-    assert bench.desk.num_tokens == len(ASKS) * sum(WIDTHS)
-    assert bench.desk.intervals == {1.0: len(ASKS) * (len(WIDTHS) - 1)}
+    assert bench.desk.counts[""].num_tokens == len(ASKS) * sum(WIDTHS)
+    assert bench.desk.counts[""].intervals == {1.0: len(ASKS) * (len(WIDTHS) - 1)}
 
 
 @pytest.mark.parametrize("number_left", range(len(ASKS)))

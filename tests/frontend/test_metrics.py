@@ -2,28 +2,87 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import vllm_metrics
+from prometheus_client.parser import text_string_to_metric_families
 
 SAID = """
-from prometheus_client import REGISTRY, generate_latest
-from meshlm.frontend.metrics import Metrics
+import sys
+from meshlm.runtime.metrics import prepare
+if sys.argv[1:]:
+    assert prepare(sys.argv[1], 1) == ""
+from meshlm.frontend.metrics import Metrics, exposition
 from meshlm.protocol.control_edge import GraphCounts, MeshStats, RankStats
+from meshlm.protocol.ids import FinishReason
+from meshlm.protocol.token_edge import First
 
-metrics = Metrics("m")
-for replays in (7, 9):
-    graphs = GraphCounts({"decode": replays}, {"too_many_tokens": 2, "prompt_logprobs": 1})
-    busy = RankStats(3, 1, 0, 0.5, 0, 0, 4, 0, 0, graphs, 2_500_000_000, 10_000_000)
-    metrics.mesh(MeshStats(True, ranks=(busy, RankStats(4, 0, 0, 0.0, 0, 0, 0, 0, 0))))
-print(generate_latest(REGISTRY).decode())
+metrics = Metrics("m", 4096)
+
+def said(queries, life, replays=0, worker=0):
+    graphs = GraphCounts({"decode": replays}, {"off": 1}, worker) if replays else GraphCounts()
+    busy = RankStats(3, 1, 0, 0.5, queries, 0, 4, 0, 0, graphs, 2_500_000_000, 10_000_000, life)
+    metrics.mesh(MeshStats(True, ranks=(busy, RankStats(4, 0, 0, 0.0, 0, 0, 0, 0, 0, life=1))))
 """
 
 
+def told(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-P", "-c", SAID + script + "print(exposition().decode())", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_graph_counts_by_engine_and_reason() -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", SAID], capture_output=True, text=True, check=True, timeout=60)
-    lines = done.stdout.splitlines()
+    lines = told("said(0, 1, 7, 1); said(0, 1, 9, 1)\n").splitlines()
     assert 'meshlm:cudagraph_replays_total{engine="3",kind="decode",model_name="m"} 9.0' in lines
-    assert 'meshlm:cudagraph_misses_total{engine="3",model_name="m",reason="too_many_tokens"} 2.0' in lines
-    assert 'meshlm:cudagraph_misses_total{engine="3",model_name="m",reason="prompt_logprobs"} 1.0' in lines
+    assert 'meshlm:cudagraph_misses_total{engine="3",model_name="m",reason="off"} 1.0' in lines
     assert 'meshlm:num_preemptions_total{engine="3",model_name="m"} 4.0' in lines
     assert 'meshlm:device_busy_seconds_total{engine="3",model_name="m"} 2.5' in lines
     assert 'meshlm:device_idle_seconds_total{engine="3",model_name="m"} 0.01' in lines
     assert not [line for line in lines if "cudagraph" in line and 'engine="4"' in line]
+
+
+def test_counts_of_other_processes_never_fall(tmp_path: Path) -> None:
+    """A scheduler, its worker and a frontend die, each apart: the counters go on from what they were."""
+
+    def counted(script: str) -> tuple[float, float]:
+        for family in text_string_to_metric_families(told(script, str(tmp_path))):
+            for sample in family.samples:
+                if sample.labels.get("engine") == "3":
+                    found[sample.name] = sample.value
+                    kinds[sample.name] = family.type
+        return found["meshlm:prefix_cache_queries_total"], found["meshlm:cudagraph_replays_total"]
+
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    assert counted("said(100, life=1, replays=50, worker=1)\n") == (100, 50)
+    assert counted("said(7, life=2, replays=60, worker=1)\n") == (107, 60)  # another frontend, and another scheduler
+    assert counted("said(9, life=2, replays=3, worker=2)\n") == (109, 63)  # another worker
+    assert kinds["meshlm:prefix_cache_queries_total"] == kinds["meshlm:num_preemptions_total"] == "counter"
+    assert found["meshlm:num_requests_running"] == 1
+
+
+def test_metrics_are_what_vllm_s_are() -> None:
+    """By name, type, labels and buckets; docs/from-vllm.md names those that are not there."""
+    seen = "e = metrics.engine('3'); said(1, 1)\n"
+    families = {
+        family.name.removeprefix("meshlm:"): family
+        for family in text_string_to_metric_families(told(seen))
+        if family.name.startswith("meshlm:")
+    }
+    for name, labels in vllm_metrics.GAUGES.items():
+        assert families[name].type == "gauge"
+        assert set(families[name].samples[0].labels) == set(labels), name
+    for name, labels in vllm_metrics.COUNTERS.items():
+        assert families[name].type == "counter", name
+        assert {sample.name for sample in families[name].samples} >= {f"meshlm:{name}_total"}
+        assert all(set(sample.labels) == set(labels) for sample in families[name].samples), name
+    reasons = {sample.labels["finished_reason"] for sample in families["request_success"].samples}
+    assert reasons == set(vllm_metrics.FINISHED_REASONS)
+    for name, ends in vllm_metrics.HISTOGRAMS.items():
+        assert families[name].type == "histogram"
+        samples = [sample for sample in families[name].samples if sample.labels["engine"] == "3"]
+        assert all(set(sample.labels) - {"le"} == set(vllm_metrics.ENGINE) for sample in samples), name
+        ours = [float(sample.labels["le"]) for sample in samples if sample.name.endswith("_bucket")]
+        assert ours[vllm_metrics.FINER.get(name, 0) :] == [*ends, float("inf")], name

@@ -303,7 +303,7 @@ def test_tokens_that_another_connection_had_are_not_counted_again() -> None:
         handles, starts = pack_i32([first.handle, second.handle]), pack_i32([start, start])
         counts = pack_i32([count, count])
         desk.deltas(TextDeltas(handles, starts, counts, pack_i32([7] * 2 * count), ["x", "x"]), D0, 1.0)
-        counted.append(desk.num_tokens)
+        counted.append(desk.counts[""].num_tokens)
     assert counted == [2, 2 + 3 + 1, 2 + 3 + 1 + 4]
 
 

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 from fake_answers import complete, reference, stream_ids
-from http_clients import error_of, until
+from http_clients import error_of, metric, until
 from serving import MESHLM, Serving, serving
 
 pytestmark = pytest.mark.mesh
@@ -301,6 +301,28 @@ def test_a_clients_name_for_its_request_comes_back(fake: Serving, stream: bool) 
     in_body = httpx.post(f"{fake.url}/v1/completions", json={**body, "request_id": "too"})
     assert in_body.headers["x-request-id"] == "cmpl-too"
     assert '"id":"cmpl-too"' in in_body.text
+
+
+def test_gauges_are_exact_once_an_answer_is_complete(fake: Serving) -> None:
+    """Also of a request that a stop string ended, which its scheduler hears by way of an abort."""
+    with httpx.Client(base_url=fake.url, timeout=60) as client:
+        text = client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}).json()
+        stop = text["choices"][0]["text"][10:14]
+        for body in ({"max_tokens": 3}, {"max_tokens": 500, "stop": stop}, {"max_tokens": 5, "n": 3}):
+            for _ in range(5):
+                asked = {"prompt": [5, 6], "ignore_eos": True, **body}
+                assert client.post("/v1/completions", json=asked).status_code == 200
+                assert metric(client, "num_requests_running") == 0
+        assert client.get("/load").json() == {"server_load": 0}
+
+
+def test_refused_requests_are_in_no_latency(fake: Serving) -> None:
+    with httpx.Client(base_url=fake.url, timeout=60) as client:
+        names = ("e2e_request_latency_seconds_count", "request_success_total", "time_to_first_token_seconds_count")
+        before = [metric(client, name) for name in names]
+        too_long = {"prompt": [5] * 5000, "max_tokens": 1}
+        assert client.post("/v1/completions", json=too_long).status_code == 400
+        assert [metric(client, name) for name in names] == before
 
 
 def test_output_tokens_are_counted_as_they_come() -> None:

@@ -85,8 +85,8 @@ COLUMNS = token.LogprobColumns(
 NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
-GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2})
-RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10)
+GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5)
+RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11)
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n")
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
@@ -99,13 +99,13 @@ FULL: tuple[Struct, ...] = (
     text.TextPrompt("Grüße", False),
     text.TokenPrompt(pack_i32([1, -1])),
     CHAT,
-    text.TextParams(("\n\n", "END"), True, False, False, 512),
+    text.TextParams(("\n\n", "END"), True, False, ("<tool_call>",), False, 512, "right"),
     text.Submit(
         handles=(Handle(1), Handle(2)),
         request_ids=(RequestId("cmpl-a-0"), RequestId("cmpl-a-1")),
         prompt=CHAT,
         sampling=SAMPLING,
-        text=text.TextParams(("x",), True, False, False, 1),
+        text=text.TextParams(("x",), True, False, ("<tool_call>",), False, 1, "right"),
         max_tokens=7,
         attempt=1,
         delivered=pack_i32([4, 5]),
@@ -139,7 +139,7 @@ FULL: tuple[Struct, ...] = (
         finished=[FINISHED],
         logprobs={0: [POSITION, POSITION]},
         prompt_logprobs={0: [None, POSITION]},
-        first={0: token.First(16, 20, 30)},
+        first={0: token.First(16, 20, 30, 1)},
         timings_ns=(1, 2, 3),
     ),
     text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), 2048, "no", "prompt"),
@@ -155,10 +155,11 @@ FULL: tuple[Struct, ...] = (
     admit.Readmit((Handle(9), Handle(10)), (0, 2)),
     admit.Assign(WORK, DETOKENIZER, LIFE),
     admit.GiveBack((RequestId("a"),), True),
+    admit.ReportLoad(7),
     STARTED,
     RETURNED,
     admit.Load(
-        1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,), GRAPHS, 13, 14
+        1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,), GRAPHS, 13, 14, 15
     ),
     # scheduler <-> detokenizer
     ENDED,
@@ -171,10 +172,10 @@ FULL: tuple[Struct, ...] = (
         ended=[ENDED],
         logprobs={0: COLUMNS},
         prompt_logprobs={1: COLUMNS},
-        first={1: token.First(32, 5, 6)},
+        first={1: token.First(32, 5, 6, 1)},
         timings_ns=(1,),
     ),
-    token.First(16, 20, 30),
+    token.First(16, 20, 30, 1),
     token.AttachTokens(Handle(3), 21),
     token.Disown(pack_i32([3])),
     token.StillThere(pack_i32([4])),
@@ -233,7 +234,8 @@ FULL: tuple[Struct, ...] = (
     GRAPHS,
     RANK_STATS,
     control.QueueFull(True),
-    control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4),
+    control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4, True),
+    control.AskStats(),
     # carried by several
     SAMPLING,
     session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),

@@ -13,13 +13,14 @@ from meshlm.runtime import metrics
 MANY_RANKS = """
 import os, sys
 from meshlm.runtime.metrics import prepare
-assert prepare(sys.argv[1]) == ""
+assert prepare(sys.argv[1], 64) == ""
 from meshlm.frontend.metrics import Metrics, exposition
-from meshlm.protocol.control_edge import MeshStats, RankStats
-metrics = Metrics("the name of a model, as long as they are")
-metrics.mesh(MeshStats(True, ranks=tuple(RankStats(rank, 1, 0, 0.5, 0, 0, 4, 0, 0) for rank in range(64))))
-for reason in ("stop", "length", "abort", "error"):
-    metrics.finished(reason)
+from meshlm.protocol.control_edge import GraphCounts, MeshStats, RankStats
+metrics = Metrics("the name of a model, as long as they are", 1 << 20, range(64))
+graphs = GraphCounts({"decode": 1, "mixed": 1}, dict.fromkeys("abcdefgh", 1), 1 << 60)
+for life in (1 << 60, 2 << 60):
+    ranks = tuple(RankStats(rank, 1, 0, 0.5, 0, 0, 4, 0, 0, graphs, life=life) for rank in range(64))
+    metrics.mesh(MeshStats(True, ranks=ranks))
 assert b"num_requests_running" in exposition()
 """
 
@@ -29,7 +30,7 @@ def test_what_many_ranks_need_is_reserved(tmp_path: Path) -> None:
     files = sorted((tmp_path / "metrics").iterdir())
     assert [file.name.rpartition("_")[0] for file in files] == sorted(metrics.RESERVED_BYTES)
     for file in files:
-        reserved = metrics.RESERVED_BYTES[file.name.rpartition("_")[0]]
+        reserved = metrics.reserved_bytes(file.name.rpartition("_")[0], 64)
         used = int.from_bytes(file.read_bytes()[:4], sys.byteorder)
         assert 8 < used <= reserved, file.name
         info = file.stat()
@@ -43,6 +44,6 @@ def test_without_room_the_numbers_are_the_process_own(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "of something else")
-    assert metrics.prepare(str(tmp_path)) == f"{tmp_path}/metrics: No space left on device"
+    assert metrics.prepare(str(tmp_path), 1) == f"{tmp_path}/metrics: No space left on device"
     assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ
     assert list((tmp_path / "metrics").iterdir()) == []

@@ -9,7 +9,7 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, WORKER, Bench, limits, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, Work
+from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, ReportLoad, Work
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -280,9 +280,28 @@ def test_graph_counts_go_to_the_coordinator_once_and_again_to_a_new_one() -> Non
         bench.core.handle(event, 0.0)
         return [send.message.graphs for send in bench.core.report() if isinstance(send.message, Load)]
 
-    assert told(Tick(1.0)) == [counts]
+    of_its_life = GraphCounts({"decode": 3}, {"off": 1}, LIFE)
+    assert told(Tick(1.0)) == [of_its_life]
     assert told(Tick(2.0)) == [None]
-    assert told(PeerUp(COORDINATOR, Incarnation(2))) == [counts]
+    assert told(PeerUp(COORDINATOR, Incarnation(2))) == [of_its_life]
+
+
+def test_a_load_that_is_asked_for_knows_of_the_abort_before() -> None:
+    core = Bench(limits(), 64, 4).core
+    work = Work(RequestId("r1"), Handle(1), pack_i32([1, 2]), SamplingParams(max_tokens=9))
+
+    def reported(*events: Received | PeerUp) -> list[tuple[int, int]]:
+        for event in events:
+            core.handle(event, 0.0)
+        loads = [send.message for send in core.report() if isinstance(send.message, Load)]
+        return [(load.num_waiting + load.num_running, load.answers) for load in loads]
+
+    assert reported(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE))) == [(1, 0)]
+    assert reported() == []
+    abort = AbortRequests((RequestId("r1"),))
+    assert reported(Received(COORDINATOR, LIFE, abort), Received(COORDINATOR, LIFE, ReportLoad(5))) == [(0, 5)]
+    assert reported(Received(COORDINATOR, LIFE, ReportLoad(6))) == [(0, 6)], "though nothing has changed"
+    assert reported(PeerUp(COORDINATOR, Incarnation(2))) == [(0, 0)], "its numbers begin anew"
 
 
 class OfPrompts(Bench):

@@ -1,0 +1,82 @@
+"""What the metrics observe of requests: of tokens as they come, of sequences when they end. Called by io.py.
+
+As in vLLM each sequence is a request of its own; `n` and the longest choice are observed once for each prompt. A request that was
+refused is observed nowhere, and one whose client left is counted as aborted and has no latency. With an Idempotency-Key a sequence
+goes on without its client: the connection that sees its end counts it.
+"""
+
+from typing import TYPE_CHECKING
+
+from meshlm.frontend.answers import Answer
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.desk import Desk
+from meshlm.protocol.ids import ErrorKind, FinishReason
+
+if TYPE_CHECKING:  # prometheus_client must not be imported before its directory is set
+    from meshlm.frontend.metrics import Metrics
+
+_FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let in; all else refuses it
+
+
+def observe_tokens(metrics: "Metrics", desk: Desk) -> None:
+    """What came since the last call: first tokens, the times between tokens, their number."""
+    begun, counts = desk.take_counts()
+    for choice in begun:
+        engine = metrics.engine(choice.engine)
+        engine.ttft.observe(choice.first_at - choice.opened_at)
+        engine.prompt_tokens.inc(choice.num_prompt_tokens)
+    for name, count in counts.items():
+        engine = metrics.engine(name)
+        for interval, times in count.intervals.items():
+            engine.itl.observe(interval, times)
+        engine.itl.flush()
+        if count.num_tokens:
+            engine.generation_tokens.inc(count.num_tokens)
+
+
+def observe_end(metrics: "Metrics", answer: Answer, max_model_len: int) -> None:
+    """The HTTP request is over, by its answer or since its client left."""
+    whole: dict[int, list[Choice]] = {}
+    for choice in answer.choices:
+        finished, engine = choice.finished, metrics.engine(choice.engine)
+        if finished is None and choice.submit.retry is None:
+            engine.finished(FinishReason.ABORT)
+        if finished is None or _was_told(choice) or _was_refused(choice):
+            continue
+        engine.finished(finished.reason)
+        if choice.first_at:
+            _observe_sequence(metrics, answer, choice, max_model_len)
+            whole.setdefault(choice.prompt_index, []).append(choice)
+    for choices in whole.values():
+        if len(choices) == answer.ask.num_choices:
+            engine = metrics.engine(choices[0].engine)
+            engine.n.observe(answer.ask.num_returned)
+            engine.longest.observe(max(len(choice.token_ids) for choice in choices))
+
+
+def _observe_sequence(metrics: "Metrics", answer: Answer, choice: Choice, max_model_len: int) -> None:
+    engine, num_tokens = metrics.engine(choice.engine), len(choice.token_ids)
+    retry, decode_s = choice.submit.retry, choice.last_at - choice.first_at
+    before_s = max(0.0, choice.submit.arrival_s - retry.begun_s) if retry is not None and retry.begun_s else 0.0
+    engine.e2e.observe(before_s + choice.last_at - choice.opened_at)
+    engine.prompt.observe(choice.num_prompt_tokens)
+    engine.generation.observe(num_tokens)
+    if not answer.ask.prompt_only:
+        engine.max_tokens.observe(answer.ask.max_tokens or max_model_len - choice.num_prompt_tokens)
+    if choice.num_told:
+        return  # the tokens came once more, all at once
+    if num_tokens > 1:
+        engine.tpot.observe(decode_s / (num_tokens - 1))
+    if choice.first is not None:
+        engine.phases(choice.first, decode_s)
+
+
+def _was_told(choice: Choice) -> bool:
+    """An earlier connection had all of it, and counted it."""
+    return choice.submit.retry is not None and 0 < len(choice.token_ids) <= choice.num_told
+
+
+def _was_refused(choice: Choice) -> bool:
+    """After its submission: by its prompt's length, a full queue, a key that stands for another request."""
+    end = choice.finished
+    return end is not None and end.reason is FinishReason.ERROR and end.kind not in _FAILURES and not choice.first_at

@@ -1,0 +1,175 @@
+"""What the metrics observe of requests, and when: as their tokens come and as their sequences end."""
+
+from typing import Any
+
+import answering
+import pytest
+
+from meshlm.frontend.answers import WholeAnswer
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.desk import Desk
+from meshlm.frontend.request_metrics import observe_end, observe_tokens
+from meshlm.frontend.retry import Again
+from meshlm.frontend.submits import build
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Role
+from meshlm.protocol.text_edge import Accepted, Finished, Rejected, TextDeltas
+from meshlm.protocol.token_edge import First
+
+D0 = Identity(Role.DETOKENIZER, 0)
+MAX_MODEL_LEN = 4096
+
+
+class Recorder:
+    """In the place of Metrics: what was observed, by engine and name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {}
+
+    def engine(self, engine: str) -> Any:
+        return _Engine(self.seen, engine)
+
+    def take(self) -> dict[str, list[Any]]:
+        seen, self.seen = self.seen, {}
+        return seen
+
+
+class _Engine:
+    def __init__(self, seen: dict[str, list[Any]], engine: str) -> None:
+        self._seen, self._engine = seen, engine
+
+    def __getattr__(self, name: str) -> Any:
+        seen, key = self._seen, f"{name}/{self._engine}"
+
+        class Observed:
+            def observe(self, *values: Any) -> None:
+                seen.setdefault(key, []).append(values if len(values) > 1 else values[0])
+
+            def flush(self) -> None: ...
+
+            inc = __call__ = observe
+
+        return Observed()
+
+
+class Client:
+    """One HTTP request of a desk with one detokenizer."""
+
+    def __init__(self, desk: Desk, again: Again | None = None, **ask: Any) -> None:
+        self.desk, self.metrics = desk, Recorder()
+        answer: Any = WholeAnswer(
+            answering.asking(False, num_returned=ask.get("num_choices", 1), **ask), "id", 0, "m", lambda: None
+        )
+        self.answer: WholeAnswer = answer
+        for choices, submit in build(answer, answer.ask, desk.new_handle, -1, again):
+            for choice in choices:
+                choice.opened_at = 10.0
+            desk.open(choices, submit)
+
+    @property
+    def choices(self) -> list[Choice]:
+        return self.answer.choices
+
+    def accepted(self, num_prompt: int, *, num_told: tuple[int, ...] = (), arrival_s: float = 0.0) -> None:
+        handles = tuple(choice.handle for choice in self.choices)
+        self.desk.accepted(Accepted(handles, num_prompt, num_told=num_told, arrival_s=arrival_s))
+
+    def row(self, place: int, tokens: list[int], now: float, end: FinishReason | None = None, rank: int = 2) -> None:
+        choice = self.choices[place]
+        have = len(choice.token_ids)
+        finished = [Finished(0, end, None, have + len(tokens))] if end else []
+        first = {} if have else {0: First(0, 1_000_000, 2_000_000, rank)}
+        columns = (pack_i32([choice.handle]), pack_i32([have]), pack_i32([len(tokens)]), pack_i32(tokens))
+        self.desk.deltas(TextDeltas(*columns, ["x"], finished, first=first), D0, now)
+
+    def seen(self) -> dict[str, list[Any]]:
+        observe_tokens(self.metrics, self.desk)  # type: ignore[arg-type]
+        return self.metrics.take()
+
+    def end(self) -> dict[str, list[Any]]:
+        observe_tokens(self.metrics, self.desk)  # type: ignore[arg-type]
+        observe_end(self.metrics, self.answer, MAX_MODEL_LEN)  # type: ignore[arg-type]
+        return self.metrics.take()
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk()
+    desk.detokenizer_up(D0)
+    return desk
+
+
+def test_the_first_token_is_observed_when_it_comes(desk: Desk) -> None:
+    """And the prompt's tokens are counted, while the request runs."""
+    client = Client(desk)
+    client.accepted(7)
+    assert client.seen() == {}
+    client.row(0, [1], 10.5)
+    assert client.seen() == {"ttft/2": [0.5], "prompt_tokens/2": [7], "generation_tokens/2": [1]}
+    client.row(0, [2], 10.75)
+    assert client.seen() == {"itl/2": [(0.25, 1)], "generation_tokens/2": [1]}
+
+
+def test_a_sequence_is_observed_at_its_end(desk: Desk) -> None:
+    client = Client(desk, num_choices=2, max_tokens=None)
+    client.accepted(96)
+    client.row(0, [1], 11.0)
+    client.row(0, [2, 3], 12.0, FinishReason.LENGTH)
+    client.row(1, [1], 11.0, FinishReason.STOP, rank=3)
+    seen = client.end()
+    assert seen["e2e/2"], seen["e2e/3"] == ([2.0], [1.0])
+    assert seen["finished/2"], seen["finished/3"] == ([FinishReason.LENGTH], [FinishReason.STOP])
+    assert (seen["prompt/2"], seen["generation/2"], seen["tpot/2"]) == ([96], [3], [0.5])
+    assert seen["max_tokens/2"] == [4000], "what it may use"
+    assert seen["phases/2"][0][1] == 1.0
+    assert (seen["n/2"], seen["longest/2"]) == ([2], [3])
+    assert "n/3" not in seen
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.INVALID, ErrorKind.OVERLOADED, ErrorKind.CONFLICT])
+def test_what_the_mesh_refuses_is_observed_nowhere(desk: Desk, kind: ErrorKind) -> None:
+    client = Client(desk, num_choices=2)
+    handles = tuple(choice.handle for choice in client.choices)
+    desk.rejected(Rejected(handles, kind, "no"))
+    assert client.end() == {}
+
+
+def test_what_the_scheduler_refuses_is_observed_nowhere(desk: Desk) -> None:
+    client = Client(desk)
+    client.accepted(7)
+    finished = Finished(0, FinishReason.ERROR, None, 0, "too long", ErrorKind.INVALID, "max_tokens")
+    columns = (pack_i32([client.choices[0].handle]), pack_i32([0]), pack_i32([0]), b"")
+    desk.deltas(TextDeltas(*columns, [""], [finished]), D0, 11.0)
+    assert client.end() == {}
+
+
+def test_a_client_that_leaves_has_no_latency(desk: Desk) -> None:
+    client = Client(desk)
+    client.accepted(7)
+    client.row(0, [1], 10.5)
+    assert client.seen()
+    desk.close(client.choices)
+    assert client.end() == {"finished/2": [FinishReason.ABORT]}
+
+
+def test_a_keyed_request_is_counted_once(desk: Desk) -> None:
+    """By the connection that sees its end: the one before left, the one after reads it again."""
+    again = Again("0" * 32, b"", "")
+    left = Client(desk, again)
+    left.accepted(7, arrival_s=left.choices[0].submit.arrival_s)
+    left.row(0, [1, 2], 10.5)
+    assert left.seen()["prompt_tokens/2"] == [7]
+    desk.close(left.choices)
+    assert left.end() == {}
+    back = Client(desk, again)
+    back.accepted(7, num_told=(2,), arrival_s=back.choices[0].submit.arrival_s - 5.0)
+    back.row(0, [1, 2], 10.5)
+    assert back.seen() == {}
+    back.row(0, [3], 11.0, FinishReason.STOP)
+    seen = back.end()
+    assert (seen["finished/2"], seen["generation_tokens/2"], seen["e2e/2"]) == ([FinishReason.STOP], [1], [6.0])
+    assert not {"ttft/2", "tpot/2", "phases/2", "prompt_tokens/2"} & seen.keys()
+    reader = Client(desk, again)
+    reader.accepted(7, num_told=(3,), arrival_s=1.0)
+    reader.row(0, [1, 2, 3], 10.5, FinishReason.STOP)
+    assert reader.end() == {}
