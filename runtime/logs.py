@@ -1,49 +1,28 @@
-"""Logging of a process: structlog to stderr. Configured once, from main, nowhere else."""
+"""Logging of a process: structlog to stderr. Configured once, from main, nowhere else.
 
-import contextlib
+With --log-format json a child's stderr goes through the supervisor (streams.py), while these lines take a descriptor of their own.
+"""
+
 import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO, cast
+from typing import Any
 
 import structlog
 
 from meshlm.protocol.config import RunConfig
+from meshlm.runtime.streams import forgiving
 
 
-class _Forgiving:
-    """Text for a reader that may have left (`meshlm serve 2>&1 | head`): what nobody reads is dropped, and no signal, request or
-    restart fails on it."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed here
-            self._out.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._out.flush()
-
-    def isatty(self) -> bool:
-        return self._out.isatty()
-
-
-def forgiving(out: TextIO) -> TextIO:
-    """`out`, but writing to it never fails."""
-    return cast(TextIO, _Forgiving(out))
-
-
-def configure(config: RunConfig) -> None:
-    """Lines for people (console) or for machines (json), from `log_level` up."""
+def configure(config: RunConfig, descriptor: int | None = None) -> None:
+    """Lines for people (console) or for machines (json), from `log_level` up, to `descriptor` or stderr."""
     renderer: structlog.typing.Processor
     if config.log_format == "json":
         renderer = structlog.processors.JSONRenderer()
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
+    out = sys.stderr if descriptor is None else open(descriptor, "w", encoding="utf-8")  # noqa: SIM115  # for life
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -52,7 +31,7 @@ def configure(config: RunConfig) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(forgiving(sys.stderr)),
+        logger_factory=structlog.PrintLoggerFactory(forgiving(out)),
         cache_logger_on_first_use=True,
     )
 

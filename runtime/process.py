@@ -26,7 +26,7 @@ from msgspec import Struct
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.runtime import logs
+from meshlm.runtime import logs, streams
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
@@ -72,14 +72,16 @@ def main(
     A standby does `load_ahead` (what start() will find done) and waits for its turn before it takes its place in the mesh. Which place
     that is it may learn only then.
     """
+    streams.open_closed()
     parser = argparse.ArgumentParser(prog=f"meshlm {role.value}")
     parser.add_argument("--config-fd", type=int, required=True, help="descriptor with the mesh's configuration")
     parser.add_argument("--identity", type=Identity.parse, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--log-fd", type=int, help="descriptor for log lines; default: stderr")
     parser.add_argument("--standby", type=int, help="descriptor on which to wait for the turn")
     arguments = parser.parse_args(argv)
     config = _read(arguments.config_fd)
-    logs.configure(config.run)
+    logs.configure(config.run, arguments.log_fd)
     identity, incarnation = arguments.identity, arguments.incarnation
     if arguments.standby is not None:
         setproctitle.setproctitle(f"meshlm: standby {role.value}")

@@ -72,7 +72,8 @@ class Background:
 
     async def _start(self) -> tuple[io.Supervisor, Client]:
         members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
-        supervisor = io.Supervisor(self._config, members, StartDisplay())
+        process = "supervisor" if self._config.run.log_format == "json" else None
+        supervisor = io.Supervisor(self._config, members, StartDisplay(process=process))
         client = Client()
         client.max_deaths = allowed(self._config.run.max_restarts)
         client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self._config, client)

@@ -13,13 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.streams import as_json, forgiving
 
 FOLDER = {
     Role.FRONTEND: "frontend",
@@ -30,13 +31,12 @@ FOLDER = {
 }
 
 
-def command(identity: Identity, incarnation: Incarnation, config_fd: int, standby: int = -1) -> list[str]:
-    """The command line of a process of the mesh. `standby`: the descriptor on which it waits for its turn; -1: it begins at once."""
-    wait = () if standby < 0 else ("--standby", str(standby))
+def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[str, int]) -> list[str]:
+    """The command line of a process of the mesh. `descriptors`: its flags for those that it inherits."""
+    inherited = (word for flag, descriptor in descriptors.items() for word in (flag, str(descriptor)))
     return [
         *(sys.executable, "-P", "-m", "meshlm.runtime.entry", FOLDER[identity.role], str(os.getpid())),
-        *("--config-fd", str(config_fd), "--identity", str(identity), "--incarnation", str(incarnation)),
-        *wait,
+        *("--identity", str(identity), "--incarnation", str(incarnation), *inherited),
     ]
 
 
@@ -56,6 +56,7 @@ def config_file(config: MeshConfig, role: Role) -> int:
 SPINS = "1000"
 
 
+MAX_LINE_BYTES = 64 << 10
 KEYS = ("MESHLM_API_KEY", "VLLM_API_KEY")
 """Variables that hold secrets; no child gets them."""
 
@@ -73,6 +74,8 @@ class Child:
         self.loaded = False  # of a standby: it waits for its turn
         self.started_s = time.time()
         self._turn: socket.socket | None = None
+        self._text = -1  # with --log-format json, the end of a pipe: what it writes to stdout and stderr
+        self._begun = b""  # a line of it
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         for name in KEYS:
             environment.pop(name, None)
@@ -80,15 +83,25 @@ class Child:
             environment.setdefault("GOMP_SPINCOUNT", SPINS)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_error:
             theirs.callback(os.close, config_fd := config_file(config, identity.role))
-            descriptors = [config_fd]
+            descriptors = {"--config-fd": config_fd}
             if standby:
                 self._turn, turn = socket.socketpair()
                 on_error.callback(self._turn.close)
-                descriptors.append(theirs.enter_context(turn).fileno())
+                descriptors["--standby"] = theirs.enter_context(turn).fileno()
+            text: int | None = None
+            if config.run.log_format == "json":
+                self._text, text = os.pipe()
+                theirs.callback(os.close, text)
+                on_error.callback(os.close, self._text)
+                os.set_blocking(self._text, False)
+                theirs.callback(os.close, log_fd := os.dup(2))
+                descriptors["--log-fd"] = log_fd
             self._process = subprocess.Popen(
-                command(identity, incarnation, *descriptors),
-                pass_fds=descriptors,
+                command(identity, incarnation, descriptors),
+                pass_fds=tuple(descriptors.values()),
                 stdin=subprocess.DEVNULL,
+                stdout=text,
+                stderr=text,
                 start_new_session=True,
                 env=environment,
             )
@@ -111,9 +124,41 @@ class Child:
             if self._turn is not None:
                 loop.remove_reader(self._turn)
                 self._turn.close()
+            if self._text >= 0:
+                self._read_text(loop)
+                self._end_text(loop)
             on_exit(self, self._process.wait())
 
         loop.add_reader(self._pidfd, gone)
+        if self._text >= 0:
+            loop.add_reader(self._text, self._read_text, loop)
+
+    def _read_text(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Pass on what it wrote, as JSON."""
+        try:
+            data = os.read(self._text, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end_text(loop)
+            return
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if len(self._begun) > MAX_LINE_BYTES:
+            lines, self._begun = [*lines, self._begun], b""
+        self._pass_on(lines)
+
+    def _end_text(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._text >= 0:
+            loop.remove_reader(self._text)
+            os.close(self._text)
+            self._text = -1
+            self._pass_on([self._begun])
+
+    def _pass_on(self, lines: Iterable[bytes]) -> None:
+        out = forgiving(sys.stderr)
+        for line in filter(bytes.strip, lines):
+            out.write(as_json(line.decode("utf-8", "replace"), str(self.identity)))
+        out.flush()
 
     def when_loaded(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[["Child"], None]) -> None:
         """Of a standby: call on_loaded(self) once. When it ends before, on_exit comes instead."""

@@ -5,11 +5,13 @@ Subcommands live in their own modules and are imported when they are asked for.
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 from typing import NoReturn
 
 from meshlm import __version__
+from meshlm.runtime.streams import complain, json_from_here, open_closed
 from meshlm.supervisor import flag_help
 from meshlm.supervisor.config_file import expand
 from meshlm.supervisor.errors import StartError, UsageError
@@ -23,12 +25,13 @@ class _OneLineParser(argparse.ArgumentParser):
     """An argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        complain(f"{self.prog}: error: {message} (see {self.prog} --help)")
         sys.exit(2)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 1 the mesh failed, 2 wrong usage, 130 interrupted."""
+    open_closed()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -40,22 +43,29 @@ def run(argv: list[str]) -> int:
             print("\n".join(flag_help.lines(word)))
             return 0
         argv = flag_help.plain(argv)
+        if argv[:1] == ["serve"] and _wants_json(argv):
+            json_from_here()
         parser = _parser(argv)
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
             parser.error(did_you_mean(unknown, (setting.flag for setting in settings())))
         return int(arguments.run(arguments))
     except UsageError as error:
-        print(f"meshlm: error: {error}", file=sys.stderr)
+        complain(f"meshlm: error: {error}")
         return 2
     except StartError as error:
-        print(f"meshlm: {error}", file=sys.stderr)
+        complain(f"meshlm: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _wants_json(argv: list[str]) -> bool:
+    """Whether what parsing the words says is to be JSON too."""
+    return "--log-format=json" in argv or ("--log-format", "json") in itertools.pairwise(argv)
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What the user sees while the mesh starts: one line per piece of news, redrawn in place on a terminal."""
+"""What the user sees while the mesh starts: one line per piece of news, redrawn in place on a terminal, or as JSON for a collector."""
 
 import sys
 import time
@@ -7,25 +7,34 @@ from typing import TextIO
 
 from meshlm.protocol.control_edge import Progress
 from meshlm.protocol.ids import Identity
-from meshlm.runtime.logs import forgiving
+from meshlm.runtime.streams import forgiving, json_line
 
 EVERY_S = 5.0
 ENDED = -1.0
 
 
 class StartDisplay:
-    """Prints progress to `out` (stderr): in place on a terminal, a line every few seconds elsewhere."""
+    """Prints progress to `out` (stderr): in place on a terminal, a line every few seconds elsewhere. `process`: with --log-format json
+    it is in each line."""
 
-    def __init__(self, out: TextIO = sys.stderr, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic, process: str | None = None
+    ) -> None:
+        out = out or sys.stderr
         self._out = forgiving(out)
-        self._live = out.isatty()
+        self._process = process
+        self._live = process is None and out.isatty()
         self._clock = clock
         self._shown: dict[tuple[Identity, str], float] = {}  # when a phase's last line was written or it began; ENDED
         self._open_line = False
         self._started = clock()
 
-    def line(self, text: str) -> None:
-        """A line that stays."""
+    def line(self, text: str, level: str = "info") -> None:
+        """A line that stays; `level` is for collectors."""
+        if self._process is not None:
+            self._out.write(json_line(text, level, process=self._process))
+            self._out.flush()
+            return
         self._close_line()
         print(f"[{self._clock() - self._started:6.1f}s] {text}", file=self._out, flush=True)
 

@@ -37,7 +37,7 @@ class Supervisor:
         self.config = config
         self.ready = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._display = display
+        self._display, self.line = display, display.line
         self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
         self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
         run = config.run
@@ -95,8 +95,7 @@ class Supervisor:
             self._finish(None)
             return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
-        assert self._mesh is not None
-        for peer in self._mesh.peers(Role.FRONTEND):
+        for peer in self._mesh.peers(Role.FRONTEND) if self._mesh is not None else ():
             if self._lives.of(peer) is None:  # `meshlm launch` added it, and ends it when the mesh is gone
                 self.send(peer, edge.Shutdown(self._drain_s))
         self._do(events.Stop())
@@ -201,8 +200,7 @@ class Supervisor:
                 self._spawn(effect.identity, effect.incarnation)
             case events.TellDied():
                 if not self._group.restarting:
-                    leaves = effect.identity not in self._group.processes
-                    self._display.line(f"{effect.identity} " + ("has left" if leaves else "died and is started again"))
+                    self._display.line(*self._death(effect.identity))
                 died = edge.Died(effect.identity, effect.incarnation)
                 self.tell_died(died)
                 if self._network is not None:
@@ -237,6 +235,11 @@ class Supervisor:
                 missing = self._network.missing() if self._network is not None and not self.ready.is_set() else ""
                 self._finish(f"{effect.message}; no node has {missing}" if missing else effect.message)
 
+    def _death(self, identity: Identity) -> tuple[str, str]:
+        how = self._lives.ends.get(identity, "")
+        again = identity in self._group.processes
+        return (f"{identity} died and is started again ({how})", "error") if again else (f"{identity} has left", "info")
+
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         self.operations.num_open.pop(identity, None)
         self._lives.spawn(identity, incarnation)
@@ -244,7 +247,7 @@ class Supervisor:
     def _replace(self, effect: events.Replace) -> None:
         stopped = ", stopped by a signal" if self._lives.end_stuck(effect.identity) else ""
         name = rundir.stacks_file(effect.identity)
-        self._display.line(f"{effect.identity} is replaced: {effect.reason}{stopped}; its stacks: {name}")
+        self._display.line(f"{effect.identity} is replaced: {effect.reason}{stopped}; its stacks: {name}", "error")
 
     def _ask_to_leave(self, identity: Identity) -> None:
         """Another process is there for it, or the mesh is to be smaller; it is killed when it takes too long."""
@@ -281,9 +284,6 @@ class Supervisor:
         return True
 
     # --- what network.py asks for ---
-
-    def line(self, text: str) -> None:
-        self._display.line(text)
 
     def tell_died(self, died: edge.Died) -> None:
         """Tell all children of a death, here or on another node; those that come later, too."""

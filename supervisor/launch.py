@@ -8,12 +8,12 @@ import argparse
 import asyncio
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.streams import complain, json_from_here
 from meshlm.supervisor import children, control, status
 from meshlm.supervisor.errors import UsageError
 
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     role = Role(arguments.role)
     identity = Identity(role, _free_index(run_dir, role, arguments.index))
     mesh, config = control.attach(run_dir)
+    if config.run.log_format == "json":
+        json_from_here("launch")
     return asyncio.run(_run(identity, mesh, config))
 
 
@@ -49,7 +51,7 @@ async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> i
     def mesh_has_ended() -> None:
         loop.remove_reader(mesh)
         if not ended.done():
-            print(f"meshlm: the mesh has ended, and so does {identity}", file=sys.stderr)
+            complain(f"meshlm: the mesh has ended, and so does {identity}")
             child.kill()
 
     loop.add_reader(mesh, mesh_has_ended)

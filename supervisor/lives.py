@@ -30,6 +30,7 @@ class Lives:
         self._config, self._do, self._lost = config, do, lost
         self._loop = asyncio.get_running_loop()
         self._children: dict[Identity, Child] = {}
+        self.ends: dict[Identity, str] = {}  # how the last life of each has ended
         self._standbys: dict[Identity, Child] = {}
         self._warm: dict[Role, Child] = {}
         self._warm_at: dict[Role, float] = {}  # not before
@@ -149,6 +150,7 @@ class Lives:
             return
         if self._children.get(child.identity) is child:
             del self._children[child.identity]
+            self.ends[child.identity] = group.exit_text(code)
             self._lost(child.identity)
         # Its last words may still be in the inbox: let the loop read them first.
         loading = cut_files.told(self._config(), child.identity, code)

@@ -14,7 +14,7 @@ import uvloop
 
 import meshlm.runtime.structlog_alone  # noqa: F401  # before what imports structlog
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime import logs
+from meshlm.runtime import logs, streams
 from meshlm.supervisor import flags, io, joining, layout, resolve, rundir
 from meshlm.supervisor.display import StartDisplay
 
@@ -30,6 +30,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     config = flags.build(vars(arguments), arguments.config)
+    if config.run.log_format == "json":
+        streams.json_from_here()
     api_key = os.environ.get("MESHLM_API_KEY")
     if api_key and not config.server.api_key:
         config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=(api_key,)))
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         with rundir.taken(run_dir(config)) as path:
             config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
             logs.configure(config.run)
-            display = StartDisplay()
+            display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
             until = time.monotonic() + config.run.startup_timeout
             if headless:
                 joining.wait_for_name(config.network.join, until, display)

@@ -54,3 +54,10 @@ def test_modules_that_tests_share_have_names_of_their_own() -> None:
         path.name for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith(("test_", "conftest", "__"))
     ]
     assert sorted(shared) == sorted(set(shared))
+
+
+def test_python_m_meshlm_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "meshlm", "--version"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("meshlm ")

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,9 @@ import pytest
 from fake_answers import complete, reference, stream_ids
 from http_clients import error_of, metric, until
 from serving import MESHLM, Serving, serving
+from waiting import free_port
+
+from meshlm.supervisor import control
 
 pytestmark = pytest.mark.mesh
 
@@ -337,3 +342,45 @@ def test_output_tokens_are_counted_as_they_come() -> None:
             for _ in range(20):
                 next(events)
             assert 20 <= counted(server) < 2000
+
+
+def test_every_line_is_json_where_that_is_wanted() -> None:
+    """What the processes log, what the supervisor says, deaths and a crash's stacks."""
+    with serving("--device", "fake", "--log-format", "json", "--trust-remote-code") as server:
+        complete(server, [5], 3)
+        os.kill(server.pid("scheduler"), signal.SIGABRT)  # faulthandler writes its stacks
+        server.wait_for("scheduler/0 is ready")
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.lines]
+    assert all(isinstance(line["event"], str) and line["level"] and line["timestamp"] for line in lines)
+    said = {line["event"]: line for line in lines}
+    died = said["scheduler/0 died and is started again (signal 6)"]
+    assert (died["level"], died["process"]) == ("error", "supervisor")
+    assert said["Fatal Python error: Aborted"]["process"] == "scheduler/0"
+    assert any(event.startswith("stopping") for event in said)
+    assert any("is not needed" in event for event in said), "of a flag, before anything is known"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&- <&-"])
+def test_it_serves_without_standard_streams(closed: str) -> None:
+    run_dir, port = tempfile.mkdtemp(prefix="mlm"), free_port()
+    serve = f'exec "$0" serve --device fake --port {port} --run-dir {run_dir} {closed}'
+    with subprocess.Popen(["sh", "-c", serve, MESHLM], cwd="/") as server:
+        try:
+            until(lambda: Path(run_dir, "status.sock").exists() and is_ready(Path(run_dir)), limit_s=60)
+            os.kill(pid_of(Path(run_dir), "coordinator"), signal.SIGKILL)
+            until(lambda: is_ready(Path(run_dir)), limit_s=30)
+            server.terminate()
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+            shutil.rmtree(run_dir)
+
+
+def is_ready(run_dir: Path) -> bool:
+    return bool(control.ask(run_dir, {"command": "status"})["ready"])
+
+
+def pid_of(run_dir: Path, role: str) -> int:
+    rows: Any = control.ask(run_dir, {"command": "status"})["processes"]
+    return next(int(row["pid"]) for row in rows if row["role"] == role)

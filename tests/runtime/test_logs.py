@@ -5,7 +5,7 @@ import os
 
 from meshlm.protocol.control_edge import Progress
 from meshlm.protocol.ids import Identity, Role
-from meshlm.runtime.logs import forgiving
+from meshlm.runtime.streams import forgiving
 from meshlm.supervisor.display import StartDisplay
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -70,8 +70,8 @@ born: list[Watched] = []
 
 @pytest.fixture
 async def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Seen]:
-    def command(identity: Identity, incarnation: Incarnation, config_fd: int, standby: int = -1) -> list[str]:
-        return [sys.executable, "-P", "-c", PROGRAM, str(standby)]
+    def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[str, int]) -> list[str]:
+        return [sys.executable, "-P", "-c", PROGRAM, str(descriptors.get("--standby", -1))]
 
     monkeypatch.setattr(children, "command", command)
     monkeypatch.setattr(lives, "Child", Watched)
