@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
-from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator, side_by_side
-from meshlm.workers.parallel.one_row import OneRow
-from meshlm.workers.parallel.seat import Seat
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator, side_by_side
+from meshlm.workers.distributed.one_row import OneRow
+from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.distributed.shard import Shard
 
 
 class Echo:
-    """See `meshlm.workers.parallel.communicator.Communicator`; of rank 0."""
+    """See `meshlm.workers.distributed.communicator.Communicator`; of rank 0."""
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype, columns: int) -> None:
         self._size, self._device = size, device
         self._memory: list[Tensor] = []
         packets = self._inboxes(2 * size * FUSED_ROWS * kernel.words(columns, dtype))
         turns = torch.ones(FUSED_ROWS, dtype=torch.int32, device=device)
-        room = kernel.Room(0, size, FUSED_ROWS, columns, (packets, packets, packets), turns, FUSED_ROWS)
+        room = kernel.Workspace(0, size, FUSED_ROWS, columns, (packets, packets, packets), turns, FUSED_ROWS)
         self.one_row = OneRow(room, self._inboxes)
 
     def _inboxes(self, count: int) -> Tensor:
@@ -49,7 +49,7 @@ class Echo:
         raise AssertionError("there is no stage before")
 
 
-class EchoSeat(Seat):
+class EchoPlacement(WorkerPlacement):
     """Of rank 0 of so many; it meets nobody."""
 
     def __init__(self, size: int) -> None:

@@ -21,16 +21,16 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.supervisor import flags, resolve
 from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
-from meshlm.workers.parallel.seat import Seat
+from meshlm.workers.distributed.placement import WorkerPlacement
 
 
-def make_engine(model: str, extra: list[str], seat: Seat | None = None) -> CudaEngine:
+def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None = None) -> CudaEngine:
     values: dict[str, object] = {"model": model, "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
     values["max_model_len"] = 4096
     for name, value in zip(extra[::2], extra[1::2], strict=True):
         values[name.removeprefix("--").replace("-", "_")] = value
     config = resolve.resolve(flags.build(values, None))
-    engine = make_cuda_engine(config, lambda *progress: None, seat)
+    engine = make_cuda_engine(config, lambda *progress: None, placement)
     assert engine is not None
     return engine
 

@@ -48,8 +48,8 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
 
     from meshlm.supervisor import flags, resolve
     from meshlm.workers.cuda.engine import make_cuda_engine
-    from meshlm.workers.parallel.membership import Membership
-    from meshlm.workers.parallel.seat import Seat
+    from meshlm.workers.distributed.membership import Membership
+    from meshlm.workers.distributed.placement import WorkerPlacement
 
     (size,) = arguments.tp
     values: dict[str, object] = {
@@ -70,7 +70,7 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
     membership = Membership()
     membership.offer(tuple(range(1, size + 1)))
     begun = time.perf_counter()
-    engine = make_cuda_engine(config, lambda *progress: None, Seat.of(config, arguments.rank, membership))
+    engine = make_cuda_engine(config, lambda *progress: None, WorkerPlacement.of(config, arguments.rank, membership))
     assert engine is not None
     start_s = round(time.perf_counter() - begun, 1)
     spec = engine._resolved.spec

@@ -78,8 +78,8 @@ class Step:
         self._usual = gemv.shape_of
         gemv.shape_of = self._shape_of  # type: ignore[assignment]
         triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
-        seat = echo.EchoSeat(ranks) if ranks > 1 else None
-        self.engine = engine_step.make_engine(model, ["--max-num-seqs", 8] if seat else [], seat)
+        placement = echo.EchoPlacement(ranks) if ranks > 1 else None
+        self.engine = engine_step.make_engine(model, ["--max-num-seqs", 8] if placement else [], placement)
         self.engine.graphs._agree = None  # a tile that does not fit the GPU is no reason to end, as it is in a group
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
         self.engine.step(prompt, 0).wait()

@@ -27,10 +27,10 @@ from meshlm.protocol.step_edge import (
 )
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
-from meshlm.workers.directory import Directory
+from meshlm.workers.distributed.membership import Membership
+from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending, ProgressReport
-from meshlm.workers.parallel.membership import Membership
-from meshlm.workers.parallel.shard import WHOLE, Shard
+from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.profiler import Profiler
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
@@ -57,18 +57,18 @@ def make_engine(config: MeshConfig, worker: int, membership: Membership, report:
         while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
             pass
         return FakeEngine(config, report)
-    from meshlm.workers.parallel.seat import Seat
+    from meshlm.workers.distributed.placement import WorkerPlacement
 
-    seat = Seat.of(config, worker, membership)
+    placement = WorkerPlacement.of(config, worker, membership)
     if config.resolved.device == "cuda":
         from meshlm.workers.cuda.engine import make_cuda_engine
 
-        engine = make_cuda_engine(config, report, seat)
+        engine = make_cuda_engine(config, report, placement)
         if engine is not None:
             return engine
     from meshlm.workers.runner import TorchEngine
 
-    return TorchEngine(config, report, seat)
+    return TorchEngine(config, report, placement)
 
 
 class WorkerApp:
@@ -85,7 +85,7 @@ class WorkerApp:
         self._completed = 0  # the completer's
         self._membership = Membership()
         self._shard: Shard = WHOLE
-        self._directory = Directory()
+        self._directory = PrefixCacheMirror()
         self._counts = GraphCounts()  # as the scheduler knows them
         self._last = (0, 0)  # session and step of the last plan that came
         self._phase = "loading"

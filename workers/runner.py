@@ -20,8 +20,8 @@ from meshlm.workers import memory
 from meshlm.workers.attention import backend as attention_backends
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import EngineFacts, ProgressReport
-from meshlm.workers.parallel.seat import Seat
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
@@ -31,7 +31,7 @@ from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 MB = 1 << 20
 
 
-class _Launched:
+class PendingStep:
     """A step on its way; its tokens are valid after the event."""
 
     def __init__(self, result: StepResult, tokens: Tensor, event: "torch.cuda.Event | None") -> None:
@@ -56,13 +56,13 @@ class _Launched:
 class TorchEngine:
     """See `meshlm.workers.engine.Engine`."""
 
-    def __init__(self, config: MeshConfig, report: ProgressReport, seat: Seat | None = None) -> None:
+    def __init__(self, config: MeshConfig, report: ProgressReport, placement: WorkerPlacement | None = None) -> None:
         resolved = config.resolved
         assert resolved is not None
-        seat = seat or Seat()
-        self._config, self._resolved, self._shard = config, resolved, seat.shard
-        self._spec = seat.shard.local(resolved.spec)
-        self._device = _device(resolved, seat)
+        placement = placement or WorkerPlacement()
+        self._config, self._resolved, self._shard = config, resolved, placement.shard
+        self._spec = placement.shard.local(resolved.spec)
+        self._device = _device(resolved, placement)
         self._others = memory.taken_by_others() if self._device.type == "cuda" else 0
         torch.set_grad_enabled(False)
         if self._device.type == "cpu":
@@ -76,13 +76,13 @@ class TorchEngine:
             config.worker.attention_backend, self._spec, self._device, self._dtype, config.cache.block_size
         )
         memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, self._attention)  # refuses FP8
-        self._model = load_model(resolved, self._device, config.model.seed, progress, seat.shard)
+        self._model = load_model(resolved, self._device, config.model.seed, progress, placement.shard)
         if self._device.type == "cpu":
             from meshlm.workers.models.cpu_layers import fuse
 
             fuse(self._model, self._attention.name)
         tokens, hidden = resolved.max_num_batched_tokens, resolved.spec.hidden_size
-        self._comm = seat.connect(self._device, self._dtype, tokens, hidden)
+        self._comm = placement.connect(self._device, self._dtype, tokens, hidden)
         self._model.join(self._comm)
         rows = resolved.max_num_seqs
         self._rows = RowTable(rows, resolved.max_model_len, config.cache.block_size)
@@ -175,11 +175,11 @@ class TorchEngine:
     def graph_counts(self) -> GraphCounts:
         return GraphCounts()
 
-    def step(self, plan: StepPlan, received_ns: int) -> _Launched:
+    def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         with torch.inference_mode():
             return self._step(plan, received_ns)
 
-    def _step(self, plan: StepPlan, received_ns: int) -> _Launched:
+    def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun = time.monotonic_ns()
         self._rows.apply(plan)
         for new in plan.new_rows:
@@ -212,14 +212,14 @@ class TorchEngine:
         )
         return self._to_host(result, token_ids)
 
-    def _to_host(self, result: StepResult, token_ids: Tensor) -> _Launched:
+    def _to_host(self, result: StepResult, token_ids: Tensor) -> PendingStep:
         if self._device.type == "cpu":
-            return _Launched(result, token_ids, None)
+            return PendingStep(result, token_ids, None)
         tokens = torch.empty(token_ids.shape, dtype=torch.int32, pin_memory=True)
         tokens.copy_(token_ids, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return _Launched(result, tokens, event)
+        return PendingStep(result, tokens, event)
 
     def _batch(self, arrays: StepArrays) -> ForwardBatch:
         """The step's tensors. Token ids come from the device's table: a token sampled in the last step is there already."""
@@ -290,9 +290,9 @@ class TorchEngine:
         return found
 
 
-def _device(resolved: Resolved, seat: Seat) -> torch.device:
+def _device(resolved: Resolved, placement: WorkerPlacement) -> torch.device:
     if resolved.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ProcessFatal("--device cuda: torch sees no GPU (driver, or a CPU build of torch)")
-    return seat.take_gpu()
+    return placement.take_gpu()

@@ -24,7 +24,7 @@ from meshlm.kernels.norm.kernel import add_rms_norm
 IN_A_GRAPH, REPLAYS, ROUNDS = 64, 20, 5
 
 
-def room_of(rank: int, size: int, rows: int, columns: int) -> tuple[kernel.Room, object]:
+def room_of(rank: int, size: int, rows: int, columns: int) -> tuple[kernel.Workspace, object]:
     """A room in symmetric memory, and what must be kept while it is used."""
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -43,7 +43,7 @@ def room_of(rank: int, size: int, rows: int, columns: int) -> tuple[kernel.Room,
     torch.cuda.synchronize()
     dist.barrier()
     turns = torch.ones(rows, dtype=torch.int32, device="cuda")
-    return kernel.Room(rank, size, rows, columns, (addresses[0], addresses[1], addresses[2]), turns, rows), kept
+    return kernel.Workspace(rank, size, rows, columns, (addresses[0], addresses[1], addresses[2]), turns, rows), kept
 
 
 def graph_of(work: Any) -> "torch.cuda.CUDAGraph":
@@ -70,7 +70,7 @@ def microseconds(graph: "torch.cuda.CUDAGraph") -> float:
     return float(begin.elapsed_time(end)) * 1e3 / (IN_A_GRAPH * REPLAYS)
 
 
-def right(rank: int, size: int, rows: int, columns: int, room: kernel.Room) -> bool:
+def right(rank: int, size: int, rows: int, columns: int, room: kernel.Workspace) -> bool:
     """Against the reference, several turns."""
     for turn in range(5):
         parts = [

@@ -115,7 +115,7 @@ def _by_flags(
     tl.store(turns + row, turn + 1)
 
 
-class Room:
+class Workspace:
     """What the ranks share. Of each rank, zeros: an inbox of packets int64 [2, size, rows, words], an inbox [2, size, rows, columns] of
     the stream's dtype, and flags int32 [size, rows]. A word is four bytes.
 
@@ -150,7 +150,7 @@ def allreduce_rmsnorm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    room: Room,
+    room: Workspace,
     patience: int = FOR_EVER,
     sent: int | None = None,
 ) -> Tensor:

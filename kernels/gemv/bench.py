@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from meshlm.kernels.allreduce_rmsnorm.kernel import Room
+from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
 from meshlm.kernels.gemv.kernel import Turn, gemv, shape_of
 from meshlm.kernels.measure import keep, microseconds
 
@@ -62,7 +62,7 @@ def turn_alone(size: int, columns: int) -> tuple[Turn, object]:
     inbox, other = (torch.full((2, size, 1, columns // 2), 1 << 32, dtype=torch.int64, device="cuda") for _ in range(2))
     addresses = torch.tensor([inbox.data_ptr()] + [other.data_ptr()] * (size - 1), device="cuda")
     turns = torch.ones(1, dtype=torch.int32, device="cuda")
-    return Turn(Room(0, size, 1, columns, (addresses, addresses, addresses), turns, 1), 0), (inbox, other)
+    return Turn(Workspace(0, size, 1, columns, (addresses, addresses, addresses), turns, 1), 0), (inbox, other)
 
 
 def time_part(part: tuple[int, int, int, bool, str], tune: bool) -> dict[tuple[int, int, int, int], float]:

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshlm.kernels import packets, pdl, tables
-from meshlm.kernels.allreduce_rmsnorm.kernel import Room
+from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
 from meshlm.kernels.packets import FOR_EVER
 
 
@@ -155,7 +155,7 @@ _gemv_of_sum = triton.jit(
 class Turn(NamedTuple):
     """A sum over ranks: number `nth` behind the last allreduce_rmsnorm in the same room. bfloat16, an even number of columns."""
 
-    room: Room
+    room: Workspace
     nth: int
     patience: int = FOR_EVER
 

@@ -18,22 +18,22 @@ CHUNK = 4096
 
 @triton.jit
 def _partial(
-    logits, stride, vocab, places, rows, temperature, best, best_at, most, sums,
+    logits, stride, vocab, places, rows, temperatures, best, best_at, most, sums,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     line, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = line
     if PLACES:
         place = tl.load(places + line).to(tl.int64)
-    heat = tl.load(temperature + tl.load(rows + place))
+    temperature = tl.load(temperatures + tl.load(rows + place))
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + line * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     top = tl.max(x, axis=0)
     to = line * CHUNKS + chunk
     tl.store(best + to, top)
     tl.store(best_at + to, tl.min(tl.where(x == top, at, 2147483647), axis=0))
-    if heat >= 1e-5:
-        scaled = x / heat
+    if temperature >= 1e-5:
+        scaled = x / temperature
         limit = tl.max(scaled, axis=0)
         base = tl.where(limit == float("-inf"), 0.0, limit)
         tl.store(most + to, limit)
@@ -53,7 +53,7 @@ def _uniform(low, high, index):
 
 @triton.jit
 def _pick(
-    logits, stride, vocab, places, rows, starts, ends, temperature, seeds, prompt_lens, best, best_at, most, sums,
+    logits, stride, vocab, places, rows, starts, ends, temperatures, seeds, prompt_lens, best, best_at, most, sums,
     tokens, tokens_stride, out,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -65,10 +65,10 @@ def _pick(
     count = tl.load(ends + place) - before
     row = tl.load(rows + place).to(tl.int64)
     length = tl.load(starts + place) + count
-    heat = tl.load(temperature + row)
+    temperature = tl.load(temperatures + row)
     c = tl.arange(0, WIDE)
     here = line * CHUNKS + c
-    if heat < 1e-5:
+    if temperature < 1e-5:
         tops = tl.load(best + here, mask=c < CHUNKS, other=float("-inf"))
         ids = tl.load(best_at + here, mask=c < CHUNKS, other=2147483647)
         token = tl.min(tl.where(tops == tl.max(tops, axis=0), ids, 2147483647), axis=0)
@@ -87,7 +87,7 @@ def _pick(
         left = target - tl.max(tl.where(c < chunk, upto, 0.0), axis=0)
         at = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + line * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        weight = tl.exp(x / heat - limit)
+        weight = tl.exp(x / temperature - limit)
         within = tl.cumsum(weight, axis=0)
         # Rounding may leave the target at the very end: then the last id that has any weight.
         hit = (within.to(tl.float64) > left) & (weight > 0.0)

@@ -15,14 +15,14 @@ def uniform(seed: int, index: int) -> float:
     return (z >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, temperature: list[float], draws: list[float]) -> list[int]:
+def sample(logits: Tensor, temperatures: list[float], draws: list[float]) -> list[int]:
     """One id for each line."""
     found = []
-    for line, heat, draw in zip(logits, temperature, draws, strict=True):
-        if heat < 1e-5:
+    for line, temperature, draw in zip(logits, temperatures, draws, strict=True):
+        if temperature < 1e-5:
             found.append(int(line.float().argmax()))
             continue
-        upto = (line.double() / heat).softmax(-1).cumsum(-1)
+        upto = (line.double() / temperature).softmax(-1).cumsum(-1)
         target = torch.tensor([draw * float(upto[-1])], dtype=torch.float64, device=line.device)
         found.append(min(int(torch.searchsorted(upto, target, right=True)), len(line) - 1))
     return found

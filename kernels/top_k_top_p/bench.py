@@ -44,9 +44,9 @@ def make_logits(kind: str, lines: int) -> Tensor:
 def bench(kind: str, lines: int, case: str, tune: bool) -> dict[str, Any]:
     fresh = make_logits(kind, lines)
     logits = fresh.clone()
-    heat, min_p, top_k, top_p = CASES[case]
+    temperature, min_p, top_k, top_p = CASES[case]
     state = Limits(
-        torch.full((lines,), heat, device="cuda"),
+        torch.full((lines,), temperature, device="cuda"),
         torch.full((lines,), min_p, device="cuda"),
         torch.full((lines,), top_k, dtype=torch.int32, device="cuda"),
         torch.full((lines,), top_p, device="cuda"),

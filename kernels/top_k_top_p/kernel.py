@@ -126,7 +126,7 @@ def _search(
 
 @triton.jit
 def _top_k_top_p(
-    logits, stride, vocab, places, rows, temperature, min_ps, top_ks, top_ps, peaks, chosen, groups,
+    logits, stride, vocab, places, rows, temperatures, min_ps, top_ks, top_ps, peaks, chosen, groups,
     PLACES: tl.constexpr, SPARE: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -137,12 +137,12 @@ def _top_k_top_p(
     if PLACES:
         place = tl.load(places + place).to(tl.int64)
     row = tl.load(rows + place)
-    heat, min_p = tl.load(temperature + row), tl.load(min_ps + row)
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     floored, limited, nucleus = min_p > 0.0, (top_k > 0) & (top_k < vocab), top_p < 1.0
-    if (heat < 1e-5) | ((not floored) & (not limited) & (not nucleus)):
+    if (temperature < 1e-5) | ((not floored) & (not limited) & (not nucleus)):
         return
-    steep = 1.4426950408889634 / heat
+    steep = 1.4426950408889634 / temperature
     only_nucleus = nucleus & (not floored) & (not limited)
 
     # One pass: the peak of every group; for top-p alone also the weight of the whole line.
@@ -168,7 +168,7 @@ def _top_k_top_p(
     top = tl.where(top == float("-inf"), 0.0, top)  # a line without tokens stays as it is
     low = tl.full((), LOWEST >> SPARE, tl.int32)
     if floored:
-        low = tl.minimum((_key(top + heat * tl.log(min_p)) + (1 << SPARE) - 1) >> SPARE, high)
+        low = tl.minimum((_key(top + temperature * tl.log(min_p)) + (1 << SPARE) - 1) >> SPARE, high)
 
     # Which groups can matter.
     total = tl.sum(sums * tl.exp2((tops - top) * steep), axis=0)
@@ -177,8 +177,8 @@ def _top_k_top_p(
     if limited:
         low = _search_peaks(peak, low, high, top_k.to(tl.float32), top, 0.0, SPARE)
     elif only_nucleus:
-        # Tokens below top + heat ln((1 - p) total / vocab) weigh less than 1 - p of the total, however many they are.
-        least = top + heat * tl.log(tl.maximum(0.99 * (1.0 - top_p) * total / vocab, 1e-30))
+        # Tokens below top + temperature ln((1 - p) total / vocab) weigh less than 1 - p of the total, however many they are.
+        least = top + temperature * tl.log(tl.maximum(0.99 * (1.0 - top_p) * total / vocab, 1e-30))
         low = tl.minimum(tl.maximum(_key(least) >> SPARE, low), high)
         low = _search_peaks(peak, low, high, top_p * total, top, steep, SPARE)
     cut = _value(low << SPARE)

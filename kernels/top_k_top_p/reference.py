@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def top_k_top_p(
-    logits: Tensor, temperature: list[float], min_p: list[float], top_k: list[int], top_p: list[float]
+    logits: Tensor, temperatures: list[float], min_p: list[float], top_k: list[int], top_p: list[float]
 ) -> Tensor:
     """A copy of logits [l, vocab], one parameter a line, where excluded tokens are -inf."""
     out = logits.clone()
     vocab = logits.shape[1]
-    for line, heat, least, k, share in zip(out, temperature, min_p, top_k, top_p, strict=True):
-        if heat < 1e-5:
+    for line, temperature, least, k, share in zip(out, temperatures, min_p, top_k, top_p, strict=True):
+        if temperature < 1e-5:
             continue
-        scaled = line.double() / heat
+        scaled = line.double() / temperature
         if least > 0:
             scaled[scaled < scaled.max() + math.log(least)] = -torch.inf
         if 0 < k < vocab:

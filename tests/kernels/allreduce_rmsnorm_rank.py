@@ -31,11 +31,13 @@ def of_rank(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
 
 
-def room_of(rank: int, memory: list[list[torch.Tensor]]) -> kernel.Room:
+def room_of(rank: int, memory: list[list[torch.Tensor]]) -> kernel.Workspace:
     """memory: packets, inboxes and flags of each rank."""
     addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in zip(*memory, strict=True)]
     turns = torch.full((ROWS,), FIRST_TURN, dtype=torch.int32)
-    return kernel.Room(rank, len(memory), ROWS, COLUMNS, (addresses[0], addresses[1], addresses[2]), turns, PACKET_ROWS)
+    return kernel.Workspace(
+        rank, len(memory), ROWS, COLUMNS, (addresses[0], addresses[1], addresses[2]), turns, PACKET_ROWS
+    )
 
 
 def run_rank(rank: int, memory: list[list[torch.Tensor]], dtype: torch.dtype, answers: Any) -> None:

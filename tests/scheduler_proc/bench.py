@@ -10,7 +10,7 @@ from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
-from meshlm.workers.directory import Directory
+from meshlm.workers.kv.mirror import PrefixCacheMirror
 
 DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)
 OTHER = Identity(Role.DETOKENIZER, 1)
@@ -92,7 +92,7 @@ class Bench:
         self.limits = limits
         self.core = Scheduler(limits)
         self.model = Model(num_blocks, block_size, limits.num_stages > 1)
-        self.directory = Directory()
+        self.directory = PrefixCacheMirror()
         self.plans: deque[StepPlan] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason] = {}
@@ -157,7 +157,7 @@ class Bench:
         self.plans.clear()
         self.event(PeerLost(WORKER, LIFE))
         self.model = Model(self.model.num_blocks, self.model.block_size, self.model.pipeline)
-        self.directory = Directory()
+        self.directory = PrefixCacheMirror()
         self.event(PeerUp(WORKER, LIFE))
 
     def assign(self, handle: int, prompt: list[int], max_tokens: int, **params: object) -> None:

@@ -7,7 +7,7 @@ from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import StepId
 from meshlm.protocol.step_edge import HASH_BYTES, StepPlan
 from meshlm.scheduler_proc.blocks import BlockPool
-from meshlm.workers.directory import Directory
+from meshlm.workers.kv.mirror import PrefixCacheMirror
 
 NUM_BLOCKS = 6
 
@@ -22,7 +22,7 @@ def plan(pool: BlockPool, session: int = 1) -> StepPlan:
     return StepPlan(session, StepId(1), b"", b"", b"", b"", 0, **columns)
 
 
-def known(directory: Directory) -> dict[int, bytes]:
+def known(directory: PrefixCacheMirror) -> dict[int, bytes]:
     blocks, hashes = directory.columns()
     split = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
     return dict(zip(ints(blocks), split, strict=True))
@@ -40,7 +40,7 @@ def content(pool: BlockPool, names: range) -> dict[int, bytes]:
     )
 )
 def test_the_changes_give_the_cache(actions: list[tuple[str, int]]) -> None:
-    pool, directory, held = BlockPool(NUM_BLOCKS), Directory(), []
+    pool, directory, held = BlockPool(NUM_BLOCKS), PrefixCacheMirror(), []
     for action, number in actions:
         match action:
             case "allocate" if pool.num_free:

@@ -12,9 +12,9 @@ from network import running
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import GraphCounts, Profile
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
+from meshlm.workers.distributed.membership import Lives
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.io import WorkerApp
-from meshlm.workers.parallel.membership import Lives
 
 RESET_S = 0.3  # at most
 POLL_S = 0.02  # between two looks into the store

@@ -20,7 +20,7 @@ from meshlm.runtime import remote as remote_module
 from meshlm.scheduler_proc import io as scheduler_io
 from meshlm.supervisor import network as supervisor_network
 from meshlm.workers import io as worker_io
-from meshlm.workers.parallel import membership
+from meshlm.workers.distributed import membership
 
 
 class _Log:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.workers.attention.backend import choose
+from meshlm.workers.distributed import proofs
+from meshlm.workers.distributed.communicator import Distributed
+from meshlm.workers.distributed.one_row import OneRow
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.parallel import proofs
-from meshlm.workers.parallel.communicator import Distributed
-from meshlm.workers.parallel.one_row import OneRow
-from meshlm.workers.parallel.shard import Shard
 from meshlm.workers.weights.load import load_model
 
 SIZE, HIDDEN, ROWS = 2, 48, 4
@@ -26,7 +26,7 @@ PROMPT, DECODES = [5, 9, 100, 7, 3, 44, 201], [17, 3, 90]
 BLOCKS = [7, 3, 11, 0]
 
 
-class WithRoom(Distributed):
+class WithWorkspace(Distributed):
     """gloo for steps of many rows."""
 
     def __init__(self, shard: Shard, one_row: OneRow | None) -> None:
@@ -50,7 +50,7 @@ def one_row_of(rank: int, memory: list[Tensor], more: list[Tensor]) -> OneRow:
         return found
 
     turns = torch.ones(ROWS, dtype=torch.int32)
-    return OneRow(kernel.Room(rank, SIZE, ROWS, HIDDEN, (addresses, addresses, addresses), turns, ROWS), share)
+    return OneRow(kernel.Workspace(rank, SIZE, ROWS, HIDDEN, (addresses, addresses, addresses), turns, ROWS), share)
 
 
 def logits(model: Decoder) -> list[Tensor]:
@@ -84,7 +84,7 @@ def run_rank(
         model._head_weight = model._head_weight.to(BF16)
         for used in (None, one_row):
             model.ops = TorchOps()
-            model.join(WithRoom(shard, used))
+            model.join(WithWorkspace(shard, used))
             found.append([one.float().tolist() for one in logits(model)])
     answers.put((rank, found))
     done.wait()  # the peers may still read

@@ -22,16 +22,16 @@ from waiting import free_port
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import choose
+from meshlm.workers.distributed import membership
+from meshlm.workers.distributed.communicator import side_by_side
+from meshlm.workers.distributed.connect import _interface_names
+from meshlm.workers.distributed.membership import Meeting, Membership, meet
+from meshlm.workers.distributed.ops import SummingOps
+from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.parallel import membership
-from meshlm.workers.parallel.communicator import side_by_side
-from meshlm.workers.parallel.connect import _interface_names
-from meshlm.workers.parallel.membership import Meeting, Membership, meet
-from meshlm.workers.parallel.ops import SummingOps
-from meshlm.workers.parallel.seat import Seat
-from meshlm.workers.parallel.shard import Shard
 from meshlm.workers.weights.load import load_model, weight_bytes
 from meshlm.workers.weights.places import place
 from meshlm.workers.weights.sources import shapes
@@ -292,7 +292,7 @@ def test_a_worker_that_is_stuck_in_a_store_takes_no_offer(monkeypatch: pytest.Mo
 
 REMOTE_KEEPER = """
 import sys
-from meshlm.workers.parallel.membership import Meeting, Membership, meet
+from meshlm.workers.distributed.membership import Meeting, Membership, meet
 member = Membership()
 member.offer(tuple(map(int, sys.argv[2:])))
 print("begins", flush=True)
@@ -338,7 +338,7 @@ def test_seats_of_a_group_that_spans_nodes() -> None:
     )
     node = Node(index=1, id="b", address="10.0.0.2", interface="eth7", workers=(6, 6))
     config = MeshConfig(parallel=parallel, node=node, run=RunConfig(run_dir="/run/x"))
-    spanning, within = Seat.of(config, 6, Membership()), Seat.of(config, 9, Membership())
+    spanning, within = WorkerPlacement.of(config, 6, Membership()), WorkerPlacement.of(config, 9, Membership())
     assert spanning._meeting is not None
     assert within._meeting is not None
     assert (spanning._meeting._address, spanning._interface, spanning._number) == (("10.0.0.1", 701), "eth7", 0)

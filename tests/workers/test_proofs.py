@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from meshlm.workers.parallel.proofs import Result, wrong
+from meshlm.workers.distributed.proofs import Result, wrong
 
 ONES = torch.ones(2, 3)
 

@@ -1,4 +1,4 @@
-"""What workers/parallel/symmetric.py makes of torch's symmetric memory, with threads for GPUs and a stand-in for the library."""
+"""What workers/distributed/symmetric.py makes of torch's symmetric memory, with threads for GPUs and a stand-in for the library."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlm.workers.parallel import symmetric
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed import symmetric
+from meshlm.workers.distributed.shard import Shard
 
 SIZE, LIMIT_S = 2, 20
 

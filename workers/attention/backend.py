@@ -10,7 +10,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops
+from meshlm.workers.layers.ops import AttentionShape, Ops
 
 
 class StepAttention(Protocol):
@@ -23,7 +23,7 @@ class StepAttention(Protocol):
         batch: ForwardBatch,
         table: Tensor,
         cache: LayerCache,
-        heads: Heads,
+        heads: AttentionShape,
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:

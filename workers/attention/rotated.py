@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops
+from meshlm.workers.layers.ops import AttentionShape, Ops
 
 
 class RotatedAttention(ABC):
@@ -18,7 +18,7 @@ class RotatedAttention(ABC):
         batch: ForwardBatch,
         table: Tensor,
         cache: LayerCache,
-        heads: Heads,
+        heads: AttentionShape,
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:

@@ -11,9 +11,9 @@ from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.attention.side import Side
+from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops
+from meshlm.workers.layers.ops import AttentionShape, Ops
 
 WORKSPACE_FLOATS = 1 << 22
 
@@ -45,7 +45,7 @@ class Workspace:
 class TritonAttention:
     """One step. Needs `batch.columns`."""
 
-    def __init__(self, batch: ForwardBatch, block_size: int, workspace: Workspace, side: Side) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, workspace: Workspace, side: AuxStream) -> None:
         assert batch.columns is not None
         self._batch, self._columns, self._workspace, self._side = batch, batch.columns, workspace, side
         self._longest = batch.columns.blocks.shape[1] * block_size
@@ -60,7 +60,7 @@ class TritonAttention:
         batch: ForwardBatch,
         table: Tensor,
         cache: LayerCache,
-        heads: Heads,
+        heads: AttentionShape,
         scale: float,
         sliding_window: int = 0,
     ) -> Tensor:
@@ -92,7 +92,7 @@ class TritonAttention:
         scale: float,
         out: Tensor,
         extras: Extras,
-        heads: Heads,
+        heads: AttentionShape,
         rope: Rope | None,
     ) -> None:
         requests = self._num
@@ -123,7 +123,7 @@ class TritonBackend:
     name, graphs, fp8 = "triton", True, True
 
     def __init__(self) -> None:
-        self._of: dict[torch.device, tuple[Workspace, Side]] = {}
+        self._of: dict[torch.device, tuple[Workspace, AuxStream]] = {}
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         if device.type != "cuda":
@@ -142,5 +142,5 @@ class TritonBackend:
     def step(self, batch: ForwardBatch, block_size: int) -> TritonAttention:
         own = self._of.get(batch.device)
         if own is None:
-            own = self._of[batch.device] = Workspace(batch.device, most_parts(batch.device)), Side(batch.device)
+            own = self._of[batch.device] = Workspace(batch.device, most_parts(batch.device)), AuxStream(batch.device)
         return TritonAttention(batch, block_size, *own)

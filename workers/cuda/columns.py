@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers.cuda.changes import I32
-from meshlm.workers.cuda.head import Details
+from meshlm.workers.cuda.logits_sampler import Details
 
 
 class Columns32:
@@ -40,7 +40,7 @@ def columns_of(rows: I32, starts: I32, counts: I32) -> Columns32:
     return Columns32(plan)
 
 
-class Launched:
+class PendingStep:
     """A step on its way; its tokens and log-probabilities are valid after the event `end`. `before` is the end of the step before."""
 
     def __init__(

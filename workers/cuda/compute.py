@@ -13,11 +13,11 @@ from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
 from meshlm.workers.cuda.columns import Columns32
 from meshlm.workers.cuda.graphs import Key
-from meshlm.workers.cuda.head import Head
 from meshlm.workers.cuda.inbox import Inbox
+from meshlm.workers.cuda.logits_sampler import LogitsSampler
 from meshlm.workers.cuda.state import DeviceRows, aligned
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.parallel.shard import Shard
 
 
 class Compute:
@@ -30,7 +30,7 @@ class Compute:
         shard: Shard,
         rows: DeviceRows,
         inbox: Inbox,
-        head: Head,
+        head: LogitsSampler,
         stream: Tensor,
     ) -> None:
         """stream [t, hidden]: where a stage finds what the one before passes on, and leaves what the next one takes."""
@@ -51,7 +51,7 @@ class Compute:
         last = (ends[places.long()].long() - 1).clamp_(min=0)
         self._head.choose(hidden[last], (rows, starts, ends), places)
 
-    def by_hand(self, step: Columns32) -> Tensor:
+    def eager(self, step: Columns32) -> Tensor:
         """A step as it is; hidden states of all its tokens."""
         num_decodes = int(np.argmin(step.counts == 1)) if (step.counts != 1).any() else step.n
         hidden = self._forward(self._batch(step.n, step.t, num_decodes))

@@ -28,15 +28,15 @@ from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.cuda import kernel_cache, warm_up
 from meshlm.workers.cuda.checks import check_gpu
-from meshlm.workers.cuda.columns import Columns32, Launched, columns_of, event_now
+from meshlm.workers.cuda.columns import Columns32, PendingStep, columns_of, event_now
 from meshlm.workers.cuda.compute import Compute
 from meshlm.workers.cuda.graphs import MIXED_TOKENS, Dispatcher, graph_keys
-from meshlm.workers.cuda.head import LINES, Details, Head
 from meshlm.workers.cuda.inbox import Inbox, Staging
+from meshlm.workers.cuda.logits_sampler import LINES, Details, LogitsSampler
 from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.models.decoder import Parts
-from meshlm.workers.parallel.seat import Seat
 from meshlm.workers.sampling.sampler import SampleRows
 from meshlm.workers.sampling.table import SamplingTable
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
@@ -48,11 +48,13 @@ _log = structlog.get_logger()
 class CudaEngine:
     """See `meshlm.workers.engine.Engine`."""
 
-    def __init__(self, config: MeshConfig, backend: Backend, report: ProgressReport, seat: Seat | None = None) -> None:
+    def __init__(
+        self, config: MeshConfig, backend: Backend, report: ProgressReport, placement: WorkerPlacement | None = None
+    ) -> None:
         resolved = config.resolved
         assert resolved is not None
-        seat = seat or Seat()
-        self._shard, self._spec = seat.shard, seat.shard.local(resolved.spec)
+        placement = placement or WorkerPlacement()
+        self._shard, self._spec = placement.shard, placement.shard.local(resolved.spec)
         self._config, self._resolved = config, resolved
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._others = memory.taken_by_others()
@@ -63,11 +65,11 @@ class CudaEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self._model = load_model(resolved, self._device, config.model.seed, progress, seat.shard)
+        self._model = load_model(resolved, self._device, config.model.seed, progress, placement.shard)
         if config.worker.compile == "inductor":
             self._model.parts = _compiled(resolved.spec, self._dtype)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
-        self._comm = seat.connect(self._device, self._dtype, tokens, hidden)
+        self._comm = placement.connect(self._device, self._dtype, tokens, hidden)
         self._model.join(self._comm)
         self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
         if not (self._shard.is_first and self._shard.is_last):
@@ -79,7 +81,7 @@ class CudaEngine:
         self._answers = [torch.empty(rows, dtype=torch.int32, pin_memory=True) for _ in range(8)]
         self._num_steps = 0
         lines = LINES if self._shard.is_last else 0
-        self.head = Head(self._model, self._rows, self._dtype, self._device, lines)
+        self.head = LogitsSampler(self._model, self._rows, self._dtype, self._device, lines)
         self._compute = Compute(self._model, backend, self._shard, self._rows, self._inbox, self.head, self._stream)
         worker = config.worker
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
@@ -132,7 +134,7 @@ class CudaEngine:
         )
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self._inbox.send(step, n, np.empty(0, np.int32), 0, np.arange(n))
-            self._compute.by_hand(step)
+            self._compute.eager(step)
 
     def _compile_ahead(self, report: ProgressReport) -> None:
         """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
@@ -224,11 +226,11 @@ class CudaEngine:
     def graph_counts(self) -> GraphCounts:
         return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses))
 
-    def step(self, plan: StepPlan, received_ns: int) -> Launched:
+    def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         with torch.inference_mode():
             return self._step(plan, received_ns)
 
-    def _step(self, plan: StepPlan, received_ns: int) -> Launched:
+    def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         for new in plan.new_rows:
             self._sampling.set(new.row, new.sampling)
         changes, segments = self._rows.changes(plan)
@@ -250,7 +252,7 @@ class CudaEngine:
         if key is not None:
             self.graphs.replay(key)
         else:
-            hidden = self._compute.by_hand(step)
+            hidden = self._compute.eager(step)
             if self._shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
         if not self._shard.is_last:
@@ -267,7 +269,7 @@ class CudaEngine:
             received_ns=received_ns,
             launched_ns=time.monotonic_ns(),
         )
-        return Launched(result, answer.numpy(), (found, of_prompt), before, begin, self._last)
+        return PendingStep(result, answer.numpy(), (found, of_prompt), before, begin, self._last)
 
     def _finish(self, step: Columns32, places: NDArray[np.int64]) -> list[Details]:
         """After the graph or its kernels: what they could not do, of the requests at these places."""
@@ -299,18 +301,20 @@ def _compiled(spec: ModelSpec, dtype: torch.dtype) -> Parts:
     return compiled.CompiledParts(spec)
 
 
-def make_cuda_engine(config: MeshConfig, report: ProgressReport, seat: Seat | None = None) -> "CudaEngine | None":
+def make_cuda_engine(
+    config: MeshConfig, report: ProgressReport, placement: WorkerPlacement | None = None
+) -> "CudaEngine | None":
     """The engine for this GPU, or None (said once) where only plain torch works."""
     from meshlm.workers.attention import backend as backends
 
     resolved: Resolved | None = config.resolved
     assert resolved is not None
     check_gpu()
-    seat = seat or Seat()
-    device = seat.take_gpu()
+    placement = placement or WorkerPlacement()
+    device = placement.take_gpu()
     dtype = DTYPES[resolved.dtype]
     name = config.worker.attention_backend
-    chosen = backends.choose(name, seat.shard.local(resolved.spec), device, dtype, config.cache.block_size)
+    chosen = backends.choose(name, placement.shard.local(resolved.spec), device, dtype, config.cache.block_size)
     if not chosen.graphs:
         if name == "auto":
             reason = backends.BACKENDS["triton"]().unsupported(resolved.spec, device, dtype, config.cache.block_size)
@@ -319,7 +323,9 @@ def make_cuda_engine(config: MeshConfig, report: ProgressReport, seat: Seat | No
     torch.set_grad_enabled(False)
     try:
         return kernel_cache.retry_without(
-            lambda: CudaEngine(config, chosen, report, seat), kernel_cache.folder(), alone=seat.shard.size == 1
+            lambda: CudaEngine(config, chosen, report, placement),
+            kernel_cache.folder(),
+            alone=placement.shard.size == 1,
         )
     except torch.OutOfMemoryError as error:
         raise ProcessFatal(

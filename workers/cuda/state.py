@@ -53,7 +53,7 @@ class DeviceRows:
         self._tokens_at = layout.add(rows * self._width)
         self._blocks_at = layout.add(rows * self._table)
         self._seeds_at = layout.add(2 * rows)
-        self._prompts_at, self._heat_at, self._min_p_at, self._top_k_at, self._top_p_at = (
+        self._prompts_at, self._temperature_at, self._min_p_at, self._top_k_at, self._top_p_at = (
             layout.add(rows) for _ in range(5)
         )
         self._penalties_at = [layout.add(rows) for _ in range(3)]  # repetition, presence, frequency
@@ -73,7 +73,7 @@ class DeviceRows:
             return ints(begin, width).view(torch.float32)
 
         self.tokens, self.blocks = ints(self._tokens_at, self._width), ints(self._blocks_at, self._table)
-        temperature = floats(self._heat_at)
+        temperature = floats(self._temperature_at)
         self.sampling = Rows(temperature, ints(self._seeds_at, 2), ints(self._prompts_at), self.tokens)
         self.limits = Limits(temperature, floats(self._min_p_at), ints(self._top_k_at), floats(self._top_p_at))
         self.penalties = Penalties(*(floats(begin) for begin in self._penalties_at))
@@ -105,7 +105,7 @@ class DeviceRows:
         self._num_blocks[row] = len(blocks)
         changes.run(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))
         changes.run(self._blocks_at + row * self._table, blocks)
-        changes.one(self._heat_at + row, sampling.temperature, np.float32)
+        changes.one(self._temperature_at + row, sampling.temperature, np.float32)
         changes.one(self._min_p_at + row, sampling.min_p, np.float32)
         changes.one(self._top_k_at + row, max(0, sampling.top_k), np.int32)
         changes.one(self._top_p_at + row, sampling.top_p, np.float32)

@@ -7,7 +7,7 @@ from torch import Tensor
 from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Composed, Heads
+from meshlm.workers.layers.ops import AttentionShape, Composed
 
 
 def available() -> bool:
@@ -52,7 +52,9 @@ class CpuOps(Composed):
     ) -> tuple[Tensor, Tensor]:
         return kernel.norm_linear(x, residual, *norm, packed, bias, outputs, gate)
 
-    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+    def rope_cache(
+        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+    ) -> Tensor:
         return kernel.rope_cache(
             qkv,
             batch.positions,

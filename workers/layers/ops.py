@@ -14,7 +14,7 @@ from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.rope import apply_rope
 
 
-class Heads:
+class AttentionShape:
     """What rope_cache needs to know of an attention layer."""
 
     __slots__ = ("eps", "head_dim", "norms", "num_heads", "num_kv_heads")
@@ -107,7 +107,9 @@ class Ops(Protocol):
         """
         ...
 
-    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+    def rope_cache(
+        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+    ) -> Tensor:
         """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d].
 
         On a GPU the keys in qkv are rotated in place too: attention over this step's own tokens reads them there.
@@ -189,7 +191,9 @@ class TorchOps(Composed):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+    def rope_cache(
+        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+    ) -> Tensor:
         split = heads.num_heads + heads.num_kv_heads
         lines = qkv.view(qkv.shape[0], -1, heads.head_dim)
         both, value = lines[:, :split], lines[:, split:]

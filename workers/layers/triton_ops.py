@@ -16,7 +16,7 @@ from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Composed, Heads
+from meshlm.workers.layers.ops import AttentionShape, Composed
 
 
 class TritonOps(Composed):
@@ -85,7 +85,9 @@ class TritonOps(Composed):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
 
-    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+    def rope_cache(
+        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+    ) -> Tensor:
         return rope_cache(
             qkv,
             batch.positions,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops, TorchOps, make_ops
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.ops import SummingOps
+from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.rope import rope_table
-from meshlm.workers.parallel.communicator import ALONE, Communicator
-from meshlm.workers.parallel.ops import SummingOps
-from meshlm.workers.parallel.shard import WHOLE, Shard
 
 
 class RMSNorm(nn.Module):
@@ -94,14 +94,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
-        self._heads: Heads | None = None
+        self._heads: AttentionShape | None = None
 
     def prepare(self) -> None:
         norms = (
             (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None and self.k_norm is not None else None
         )
         spec = self._spec
-        self._heads = Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, norms, spec.rms_norm_eps)
+        self._heads = AttentionShape(
+            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, norms, spec.rms_norm_eps
+        )
 
     def forward(
         self,
@@ -186,7 +188,7 @@ class Decoder(nn.Module):
         self.ops: Ops = TorchOps()
         self.parts: Parts | None = None
         self.rope = torch.empty(0)
-        self.comm: Communicator = ALONE
+        self.comm: Communicator = SINGLE_RANK
         self._max_len = max_len
         self._head_weight = torch.empty(0)
         self._head_rows = rows

@@ -11,9 +11,9 @@ from torch import Tensor
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
+from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
-from meshlm.workers.parallel.shard import WHOLE, Shard
 from meshlm.workers.weights.kept import Kept, keep
 from meshlm.workers.weights.places import Place, place
 from meshlm.workers.weights.sources import Source, sources

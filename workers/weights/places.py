@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed.shard import Shard
 
 _RENAMES = {
     "self_attn.o_proj": "attention.o",

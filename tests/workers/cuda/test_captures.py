@@ -132,10 +132,10 @@ def test_a_request_whose_graph_fails_is_answered_by_hand(gpu: Gpu) -> None:
     assert dict(steps.misses) == {"captured_now": 1, "capture_failed": 1}
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_gpu_that_has_failed_is_not_survived(gpu: Gpu, by_hand: bool) -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_gpu_that_has_failed_is_not_survived(gpu: Gpu, eager: bool) -> None:
     gpu.dead = True
-    gpu.fail = {(Key(4, 4), not by_hand): errors(1)}
+    gpu.fail = {(Key(4, 4), not eager): errors(1)}
     steps = Dispatcher(list(KEYS), gpu.step)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         steps.background()

@@ -17,10 +17,10 @@ from meshlm.workers.cuda.changes import I32
 from meshlm.workers.cuda.columns import Columns32
 from meshlm.workers.cuda.compute import Compute
 from meshlm.workers.cuda.graphs import Key
-from meshlm.workers.cuda.head import Head
 from meshlm.workers.cuda.inbox import Inbox
+from meshlm.workers.cuda.logits_sampler import LogitsSampler
 from meshlm.workers.cuda.state import DeviceRows
-from meshlm.workers.parallel.shard import WHOLE
+from meshlm.workers.distributed.shard import WHOLE
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -70,7 +70,7 @@ class Case:
         attention: Any = SimpleNamespace(step=lambda batch, block_size: None)
         staging: Any = self.staging
         self.inbox = Inbox(self.rows, staging, CPU)
-        self.head = Head(model, self.rows, torch.float32, CPU, CHUNK)
+        self.head = LogitsSampler(model, self.rows, torch.float32, CPU, CHUNK)
         self.compute = Compute(model, attention, WHOLE, self.rows, self.inbox, self.head, torch.empty(0))
         kinds = (["decode"] * max_rows + ["prompt", "chunk"])[-max_rows:]
         order = np.random.default_rng(0).permutation(max_rows).astype(np.int32)
@@ -113,11 +113,11 @@ class Case:
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16])
 def test_a_mixed_graph_holds_as_many_requests_as_may_run(max_rows: int) -> None:
     """With padding tokens and without: what is sampled, where it is written, and what is not."""
-    by_hand = Case(max_rows)
-    assert by_hand.send(max_rows) == 1
-    by_hand.compute.by_hand(by_hand.step)
-    expected = by_hand.tokens()
-    for tokens in (by_hand.step.t, by_hand.step.t + 7):
+    eager = Case(max_rows)
+    assert eager.send(max_rows) == 1
+    eager.compute.eager(eager.step)
+    expected = eager.tokens()
+    for tokens in (eager.step.t, eager.step.t + 7):
         padded = Case(max_rows)
         assert padded.send(max_rows + 1) == 1
         padded.compute.padded(Key(tokens, max_rows + 1))

@@ -193,12 +193,12 @@ def test_a_mixed_step_of_all_running_requests_is_replayed(tmp_path: Path, max_nu
         replays += made.graphs.replays["mixed"] - before
         del made, driver
     assert replays == 2
-    graph, by_hand = found
+    graph, eager = found
     num_compared = 0
     for row in range(max_num_seqs):
         for nth in range(1 if row == last else 0, 2):
-            if row == last or graph[2][row][: nth + 1] == by_hand[2][row][: nth + 1]:  # the same history
-                torch.testing.assert_close(graph[nth][row], by_hand[nth][row], atol=0.06, rtol=0.06)
+            if row == last or graph[2][row][: nth + 1] == eager[2][row][: nth + 1]:  # the same history
+                torch.testing.assert_close(graph[nth][row], eager[nth][row], atol=0.06, rtol=0.06)
                 num_compared += 1
     assert num_compared >= 2 * max_num_seqs - 5
 

@@ -27,12 +27,12 @@ from meshlm.workers.cuda.changes import I32
 from meshlm.workers.cuda.columns import columns_of
 from meshlm.workers.cuda.compute import Compute
 from meshlm.workers.cuda.graphs import Key, graph_keys
-from meshlm.workers.cuda.head import Head
 from meshlm.workers.cuda.inbox import Inbox
+from meshlm.workers.cuda.logits_sampler import LogitsSampler
 from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
-from meshlm.workers.parallel.shard import WHOLE
 from meshlm.workers.sampling import logprobs
 
 if torch.cuda.is_available():
@@ -108,7 +108,7 @@ class Case:
         model.prepare(CPU, torch.bfloat16)
         self.rows = DeviceRows(max_rows, LENGTH, BLOCK, CPU)
         self.inbox = Inbox(self.rows, staging(), CPU)
-        self.model, self.head = model, Head(model, self.rows, torch.bfloat16, CPU)
+        self.model, self.head = model, LogitsSampler(model, self.rows, torch.bfloat16, CPU)
         self.compute = Compute(model, TritonBackend(), WHOLE, self.rows, self.inbox, self.head, torch.empty(0))
         self.compute.caches = [
             LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
@@ -123,11 +123,11 @@ class Case:
         self.decodes = tiles.warm_sizes(heads[1], max_rows, LENGTH, CPU)
 
     @torch.inference_mode()
-    def by_hand(self, counts: list[int]) -> None:
+    def eager(self, counts: list[int]) -> None:
         n = len(counts)
         step = columns_of(np.zeros(n, np.int32), np.zeros(n, np.int32), np.array(counts, np.int32))
         self.inbox.send(step, n, np.empty(0, np.int32), 0, np.arange(n))
-        self.compute.by_hand(step)
+        self.compute.eager(step)
 
     @torch.inference_mode()
     def padded(self, key: Key) -> None:
@@ -152,21 +152,21 @@ def test_a_start_leaves_no_kernel_to_be_compiled(
     case = Case(monkeypatch, max_rows, heads)
     rows = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
     for counts in warm_up.steps(case.decodes, rows, max_rows, LENGTH, TOKENS):
-        case.by_hand(counts)
+        case.eager(counts)
     for key in warm_up.graphs(case.keys, rows, min(TOKENS, max_rows * LENGTH)):
         case.padded(key)
     case.head.one_line()
     known, case.launched = case.launched, set()
     assert len(known) > 15
     for length in (1, 2, 7, 16, 40, 100, 128, 200, LENGTH):
-        case.by_hand([length])
+        case.eager([length])
     for length in (257, 400, 750, TOKENS):
         if max_rows > 1 or length <= LENGTH:
-            case.by_hand([min(length, LENGTH), length - LENGTH] if length > LENGTH else [length])
+            case.eager([min(length, LENGTH), length - LENGTH] if length > LENGTH else [length])
     for count in range(1, max_rows + 1):
-        case.by_hand([1] * count)
-        case.by_hand([1] * (count - 1) + [19])
-        case.by_hand([5] * min(2, max_rows) + [1] * (count - 2))
+        case.eager([1] * count)
+        case.eager([1] * (count - 1) + [19])
+        case.eager([5] * min(2, max_rows) + [1] * (count - 2))
     for key in case.keys:
         case.padded(key)
     for count in range(1, max_rows + 1):  # lines whose log-probabilities are asked for

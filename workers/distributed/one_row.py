@@ -4,7 +4,7 @@
 
 There is no kernel for the sum in between (kernels/gemv). The head's columns go the same way, in a room of their own. Turns of a
 step are counted here, behind the last allreduce_rmsnorm, which ends every step (the norm before the head) and so advances the
-count on the device: a CUDA graph replays with new numbers. Used by parallel/ops.py; made by parallel/symmetric.py, for bfloat16.
+count on the device: a CUDA graph replays with new numbers. Used by distributed/ops.py; made by distributed/symmetric.py, for bfloat16.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshlm.kernels.allreduce_rmsnorm.kernel import Room, allreduce_rmsnorm
+from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace, allreduce_rmsnorm
 from meshlm.kernels.embedding import kernel as embedding
 from meshlm.kernels.gemv.kernel import Turn, gemv, pays, side_by_side
 from meshlm.kernels.packets import FOR_EVER
@@ -21,10 +21,10 @@ from meshlm.kernels.packets import FOR_EVER
 class OneRow:
     """All ranks make the same calls. At most one sum is on its way."""
 
-    def __init__(self, room: Room, share: Callable[[int], Tensor]) -> None:
+    def __init__(self, room: Workspace, share: Callable[[int], Tensor]) -> None:
         """share: so many int64 zeros of each rank, that all can reach; their addresses by rank. Collective."""
         self.room, self._share, self.patience = room, share, FOR_EVER
-        self._heads: dict[int, Room] = {}  # by columns of a rank
+        self._heads: dict[int, Workspace] = {}  # by columns of a rank
         self._nth = 0  # of the next sum, behind the last allreduce_rmsnorm
         self._under_way: Tensor | None = None  # what stands for it
         self._zeros = torch.zeros(1, room.columns, dtype=torch.bfloat16, device=room.turns.device)
@@ -88,7 +88,7 @@ class OneRow:
             addresses = self._share(2 * self.room.size * each // 2)
             turns = torch.tensor([1, 0], dtype=torch.int32, device=addresses.device)
             three = (addresses, addresses, addresses)
-            self._heads[each] = Room(self.room.rank, self.room.size, 1, each, three, turns, 1)
+            self._heads[each] = Workspace(self.room.rank, self.room.size, 1, each, three, turns, 1)
         turn = Turn(self._heads[each], 0, self.patience)
         gemv(hidden, weight, sends=turn)
         whole = out if out is not None else torch.empty(1, width, dtype=hidden.dtype, device=hidden.device)

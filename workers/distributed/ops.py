@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.batch import ForwardBatch, LayerCache
-from meshlm.workers.layers.ops import Heads, Ops
-from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator
+from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
+from meshlm.workers.layers.ops import AttentionShape, Ops
 
 
 class SummingOps:
@@ -47,7 +47,9 @@ class SummingOps:
                 return stream, normed
         return self._comm.all_reduce(part), None
 
-    def rope_cache(self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
+    def rope_cache(
+        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+    ) -> Tensor:
         return self.base.rope_cache(qkv, batch, table, cache, heads)
 
     def _allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:

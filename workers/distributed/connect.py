@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from meshlm.workers.parallel.communicator import Communicator, Distributed
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed.communicator import Communicator, Distributed
+from meshlm.workers.distributed.shard import Shard
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,7 +47,7 @@ def connect(
         _say_hello(plain, shard, device, dtype)
     if device.type == "cpu" or shard.tp_size == 1 or interface is not None:
         return plain
-    from meshlm.workers.parallel.symmetric import make_symmetric
+    from meshlm.workers.distributed.symmetric import make_symmetric
 
     assert tensor is not None
     return make_symmetric(shard, tensor, device, dtype, widest, plain)

@@ -13,8 +13,8 @@ from meshlm.kernels.prepare_inputs.reference import scatter
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.cuda import graphs, head
-from meshlm.workers.cuda.head import Details, Head
+from meshlm.workers.cuda import graphs, logits_sampler
+from meshlm.workers.cuda.logits_sampler import Details, LogitsSampler
 from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
@@ -37,7 +37,7 @@ KINDS = [
 
 
 def test_a_mixed_step_of_256_streams_is_one_chunk() -> None:
-    assert max(graphs.MIXED_REQUESTS) <= head.LINES <= penalties.PROGRAMS * penalties.EACH
+    assert max(graphs.MIXED_REQUESTS) <= logits_sampler.LINES <= penalties.PROGRAMS * penalties.EACH
 
 
 class Model:
@@ -59,11 +59,11 @@ class Case:
     """Each row has a request of one of the KINDS, with a prompt of 3 tokens and an output of 7."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-        monkeypatch.setattr(head, "LINES_BY_TORCH", 2)
+        monkeypatch.setattr(logits_sampler, "LINES_BY_TORCH", 2)
         monkeypatch.setattr(logprobs, "LINES", 2)
         self.model: Any = Model()
         self.rows, self.table = DeviceRows(ROWS, LENGTH, 16, CPU), SamplingTable(ROWS)
-        self.head = Head(self.model, self.rows, torch.float32, CPU, chunk)
+        self.head = LogitsSampler(self.model, self.rows, torch.float32, CPU, chunk)
         dice = np.random.default_rng(0)
         self.tokens = dice.integers(0, VOCAB, (ROWS, 10)).astype(np.int32)
         self.tokens[:, 5:] = self.tokens[:, 4:5]
@@ -91,10 +91,10 @@ class Case:
         )
         mine = [rows[place] for place in lines]
         on_device = None if places is None else torch.tensor(places, dtype=torch.int32)
-        self.head.choose(self.hidden[mine], columns, on_device)
-        self.head.by_torch(self.at(mine), self.table)
-        details = self.head.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
-        return self.head.sampled[: len(mine)].tolist(), details
+        self.logits_sampler.choose(self.hidden[mine], columns, on_device)
+        self.logits_sampler.by_torch(self.at(mine), self.table)
+        details = self.logits_sampler.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
+        return self.logits_sampler.sampled[: len(mine)].tolist(), details
 
     def expected(self, rows: list[int]) -> list[int]:
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
@@ -107,7 +107,7 @@ class Case:
 def test_chunks_and_neighbours_change_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Uniform decodes and a choice of places: what the general sampler says of each row."""
     case = Case(monkeypatch, chunk)
-    assert len(case.head.logits) == min(chunk, ROWS)
+    assert len(case.logits_sampler.logits) == min(chunk, ROWS)
     rows = [3, 0, 6, 1, 5, 2, 4]
     found, _ = case.step(rows, None)
     assert found == case.expected(rows)
@@ -127,7 +127,7 @@ def test_only_rows_that_need_it_are_sampled_by_torch(monkeypatch: pytest.MonkeyP
         seen.extend(at.rows.tolist())
         return sample(logits, at, table, tokens)
 
-    monkeypatch.setattr(head, "sample", spy)
+    monkeypatch.setattr(logits_sampler, "sample", spy)
     case.step(list(range(ROWS)), None)
     assert seen == [6]
 
@@ -168,7 +168,7 @@ def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.Mo
     case = Case(monkeypatch, CHUNK)
     states = torch.randn(7, HIDDEN)
     case.model.most_lines = 0
-    found = case.head.prompt_logprobs(states, 5, 1, 9, 3).columns()
+    found = case.logits_sampler.prompt_logprobs(states, 5, 1, 9, 3).columns()
     assert case.model.most_lines == 2
     following = torch.from_numpy(case.tokens[5, 2:9]).long()
     assert found == {9: logprobs.columns(case.model.logits(states), following, 3)}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class Side:
+class AuxStream:
     """Used by the one thread that launches; also while a graph is captured, of which the fork becomes a part."""
 
     def __init__(self, device: torch.device) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.kernels.packets import FOR_EVER
-from meshlm.workers.parallel import proofs
-from meshlm.workers.parallel.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
-from meshlm.workers.parallel.one_row import OneRow
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed import proofs
+from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator, Distributed, side_by_side
+from meshlm.workers.distributed.one_row import OneRow
+from meshlm.workers.distributed.shard import Shard
 
 ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
 BUFFER_BYTES = 64 << 20  # larger tensors go by NCCL
@@ -34,7 +34,7 @@ FRESH_TURN = 1 << 16  # more than the proofs at start take
 
 
 class Symmetric:
-    """See `meshlm.workers.parallel.communicator.Communicator`. Collective: all ranks make it, and the same calls."""
+    """See `meshlm.workers.distributed.communicator.Communicator`. Collective: all ranks make it, and the same calls."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Symmetric:
         ]
         packets, inboxes, flags = (self._addresses(handle) for _, handle in self._keep)
         turns = torch.ones(rows, dtype=torch.int32, device=self.device)
-        self.room = kernel.Room(
+        self.room = kernel.Workspace(
             self._rank, self._size, rows, columns, (packets, inboxes, flags), turns, PACKET_ROWS[self._size]
         )
         torch.cuda.synchronize()  # all is zero before this rank says so to the others

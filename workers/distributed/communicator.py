@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed.shard import Shard
 
 if TYPE_CHECKING:
-    from meshlm.workers.parallel.one_row import OneRow
+    from meshlm.workers.distributed.one_row import OneRow
 
 # torch 2.13 has renamed it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,7 +52,7 @@ class Communicator(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """A group of one."""
 
     one_row = None
@@ -74,7 +74,7 @@ class Alone:
         raise AssertionError("there is no stage before")
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
 def side_by_side(parts: list[Tensor], width: int, out: Tensor | None) -> Tensor:

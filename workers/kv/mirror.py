@@ -8,7 +8,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.step_edge import HASH_BYTES, StepPlan
 
 
-class Directory:
+class PrefixCacheMirror:
     """Least recently remembered first."""
 
     def __init__(self) -> None:

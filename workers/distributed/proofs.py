@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.precompile import precompiled
-from meshlm.workers.parallel.communicator import FUSED_ROWS, Distributed
-from meshlm.workers.parallel.shard import Shard
+from meshlm.workers.distributed.communicator import FUSED_ROWS, Distributed
+from meshlm.workers.distributed.shard import Shard
 
 if TYPE_CHECKING:
-    from meshlm.workers.parallel.symmetric import Symmetric
+    from meshlm.workers.distributed.symmetric import Symmetric
 
 NEAR = 0.03  # of norms
 

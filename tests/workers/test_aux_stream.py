@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from meshlm.workers.attention.side import Side
+from meshlm.workers.attention.aux_stream import AuxStream
 
 
 def test_without_a_gpu_one_runs_after_the_other() -> None:
     done: list[str] = []
-    Side(torch.device("cpu")).both(lambda: done.append("first"), lambda: done.append("second"))
+    AuxStream(torch.device("cpu")).both(lambda: done.append("first"), lambda: done.append("second"))
     assert done == ["first", "second"]
 
 
@@ -16,7 +16,7 @@ def test_without_a_gpu_one_runs_after_the_other() -> None:
 @pytest.mark.parametrize("captured", [False, True])
 def test_both_see_what_was_before_and_are_seen_behind(captured: bool) -> None:
     """Also as a part of a graph, replayed; the products are long enough that an order that is not kept shows."""
-    side = Side(torch.device("cuda", 0))
+    side = AuxStream(torch.device("cuda", 0))
     given = torch.randn(4096, 4096, device="cuda") / 64
     start, left, right, total = (torch.zeros_like(given) for _ in range(4))
 

@@ -50,7 +50,7 @@ class Details:
         return {part.place: logprobs.unpack(values[part.begin : part.end], part.width) for part in self._parts}
 
 
-class Head:
+class LogitsSampler:
     """`hidden` and `sampled` hold the states and tokens of the last step, in the order of its sampling requests."""
 
     def __init__(

@@ -1,14 +1,14 @@
-"""A worker's seat in the mesh: its part of the model, its GPU, and how it gets to know the rest of its group."""
+"""A worker's placement in the mesh: its part of the model, its GPU, and how it gets to know the rest of its group."""
 
 import torch
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.workers.parallel.communicator import ALONE, Communicator
-from meshlm.workers.parallel.membership import Meeting, Membership, meet
-from meshlm.workers.parallel.shard import WHOLE, Shard
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.membership import Meeting, Membership, meet
+from meshlm.workers.distributed.shard import WHOLE, Shard
 
 
-class Seat:
+class WorkerPlacement:
     """`number` counts the workers of this node; with several, GPUs are dealt out in this order."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Seat:
         self._interface = interface  # by which the other hosts of its group are reached; None: all of it is here
 
     @classmethod
-    def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "Seat":
+    def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "WorkerPlacement":
         """Of worker number `worker` of the mesh."""
         parallel, node = config.parallel, config.node
         shard = Shard.of(parallel, worker)
@@ -35,7 +35,7 @@ class Seat:
         return cls(shard, number, membership, Meeting(shard.rank, config.run.run_dir, address), node.interface)
 
     def take_gpu(self) -> torch.device:
-        """This thread computes on the seat's GPU from now on (of those that CUDA_VISIBLE_DEVICES shows)."""
+        """This thread computes on the placement's GPU from now on (of those that CUDA_VISIBLE_DEVICES shows)."""
         device = torch.device("cuda", self._number % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -43,8 +43,8 @@ class Seat:
     def connect(self, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> Communicator:
         """Meet the other workers of the group. Blocks; collective. What is summed is [up to `tokens`, hidden]."""
         if self.shard.size == 1:
-            return ALONE
-        from meshlm.workers.parallel.connect import connect
+            return SINGLE_RANK
+        from meshlm.workers.distributed.connect import connect
 
         assert self._membership is not None and self._meeting is not None  # noqa: PT018
         store = meet(self._membership, self._meeting)
