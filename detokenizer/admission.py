@@ -32,7 +32,10 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
 def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len: int) -> SamplingParams:
     """This choice's sampling parameters: its own seed, and max_tokens that the context holds. RequestError."""
     room = max_model_len - num_prompt
-    wanted = submit.max_tokens
+    wanted, sampling = submit.max_tokens, submit.sampling
+    if wanted is not None and submit.cap_max_tokens:
+        wanted = min(wanted, room)
+        sampling = msgspec.structs.replace(sampling, min_tokens=min(sampling.min_tokens, wanted))
     if wanted is not None and wanted > room:
         text = (
             f"This model's maximum context length is {max_model_len} tokens; {num_prompt} in the prompt and max_tokens "
@@ -40,7 +43,6 @@ def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len
         )
         raise RequestError(ErrorKind.INVALID, text, "max_tokens")
     max_tokens = room if wanted is None else wanted
-    sampling = submit.sampling
     if sampling.min_tokens > max_tokens:
         raise RequestError(
             ErrorKind.INVALID, f"min_tokens {sampling.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens"

@@ -10,8 +10,7 @@ from msgspec import Struct
 
 from meshlm.frontend import limits, reasoning
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.messages import check_tools
-from meshlm.frontend.prompts import of_chat, of_completion, of_template, token_ids
+from meshlm.frontend.prompts import check_shapes, of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
     ASKS_FOR_NOTHING,
     MAX_SEQUENCES,
@@ -223,7 +222,7 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
 
 def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset[str]:
     """The names of the tools that may be called."""
-    check_tools(tools)
+    check_shapes([], tools)
     if not server.enable_auto_tool_choice:
         text = (
             "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"

@@ -9,11 +9,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.messages import check_messages, check_tools
 from meshlm.frontend.schema import TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.messages import check_messages, check_tools
 
 MAX_PROMPTS = 2048
 
@@ -79,8 +80,7 @@ def of_chat(
     if continue_final_message and add_generation_prompt is True:
         text = "continue_final_message and add_generation_prompt exclude each other"
         raise HttpError(400, f"add_generation_prompt: {text}", "add_generation_prompt")
-    check_messages(messages)
-    check_tools(tools or [])
+    check_shapes(messages, tools)
     return ChatPrompt(
         messages_json=_json("messages", messages),
         tools_json=_json("tools", tools) if tools else b"",
@@ -90,6 +90,14 @@ def of_chat(
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
     )
+
+
+def check_shapes(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+    try:
+        check_messages(messages)
+        check_tools(tools or [])
+    except RequestError as error:
+        raise HttpError.of(error.kind, error.message, error.param) from None
 
 
 def _json(field: str, value: Any) -> bytes:

@@ -89,6 +89,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     sampling: SamplingParams  # choice i uses seed + i
     text: TextParams = TextParams()
     max_tokens: int | None = None  # None: whatever the context leaves; else overrides sampling.max_tokens
+    cap_max_tokens: bool = False  # where the context leaves fewer than max_tokens, end there instead of refusing
     attempt: int = 0
     delivered: bytes = b""  # resume (one choice): output ids the client has, int32
     logprobs: tuple[

@@ -7,22 +7,23 @@ background thread (background.py). The children are programs of their own, so a 
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
-from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.columns import ints
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.supervisor import flags, layout, resolve
 from meshlm.supervisor.arguments import settings_of
 from meshlm.supervisor.background import Background
 from meshlm.supervisor.client import name_of
+from meshlm.supervisor.offline_prompts import Given, OnePrompt, many, of_generate, of_tokenization
 from meshlm.supervisor.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.sampling import SamplingParams
 from meshlm.supervisor.tokenizer import Tokenizer, chat_prompt
 
-OnePrompt = str | Sequence[int] | dict[str, Any]
 # Work comes at once, nothing idles then, and nobody reads along.
 OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
 
@@ -46,36 +47,61 @@ class LLM:
         self,
         prompts: OnePrompt | Sequence[OnePrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}. Results in the order of the
-        prompts. Without sampling_params the model's own are taken. ValueError for bad input."""
-        single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
-        items: list[Any] = [prompts] if single else list(prompts)
-        return self._run((_prompt(item) for item in items), len(items), sampling_params, use_tqdm, priority)
+        """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt".
+        Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
+        ValueError for bad input."""
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        items = many(prompts)
+        made = (of_generate(item, **options) for item in items)
+        return self._run(made, len(items), sampling_params, use_tqdm, priority, keep)
 
     def chat(
         self,
-        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, with the model's chat template."""
-        many = bool(messages) and isinstance(messages[0], list)
-        conversations: list[Any] = list(messages) if many else [messages]
+        """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        if chat_template_content_format not in ("auto", self._config.model.chat_template_content_format):
+            raise ValueError("chat_template_content_format: give it to LLM(...); it holds for all conversations")
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        several = all(isinstance(one, list | tuple) for one in messages)
+        conversations: list[Any] = list(messages) if several else [list(messages)]
         made = (
-            chat_prompt(
-                conversation, tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message
+            Given(
+                chat_prompt(
+                    list(conversation),
+                    tools,
+                    chat_template,
+                    chat_template_kwargs,
+                    add_generation_prompt,
+                    continue_final_message,
+                    **options,
+                ),
+                None,
             )
             for conversation in conversations
         )
-        return self._run(made, len(conversations), sampling_params, use_tqdm)
+        return self._run(made, len(conversations), sampling_params, use_tqdm, None, keep)
 
     @property
     def vocab_size(self) -> int:
@@ -123,32 +149,43 @@ class LLM:
 
     def _run(
         self,
-        prompts: Iterator[Prompt],
+        prompts: Iterator[Given],
         count: int,
         params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        priority: Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any],
+        priority: Sequence[int] | None,
+        keep: int | None,
     ) -> list[RequestOutput]:
-        """`prompts` are made one by one, in the loop: the first is on its way while the others are not."""
-        params = params or self.get_default_sampling_params()
+        """`prompts` are made one by one, in the loop: the first is on its way while the others are not. `keep`: truncate each to so
+        many tokens."""
+        params = self.get_default_sampling_params() if params is None else params
         each = [params] * count if not isinstance(params, Sequence) else list(params)
         if len(each) != count:
             raise ValueError(f"{count} prompts and {len(each)} sampling_params")
         ranks = [0] * count if priority is None else list(priority)
         if len(ranks) != count:
             raise ValueError(f"{count} prompts and {len(ranks)} of priority")
+        if keep is not None:
+            each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():
             one.check(self.vocab_size)
-        with tqdm(total=sum(one.n for one in each), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            return self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        total = sum(one.n for one in each)
+        with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            found = self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
+        for request, one in zip(found, each, strict=True):
+            if not one.detokenize:
+                for output in request.outputs:
+                    output.text = ""
+        return found
 
     def _submits(
-        self, prompts: Iterator[Prompt], each: list[SamplingParams], ranks: list[int]
+        self, prompts: Iterator[Given], each: list[SamplingParams], ranks: list[int]
     ) -> Iterator[tuple[Submit, RequestOutput]]:
         assert self._config.resolved is not None
         eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
-        for number, (prompt, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
-            name = f"{run}-{number}"
+        for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
+            name, prompt = f"{run}-{number}", given.prompt
             submit = Submit(
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
@@ -156,29 +193,23 @@ class LLM:
                 sampling=params.wire(eos, self.vocab_size),
                 text=params.text(),
                 max_tokens=params.max_tokens,
+                cap_max_tokens=True,
                 want_ids=not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens),
                 want_text=isinstance(prompt, ChatPrompt),
                 priority=priority,
+                cache_salt=given.cache_salt,
                 arrival_s=time.time(),
             )
-            text = prompt.text if isinstance(prompt, TextPrompt) else None
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
-            yield submit, RequestOutput(name, text, ids, [CompletionOutput(index) for index in range(params.n)])
+            yield submit, RequestOutput(name, given.text, ids, [CompletionOutput(index) for index in range(params.n)])
 
 
-def _prompt(item: Any) -> Prompt:
-    """One prompt of `generate`. ValueError for what is none."""
-    if isinstance(item, dict):
-        keys = [key for key in ("prompt_token_ids", "prompt") if item.get(key) is not None]
-        if not keys:
-            raise ValueError("a prompt that is a dict needs 'prompt' or 'prompt_token_ids'")
-        item = item[keys[0]]
-    if isinstance(item, str):
-        return TextPrompt(item)
-    try:
-        return TokenPrompt(pack_i32(item))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"a prompt is text, token ids, or a dict of either: {error}") from None
+def _refuse(**given: Any) -> None:
+    """What would change the answers and is not there."""
+    why = {"lora_request": "LoRA adapters are not supported", "mm_processor_kwargs": "only text is supported"}
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name}: {why[name]}")
 
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

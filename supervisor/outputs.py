@@ -30,6 +30,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: None = None  # vLLM's names for what is not there
+    lora_request: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -45,6 +47,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    metrics: None = None  # vLLM's names for what is not there
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
 
     @property
     def finished(self) -> bool:

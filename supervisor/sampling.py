@@ -3,19 +3,48 @@
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from meshlm.protocol.sampling import SamplingParams as WireParams
 from meshlm.protocol.text_edge import TextParams
 
 OF_THE_VOCABULARY = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs")
+MOST_IDS = 1 << 31  # of any vocabulary
+
+
+INTEGERS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "top_k",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+# Fields of vLLM's that would change the output: why not, or what there is instead.
+NOT_SUPPORTED = {
+    "bad_words": "logit_bias with -100 bans token ids",
+    "structured_outputs": "structured outputs are not supported",
+    "logits_processors": "logits processors are not supported",
+    "logprob_token_ids": "logprobs of the likeliest tokens are there; -1 gives all",
+    "flat_logprobs": "logprobs are a dict a position",
+    "thinking_token_budget": "max_tokens bounds reasoning and answer together",
+    "repetition_detection": "stop, max_tokens and the penalties end or avoid repetition",
+    "extra_args": "there are no extensions that would read them",
+    "routed_experts_prompt_start": "there are no experts",
+    "skip_reading_prefix_cache": "a prompt's cache_salt keeps it from what others left in the cache",
+}
 
 
 @dataclass
 class SamplingParams:
-    """How to sample; names, meanings and defaults are vLLM's."""
+    """How to sample; names, meanings and defaults are vLLM's. ValueError names what is not allowed or not supported."""
 
     n: int = 1
+    _: KW_ONLY
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -37,6 +66,44 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    detokenize: bool = True  # False: outputs have no text
+    output_kind: Any = None  # an answer comes when it is complete, whatever is asked for; so does vLLM's `LLM`
+    skip_clone: bool = False  # nothing is copied, and nothing changed
+    bad_words: Any = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    logprob_token_ids: Any = None
+    flat_logprobs: bool = False
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    extra_args: Any = None
+    routed_experts_prompt_start: int = 0
+    skip_reading_prefix_cache: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, why in NOT_SUPPORTED.items():
+            if getattr(self, name):
+                raise ValueError(f"SamplingParams.{name}: not supported; {why}")
+        for name in INTEGERS:
+            setattr(self, name, _integer(name, getattr(self, name)))
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"SamplingParams.{name}: {value!r} is no number")
+        self.seed = None if self.seed == -1 else self.seed  # as in vLLM
+        if self.stop and not self.detokenize:
+            raise ValueError("SamplingParams.stop: stop strings are found in text; they need detokenize=True")
+        self.check(MOST_IDS)
+
+    @staticmethod
+    def from_optional(**fields: Any) -> "SamplingParams":
+        """With the defaults for what is None; ids of a logit_bias may be text."""
+        if fields.get("logit_bias"):
+            fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+        may_be_none = {"max_tokens"}
+        return SamplingParams(
+            **{name: value for name, value in fields.items() if value is not None or name in may_be_none}
+        )
 
     def wire(self, eos: tuple[int, ...], vocab_size: int) -> WireParams:
         """As the mesh knows them, with a seed of its own at each call if none is given. `check` first."""
@@ -86,7 +153,8 @@ class SamplingParams:
         }
         wrong = [name for name, fine in allowed.items() if not fine]
         if wrong:
-            hint = f"; this model's token ids are 0 to {vocab_size - 1}" if wrong[0] in OF_THE_VOCABULARY else ""
+            of_vocabulary = wrong[0] in OF_THE_VOCABULARY and vocab_size < MOST_IDS
+            hint = f"; this model's token ids are 0 to {vocab_size - 1}" if of_vocabulary else ""
             raise ValueError(f"SamplingParams.{wrong[0]}: {str(getattr(self, wrong[0]))[:80]} is not allowed{hint}")
 
     def text(self) -> TextParams:
@@ -103,3 +171,15 @@ class SamplingParams:
 def _wanted(logprobs: int | None, vocab_size: int) -> int:
     """-1 is the whole vocabulary here, and none in the mesh."""
     return -1 if logprobs is None else (vocab_size if logprobs == -1 else logprobs)
+
+
+def _integer(name: str, value: Any) -> int | None:
+    """An integer, also where it is written as 16.0; True for one logprob, as in vLLM."""
+    if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+        return None
+    if isinstance(value, bool):
+        if name in ("logprobs", "prompt_logprobs"):
+            return 1 if value else None
+    elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    raise ValueError(f"SamplingParams.{name}: {value!r} is no integer")

@@ -9,6 +9,8 @@ from typing import Any, Literal, overload
 import msgspec
 
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.messages import check_messages, check_tools
 
 
 class Tokenizer:
@@ -64,8 +66,14 @@ def chat_prompt(
     template_kwargs: dict[str, Any] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
+    add_special_tokens: bool = False,
 ) -> ChatPrompt:
-    """A conversation for the mesh."""
+    """A conversation for the mesh. ValueError says what of it no template could show, such as an image."""
+    try:
+        check_messages(messages)
+        check_tools(tools or [])
+    except RequestError as error:
+        raise ValueError(error.message) from None
     return ChatPrompt(
         messages_json=msgspec.json.encode(messages),
         tools_json=msgspec.json.encode(tools) if tools else b"",
@@ -73,4 +81,5 @@ def chat_prompt(
         template_kwargs_json=msgspec.json.encode(template_kwargs) if template_kwargs else b"",
         add_generation_prompt=add_generation_prompt and not continue_final_message,
         continue_final_message=continue_final_message,
+        add_special_tokens=add_special_tokens,
     )

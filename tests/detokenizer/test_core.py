@@ -2,10 +2,12 @@
 
 from array import array
 
+import msgspec
 import pytest
 from journal_bench import F0, F1, S0, Bench, admitted
 
 from meshlm.detokenizer.aborts import STRANGER_ROWS
+from meshlm.detokenizer.admission import checked_sampling
 from meshlm.detokenizer.events import Encode, Encoded, Send
 from meshlm.protocol.admit_edge import AbortRequests, Refused
 from meshlm.protocol.columns import pack_i32
@@ -13,6 +15,7 @@ from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Re
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Disown
+from meshlm.runtime.errors import RequestError
 
 # --- refusals and aborts ---
 
@@ -129,3 +132,15 @@ def test_attach_to_what_is_not_known() -> None:
     assert isinstance(send, Send)
     assert isinstance(send.message, Rejected)
     assert send.message.kind is ErrorKind.NOT_FOUND
+
+
+def test_what_passes_the_context_is_refused_or_ends_there() -> None:
+    """A client of HTTP is told; `LLM.generate` ends the output where the context does, as vLLM's."""
+    submit = Submit((Handle(1),), (RequestId("a"),), TokenPrompt(b""), SamplingParams(min_tokens=9), max_tokens=50)
+    with pytest.raises(RequestError, match="max_tokens may be 7 at most"):
+        checked_sampling(submit, 0, 93, 100)
+    capped = msgspec.structs.replace(submit, cap_max_tokens=True)
+    found = checked_sampling(capped, 0, 93, 100)
+    assert (found.max_tokens, found.min_tokens) == (7, 7)
+    found = checked_sampling(capped, 0, 10, 100)
+    assert (found.max_tokens, found.min_tokens) == (50, 9)

@@ -30,13 +30,36 @@ assert one.prompt_token_ids == two.prompt_token_ids == llm.encode(["hi"])[0]
 tokenizer = llm.get_tokenizer()
 assert tokenizer.decode(tokenizer.encode("hi there")) == "hi there"
 assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True) == chat.prompt
-for wrong in ({"text": "hi"}, ["a", None], [[1.5]]):
+for wrong in ({"text": "hi"}, ["a", None], [[1.5]], {"prompt": "hi", "multi_modal_data": {"image": 1}}):
     try:
         llm.generate(wrong)
     except ValueError as error:
         assert str(error).startswith("a prompt"), error
     else:
         raise AssertionError(wrong)
+(end,) = llm.generate([[300, 301] * 250], SamplingParams(max_tokens=100, min_tokens=50, ignore_eos=True))
+assert (len(end.outputs[0].token_ids), end.outputs[0].finish_reason) == (12, "length"), end
+assert llm.generate([]) == llm.chat([]) == []
+salted = [{"prompt_token_ids": [300] * 40, "prompt": "text", "cache_salt": salt} for salt in ("a", "b", "a")]
+cached = [llm.generate(one, SamplingParams(max_tokens=1), use_tqdm=False)[0] for one in salted]
+assert [(one.num_cached_tokens, one.prompt) for one in cached] == [(0, "text"), (0, "text"), (32, "text")], cached
+(silent,) = llm.generate("hi", SamplingParams(max_tokens=3, detokenize=False))
+assert len(silent.outputs[0].token_ids) == 3 and not silent.outputs[0].text and silent.metrics is None
+(short,) = llm.generate("one two three four", SamplingParams(max_tokens=1), tokenization_kwargs={"truncate_prompt_tokens": 2})
+assert len(short.prompt_token_ids) == 2
+image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+for call in (
+    lambda: llm.chat([{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}]),
+    lambda: llm.generate("hi", lora_request="mine"),
+    lambda: llm.generate("hi", []),
+    lambda: llm.generate("hi", tokenization_kwargs={"padding": True}),
+):
+    try:
+        call()
+    except ValueError as error:
+        assert any(word in str(error) for word in ("image_url", "lora_request", "sampling_params", "padding")), error
+    else:
+        raise AssertionError("it was ignored")
 try:
     llm.generate([[1] * 600])
 except ValueError as error:

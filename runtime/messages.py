@@ -1,11 +1,13 @@
-"""The shapes of a chat's messages and tools, checked before a template sees them. Pure; HttpError names what is wrong.
+"""The shapes of a chat's messages and tools, checked before a template sees them. Pure; RequestError names what is wrong.
 
-Called by prompts.py. The rules are OpenAI's; a role that OpenAI does not have is the template's to know, as in vLLM.
+Called by the frontend and by `LLM.chat`. The rules are OpenAI's; a role that OpenAI does not have is the template's to know, as in
+vLLM.
 """
 
 from typing import Any
 
-from meshlm.frontend.errors import HttpError
+from meshlm.protocol.ids import ErrorKind
+from meshlm.runtime.errors import RequestError
 
 NEED_CONTENT = ("user", "system", "developer", "tool", "function")
 # What an assistant's message may have said instead of a content.
@@ -83,5 +85,5 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise _wrong(f"{where}.function.strict: must be true or false", "tools")
 
 
-def _wrong(text: str, param: str = "messages") -> HttpError:
-    return HttpError(400, text, param)
+def _wrong(text: str, param: str = "messages") -> RequestError:
+    return RequestError(ErrorKind.INVALID, text, param)
