@@ -91,10 +91,10 @@ class Case:
         )
         mine = [rows[place] for place in lines]
         on_device = None if places is None else torch.tensor(places, dtype=torch.int32)
-        self.logits_sampler.choose(self.hidden[mine], columns, on_device)
-        self.logits_sampler.by_torch(self.at(mine), self.table)
-        details = self.logits_sampler.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
-        return self.logits_sampler.sampled[: len(mine)].tolist(), details
+        self.head.choose(self.hidden[mine], columns, on_device)
+        self.head.by_torch(self.at(mine), self.table)
+        details = self.head.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
+        return self.head.sampled[: len(mine)].tolist(), details
 
     def expected(self, rows: list[int]) -> list[int]:
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
@@ -107,7 +107,7 @@ class Case:
 def test_chunks_and_neighbours_change_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Uniform decodes and a choice of places: what the general sampler says of each row."""
     case = Case(monkeypatch, chunk)
-    assert len(case.logits_sampler.logits) == min(chunk, ROWS)
+    assert len(case.head.logits) == min(chunk, ROWS)
     rows = [3, 0, 6, 1, 5, 2, 4]
     found, _ = case.step(rows, None)
     assert found == case.expected(rows)
@@ -168,7 +168,7 @@ def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.Mo
     case = Case(monkeypatch, CHUNK)
     states = torch.randn(7, HIDDEN)
     case.model.most_lines = 0
-    found = case.logits_sampler.prompt_logprobs(states, 5, 1, 9, 3).columns()
+    found = case.head.prompt_logprobs(states, 5, 1, 9, 3).columns()
     assert case.model.most_lines == 2
     following = torch.from_numpy(case.tokens[5, 2:9]).long()
     assert found == {9: logprobs.columns(case.model.logits(states), following, 3)}
