@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import socket
 import time
 
@@ -80,6 +81,8 @@ class FrontendApp:
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
+        seed = mesh.config.model.seed
+        self.draws = random.SystemRandom() if seed is None else random.Random(f"{seed} {mesh.identity.index}")
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved

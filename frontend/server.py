@@ -6,6 +6,7 @@ Everything here belongs to one request; state across requests is desk.py's and i
 import asyncio
 import contextlib
 import hmac
+import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NOT_SERVED, HttpError
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import EventWriter
+from meshlm.frontend.interval import Interval
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -50,6 +52,9 @@ class Backend(Protocol):
     def refusal(self, *, attaches: bool) -> str: ...
     def refused(self, seconds: float) -> None: ...
     async def wait_serving(self) -> str: ...
+
+    draws: random.Random  # of seeds, for requests without one
+
     def new_handle(self) -> Handle: ...
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
     def close(self, choices: list[Choice]) -> None: ...
@@ -252,7 +257,12 @@ class Routes:
             submits.dp_rank(request.headers),
             again,
             has.cuts if has is not None else (),
+            backend.draws,
         )
+        if ask.stream and (interval := backend.config.server.stream_interval) > 1:
+            spaced = Interval(answer, interval)
+            for choice in answer.choices:
+                choice.exchange = spaced
         status = 200
         try:
             for choices, submit in asked:

@@ -3,7 +3,7 @@
 Without an Idempotency-Key names and seeds are drawn here; with one they are made from it, and so the same each time.
 """
 
-import os
+import random
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,6 +16,8 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Retry, Submit
+
+_OF_THE_SYSTEM = random.SystemRandom()
 
 
 def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None:
@@ -33,14 +35,16 @@ def build(
     rank: int,
     again: retry.Again | None = None,
     cuts: tuple[int, ...] = (),
+    draws: random.Random = _OF_THE_SYSTEM,
 ) -> list[tuple[list[Choice], Submit]]:
-    """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has."""
-    seed = ask.seed
-    if seed is None:
-        seed = int.from_bytes(os.urandom(8), "little") >> 1 if again is None else again.seed
+    """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has. `draws`:
+    the seeds of prompts to which the client gives none."""
+    if again is not None:
+        draws = random.Random(again.seed)
     now = time.time()
     found = []
     for prompt_index, prompt in enumerate(ask.prompts):
+        seed = draws.getrandbits(63) if ask.seed is None else ask.seed
         handles = tuple(new_handle() for _ in range(ask.num_choices))
         first = prompt_index * ask.num_choices
         unique = "" if again else f"-{uuid.uuid4().hex[:8]}"

@@ -64,7 +64,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
     ] = "auto"
-    seed: Annotated[int, Meta(ge=0, description="of dummy weights")] = 0
+    seed: (
+        Annotated[int, Meta(ge=0, description="of dummy weights, and of the seeds that requests without one get")]
+        | None
+    ) = None
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True):
@@ -157,6 +160,9 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="stages that share the layers", extra={"short": "-pp"})
     ] = 1
+    disable_custom_all_reduce: Annotated[
+        bool, Meta(description="sums of tensor-parallel ranks go by NCCL alone, not through the memory of peers")
+    ] = False
     data_parallel_size_local: (
         Annotated[int, Meta(ge=0, le=1024, description="schedulers of this node; default: the rest", extra=PER_NODE)]
         | None
@@ -215,6 +221,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     max_concurrent_requests: Annotated[
         int, Meta(ge=1, description="open requests per frontend beyond which it answers 503")
     ] = 8192
+    stream_interval: Annotated[
+        int, Meta(ge=1, description="tokens of a chunk of a stream; the first token and the end leave at once")
+    ] = 1
     max_logprobs: Annotated[int, Meta(ge=-1, description="largest logprobs / top_logprobs; -1: the vocabulary")] = 20
     return_tokens_as_token_ids: Annotated[
         bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")

@@ -45,7 +45,7 @@ def _model_digest(config: MeshConfig, resolved: Resolved) -> str:
     """Of the architecture, and of samples of the weights: equal shapes with other weights are another model."""
     digest = hashlib.sha256(msgspec.json.encode(resolved.spec))
     if resolved.load_format == "dummy":
-        digest.update(b"dummy %d" % config.model.seed)
+        digest.update(b"dummy %d" % (config.model.seed or 0))
     else:
         for sample in _samples(Path(resolved.model_path)):
             digest.update(sample)

@@ -5,9 +5,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_origin
 
-from meshlm.supervisor import flags
+from meshlm.supervisor import flags, vllm_flags
 from meshlm.supervisor.sizes import size_parser
-from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, VALUES
+from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
@@ -19,23 +19,31 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         ours = renamed.get(flag, name)
-        if value is None and (ours in known or flag in ABSENT or flag in ONLY or flag in NEEDLESS):
+        opposite = f"--no-{flag[2:]}"
+        tables = (ABSENT, ONLY, NEEDLESS, SWITCHES)
+        if ours not in known and not any(flag in table or opposite in table for table in tables):
+            raise TypeError(f"LLM: unknown argument {name!r}")
+        asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT) else flag
+        if value is None:
             continue
         if ours in known:
             found[ours] = _value(known[ours], value)
-        elif flag in ABSENT or flag in ONLY:
-            _check(name, flag, value)
-        elif flag not in NEEDLESS:
-            raise TypeError(f"LLM: unknown argument {name!r}")
+        elif asked in SWITCHES:
+            setting, meaning = SWITCHES[asked]
+            found[setting] = meaning
+        else:
+            _check(name, asked, value)
     return found
 
 
 def _check(name: str, flag: str, value: Any) -> None:
     """What is not there may be asked not to be."""
-    if flag in ABSENT and value not in (False, 0, "", [], {}):
+    if flag in ABSENT and (flag.startswith("--no-") or value not in (False, 0, "", [], {})):
         raise ValueError(f"LLM: {name}: {ABSENT[flag]}")
-    if flag in ONLY and value not in ONLY[flag][0]:
+    if flag in ONLY and not vllm_flags.is_only(flag, value):
         raise ValueError(f"LLM: {name}={value!r}: {ONLY[flag][1]}")
+    if flag in NEEDLESS and value is not False:
+        vllm_flags.say_needless(flag)
 
 
 def _value(setting: flags.Setting, value: Any) -> object:
@@ -51,4 +59,4 @@ def _value(setting: flags.Setting, value: Any) -> object:
             return parse(value)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"LLM: {setting.name}: {error}") from None
-    return VALUES.get(setting.name, {}).get(value, value)
+    return vllm_flags.meant(setting.name, value)

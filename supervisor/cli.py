@@ -16,7 +16,7 @@ from meshlm.supervisor import flag_help
 from meshlm.supervisor.config_file import expand
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.flags import settings
-from meshlm.supervisor.vllm_flags import did_you_mean, with_dashes
+from meshlm.supervisor.vllm_flags import did_you_mean, with_dashes, with_json
 
 COMMANDS = ("serve", "launch", "scale", "status", "restart", "drain", "bench", "chat", "keys", "collect_env")
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        argv = expand(with_dashes(argv))
+        argv = with_json(expand(with_dashes(argv)))
         if argv[:1] == ["serve"] and (word := flag_help.asked(argv)) is not None:
             print("\n".join(flag_help.lines(word)))
             return 0

@@ -89,9 +89,9 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
-        choices, synonyms = get_args(kind), VALUES.get(setting.name)
-        if synonyms:
-            return {"choices": choices, "type": lambda text: synonyms.get(text, text)}
+        choices = get_args(kind)
+        if setting.name in VALUES:
+            return {"choices": choices, "type": lambda text: vllm_flags.meant(setting.name, text)}
         return {"choices": choices, "type": type(choices[0])}
     if get_origin(kind) is tuple:
         (each, _) = get_args(kind)

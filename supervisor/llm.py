@@ -4,6 +4,7 @@
 background thread (background.py). The children are programs of their own, so a script needs no `__main__` guard.
 """
 
+import random
 import time
 import uuid
 import weakref
@@ -39,6 +40,7 @@ class LLM:
         config = flags.build(given, None)
         layout.check_alone(config)
         self._config = resolve.resolve(config)
+        self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
         self._background = Background(self._config)
         self._supervisor, self._client = self._background.supervisor, self._background.client
         self._finalizer = weakref.finalize(self, self._background.stop)
@@ -190,7 +192,7 @@ class LLM:
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
-                sampling=params.wire(eos, self.vocab_size),
+                sampling=params.wire(eos, self.vocab_size, self._draws.getrandbits(63)),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,

@@ -1,7 +1,6 @@
 """`SamplingParams` of the Python API: vLLM's names, checked and turned into what the mesh knows. Used by llm.py."""
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -105,8 +104,8 @@ class SamplingParams:
             **{name: value for name, value in fields.items() if value is not None or name in may_be_none}
         )
 
-    def wire(self, eos: tuple[int, ...], vocab_size: int) -> WireParams:
-        """As the mesh knows them, with a seed of its own at each call if none is given. `check` first."""
+    def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
+        """As the mesh knows them, with the seed that was drawn if none is given. `check` first."""
         return WireParams(
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -116,7 +115,7 @@ class SamplingParams:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            seed=int.from_bytes(os.urandom(8), "little") >> 1 if self.seed is None else self.seed & (2**63 - 1),
+            seed=drawn if self.seed is None else self.seed & (2**63 - 1),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             eos_token_ids=() if self.ignore_eos else eos,
             logit_bias={token: min(100.0, max(-100.0, bias)) for token, bias in (self.logit_bias or {}).items()},

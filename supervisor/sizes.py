@@ -4,12 +4,25 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# As in vLLM: k, m, g and t are decimal, K, M, G and T binary.
+_UNITS = {
+    "": 1,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+}
 
 
 def parse_bytes(text: str) -> int:
-    """'4G' -> 4294967296; 1024-based, optional B or iB. ArgumentTypeError otherwise."""
-    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    """'4G' and '4GiB' -> 4294967296, '4g' -> 4000000000. ArgumentTypeError otherwise."""
+    number = text.strip()
+    for ending in ("iB", "B"):
+        number = number.removesuffix(ending)
     unit = number[-1:] if number[-1:].isalpha() else ""
     try:
         value = int(float(number.removesuffix(unit)) * _UNITS[unit])
@@ -19,12 +32,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """'32k' -> 32000, '32K' -> 32768, as in vLLM; k, m and g are decimal, K, M and G binary. ArgumentTypeError otherwise."""
+    """'32k' -> 32000, '32K' -> 32768. ArgumentTypeError otherwise."""
     number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
-    factor = _UNITS.get(unit) if unit == unit.upper() else {"k": 10**3, "m": 10**6, "g": 10**9}.get(unit)
     try:
-        return int(number) if factor == 1 else int(float(number) * factor)  # type: ignore[operator]
-    except (ValueError, TypeError, OverflowError):
+        return int(float(number) * _UNITS[unit]) if unit else int(number)
+    except (ValueError, KeyError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k") from None
 
 

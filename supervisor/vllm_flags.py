@@ -6,12 +6,16 @@ typed. The arguments of `LLM` are arguments.py's, by the same table.
 
 import argparse
 import difflib
+import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED
+from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
+
+_DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
 
 
 class _Flag(argparse.Action, ABC):
@@ -36,7 +40,7 @@ class _Needless(_Flag):
     """Says once that the flag is not needed, and why."""
 
     def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
-        print(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", file=sys.stderr)
+        say_needless(flag)
 
 
 class _Absent(_Flag):
@@ -50,9 +54,8 @@ class _Only(_Flag):
     """Takes the values that name what is done anyway, and refuses the others."""
 
     def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
-        allowed, why = ONLY[flag]
-        if values not in allowed:
-            parser.error(f"{flag} {values}: {why}")
+        if not is_only(flag, values):
+            parser.error(f"{flag} {values}: {ONLY[flag][1]}")
 
 
 class _Nothing(argparse.Action):
@@ -75,21 +78,75 @@ def add(parser: argparse.ArgumentParser) -> None:
     for flag in ONLY:
         if flag not in taken:
             parser.add_argument(flag, action=_Only, **hidden)
+    for flag, (setting, value) in SWITCHES.items():
+        switch = {**hidden, "dest": setting}
+        parser.add_argument(flag, action="store_const", const=value, **switch)
     for flag in (*ABSENT, *NEEDLESS):
         opposite = "--no-" + flag.removeprefix("--")
         if flag.startswith("--") and not flag.startswith("--no-") and opposite not in taken:
             parser.add_argument(opposite, action=_Nothing, nargs=0, **hidden)
 
 
+def say_needless(flag: str) -> None:
+    """That it has no effect, and why nothing is lost."""
+    print(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", file=sys.stderr)
+
+
+def is_only(flag: str, value: object) -> bool:
+    """Whether this value, or each of a list with commas, names what is done anyway."""
+    return all(part in ONLY[flag][0] for part in str(value).split(","))
+
+
+def meant(setting: str, value: str) -> str:
+    """Our name for one of vLLM's values; what is different then is said."""
+    ours, different = VALUES.get(setting, {}).get(value, (value, ""))
+    if different:
+        print(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", file=sys.stderr)
+    return ours
+
+
 def with_dashes(words: Sequence[str]) -> list[str]:
-    """--max_model_len as --max-model-len, which vLLM takes too."""
+    """--max_model_len as --max-model-len, which vLLM takes too; the keys of --some-config.some_key stay as they are."""
 
     def dashed(word: str) -> str:
         name, equals, value = word.partition("=")
-        return name.replace("_", "-") + equals + value if word.startswith("--") else word
+        flag, dot, keys = name.partition(".")
+        return flag.replace("_", "-") + dot + keys + equals + value if word.startswith("--") else word
 
     end = words.index("--") if "--" in words else len(words)
     return [*map(dashed, words[:end]), *words[end:]]
+
+
+def with_json(words: Sequence[str]) -> list[str]:
+    """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM."""
+    rest: list[str] = []
+    trees: dict[str, dict[str, Any]] = {}
+    todo = iter(words)
+    for word in todo:
+        name, equals, value = word.partition("=")
+        found = _DOTTED.fullmatch(name)
+        if word == "--" or found is None:
+            rest.append(word)
+            if word == "--":
+                rest += todo
+            continue
+        value = value if equals else next(todo, "")
+        *path, last = found[2].removesuffix("+").split(".")
+        tree = trees.setdefault(found[1], {})
+        for key in path:
+            if not isinstance(tree.get(key), dict):
+                tree[key] = {}
+            tree = tree[key]
+        tree[last] = value.split(",") if found[2].endswith("+") else _json_value(value)
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *(part for flag, tree in trees.items() for part in (flag, json.dumps(tree))), *rest[end:]]
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def names(setting: str) -> Iterable[str]:

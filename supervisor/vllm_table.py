@@ -1,6 +1,7 @@
 """Flags of `vllm serve` that are not ours: the same by another name, needless here, or not there yet, each with its reason.
 
-Nothing but data. Read by vllm_flags.py; docs/from-vllm.md lists it, and a test holds the two together.
+Nothing but data. Read by vllm_flags.py; docs/from-vllm.md lists it, and a test holds the two together. Another test compares it with
+the list of all flags of vLLM 0.26 (tests/supervisor/vllm_0_26_flags.json).
 """
 
 # vLLM's flag -> our setting of the same meaning.
@@ -18,25 +19,35 @@ RENAMED = {
     ("--shutdown-timeout",): "drain_timeout",
 }
 
-# Values of our settings that have another name there.
+# vLLM's switch -> our setting and the value that it asks for.
+SWITCHES: dict[str, tuple[str, bool | int]] = {
+    "--disable-uvicorn-access-log": ("disable_log_requests", True),
+    "--no-disable-uvicorn-access-log": ("disable_log_requests", False),
+    "--enable-log-requests": ("disable_log_requests", False),
+    "--no-enable-log-requests": ("disable_log_requests", True),
+    "--no-async-scheduling": ("async_depth", 1),
+}
+
+_KERNELS = "the attention kernels are MeshLM's own"
+# Values of our settings that have another name there: ours, and what is different then ("" where nothing is).
 VALUES = {
-    "attention_backend": {"FLASH_ATTN": "auto", "FLASHINFER": "auto", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "load_format": {"hf": "auto"},
+    "attention_backend": {
+        "FLASH_ATTN": ("auto", _KERNELS),
+        "FLASHINFER": ("auto", _KERNELS),
+        "TRITON_ATTN": ("triton", _KERNELS),
+        "TORCH_SDPA": ("torch", ""),
+    },
+    "kv_cache_dtype": {"fp8_e4m3": ("fp8", "")},
+    "load_format": {"hf": ("auto", ""), "fastsafetensors": ("safetensors", "weights are mapped from disk")},
 }
 
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.
 NEEDLESS = {
     "--trust-remote-code": (0, "no code that comes with a model is ever run"),
-    "--disable-uvicorn-access-log": (0, "there is no uvicorn; --disable-log-requests silences the line per request"),
     "--uvicorn-log-level": (1, "there is no uvicorn; --log-level is for all processes"),
     "--disable-log-stats": (0, "no statistics are logged; GET /metrics has them"),
-    "--enable-log-requests": (0, "requests are logged unless --disable-log-requests is given"),
     "--max-log-len": (1, "prompts are never logged"),
     "--disable-frontend-multiprocessing": (0, "the mesh is processes"),
-    "--distributed-executor-backend": (1, "the supervisor starts one worker per GPU"),
-    "--data-parallel-backend": (1, "the supervisor starts one scheduler per rank; other hosts --join"),
-    "-dpb": (1, "the supervisor starts one scheduler per rank; other hosts --join"),
     "--max-parallel-loading-workers": (1, "weights are mapped from disk"),
     "--use-tqdm-on-load": (0, "start-up shows what is loaded"),
     "--no-use-tqdm-on-load": (0, "start-up shows what is loaded in one line"),
@@ -46,19 +57,13 @@ NEEDLESS = {
     "--disable-cascade-attn": (0, "there is no cascade attention"),
     "--disable-hybrid-kv-cache-manager": (0, "all layers share one kind of KV block"),
     "--enable-prompt-tokens-details": (0, "usage always has prompt_tokens_details"),
-    "--enable-server-load-tracking": (0, "GET /metrics always has the load"),
+    "--enable-server-load-tracking": (0, "GET /load and /metrics always have the load"),
     "--enable-request-id-headers": (0, "answers always have X-Request-Id"),
     "--disable-fastapi-docs": (0, "no documentation pages are served"),
-    "--disable-access-log-for-endpoints": (1, "probes and metrics are not logged"),
-    "--log-error-stack": (0, "errors are told in one line"),
     "--aggregate-engine-logging": (0, "no statistics are logged; GET /metrics has them"),
     "--show-hidden-metrics-for-version": (1, "no metric is hidden"),
-    "--h11-max-incomplete-event-size": (1, "there is no h11; --max-body-bytes bounds bodies"),
-    "--h11-max-header-count": (1, "there is no h11; heads have a limit of their own"),
     "--code-revision": (1, "no code that comes with a model is ever run"),
-    "--prefix-caching-hash-algo": (1, "prefixes are hashed with sha256"),
     "--num-lookahead-slots": (1, "blocks are taken as they are needed"),
-    "--disable-custom-all-reduce": (0, "peer memory is used only where the GPUs have it"),
     "--disable-nccl-for-dp-synchronization": (0, "ranks of dense models never wait for each other"),
     "--disable-chunked-mm-input": (0, "there are no images"),
     "--disable-mm-preprocessor-cache": (0, "there are no images"),
@@ -67,9 +72,16 @@ NEEDLESS = {
     "--language-model-only": (0, "language is all that models here speak"),
     "--allowed-local-media-path": (1, "requests cannot name files"),
     "--pt-load-map-location": (1, "weights are read on the CPU and copied"),
-    "--ray-workers-use-nsight": (0, "there is no Ray; --profiler-dir writes traces"),
     "--enable-flashinfer-autotune": (0, "our kernels come with their tables"),
-    "--stream-interval": (1, "a token leaves at once; those that wait behind a slow client leave together"),
+    "--enable-log-deltas": (0, "answers are never logged"),
+    "--enable-flash-late-interaction": (0, "generation is the only task"),
+    "--use-fp64-gumbel": (0, "draws are made in float64"),
+    "--safetensors-prefetch-num-threads": (1, "weights are mapped from disk"),
+    "--safetensors-prefetch-block-size": (1, "weights are mapped from disk"),
+    "--mm-shm-cache-max-object-size-mb": (1, "there are no images"),
+    "--mm-tensor-ipc": (1, "there are no images"),
+    "--mm-ipc-gpu-memory-gb": (1, "there are no images"),
+    "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
 
 _LORA = "LoRA adapters are not there yet"
@@ -81,6 +93,19 @@ _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
 _CAPTURE = "--cudagraph-mode, --cudagraph-capture-sizes and --compile are the settings"
+_EXPERTS = "mixtures of experts are not there yet"
+_SPECULATION = "speculative decoding is not there yet"
+_CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
+_PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
+_TWO_BATCHES = "dual batch overlap is not there yet"
+_OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
+_STATES = "models with state-space layers are not there yet"
+_NUMA = "start it under numactl --cpunodebind --membind"
+_CHOSEN = "kernels are chosen by their tables"
+_STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
+_BLOCKS = "blocks are not sampled; GET /metrics has the use of the KV cache"
+_COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
+_TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
 
 _QUANTISED = (
     "a GGUF file needs no flag (in float32 on a CPU its weights stay quantised, elsewhere they are dequantised at load); "
@@ -114,27 +139,27 @@ ABSENT = {
     "--grpc": "HTTP is what is spoken",
     "--quantization": _QUANTISED,
     "-q": _QUANTISED,
-    "--speculative-config": "speculative decoding is not there yet",
+    "--speculative-config": _SPECULATION,
     "--kv-transfer-config": "KV transfer between meshes is not there yet",
     "--kv-events-config": "KV events are not published",
     "--kv-offloading-size": "KV blocks stay on the device",
     "--kv-offloading-backend": "KV blocks stay on the device",
     "--calculate-kv-scales": "an fp8 KV cache is not calibrated",
     "--kv-sharing-fast-prefill": "no model here shares its KV cache between layers",
-    "--cpu-offload-gb": "weights stay on the device; -tp and -pp spread them over several",
-    "--enable-expert-parallel": "mixtures of experts are not there yet",
-    "-ep": "mixtures of experts are not there yet",
-    "--data-parallel-multi-port-external-lb": "start one mesh per rank with --data-parallel-rank and a --port of its own",
-    "-dpm": "start one mesh per rank with --data-parallel-rank and a --port of its own",
-    "--enable-eplb": "mixtures of experts are not there yet",
-    "--enable-dbo": "dual batch overlap is not there yet",
-    "--all2all-backend": "mixtures of experts are not there yet",
-    "--eplb-config": "mixtures of experts are not there yet",
-    "--expert-placement-strategy": "mixtures of experts are not there yet",
-    "--decode-context-parallel-size": "context parallelism is not there yet; -tp and -pp are",
-    "-dcp": "context parallelism is not there yet; -tp and -pp are",
-    "--prefill-context-parallel-size": "context parallelism is not there yet; -tp and -pp are",
-    "-pcp": "context parallelism is not there yet; -tp and -pp are",
+    "--cpu-offload-gb": _OFFLOAD,
+    "--enable-expert-parallel": _EXPERTS,
+    "-ep": _EXPERTS,
+    "--data-parallel-multi-port-external-lb": _PER_RANK,
+    "-dpm": _PER_RANK,
+    "--enable-eplb": _EXPERTS,
+    "--enable-dbo": _TWO_BATCHES,
+    "--all2all-backend": _EXPERTS,
+    "--eplb-config": _EXPERTS,
+    "--expert-placement-strategy": _EXPERTS,
+    "--decode-context-parallel-size": _CONTEXT_PARALLEL,
+    "-dcp": _CONTEXT_PARALLEL,
+    "--prefill-context-parallel-size": _CONTEXT_PARALLEL,
+    "-pcp": _CONTEXT_PARALLEL,
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
     "--worker-cls": _CLASSES,
@@ -144,6 +169,7 @@ ABSENT = {
     "--override-pooler-config": _GENERATION,
     "--io-processor-plugin": _GENERATION,
     "--enable-mm-embeds": _MEDIA,
+    "--enable-mm-processor-stats": _MEDIA,
     "--limit-mm-per-prompt": _MEDIA,
     "--media-io-kwargs": _MEDIA,
     "--mm-processor-kwargs": _MEDIA,
@@ -174,16 +200,104 @@ ABSENT = {
     "--num-gpu-blocks-override": "--kv-cache-memory BYTES sets the size of the KV cache",
     "--logits-processor-pattern": "logit_bias and penalties are what a request can ask for",
     "--logits-processors": "logit_bias and penalties are what a request can ask for",
-    "--no-async-scheduling": "--async-depth 1 plans a step only when the last is back",
     "--long-prefill-token-threshold": _PREFILL,
     "--max-num-partial-prefills": _PREFILL,
     "--max-long-partial-prefills": _PREFILL,
     "--compilation-config": _CAPTURE,
-    "-O": _CAPTURE,
-    "--optimization-level": _CAPTURE,
     "--max-cudagraph-capture-size": _CAPTURE,
     "--attention-config": "--attention-backend is the setting",
     "--additional-config": "each setting is a flag of its own (--help)",
+    "--no-disable-cascade-attn": "there is no cascade attention",
+    "--no-disable-hybrid-kv-cache-manager": "all layers share one kind of KV block",
+    "--no-disable-log-stats": "no statistics are logged; GET /metrics has them",
+    "--no-enable-prompt-tokens-details": "usage always has prompt_tokens_details",
+    "--no-enable-request-id-headers": "answers always have X-Request-Id",
+    "--scheduler-reserve-full-isl": "a prompt begins when its first step's tokens fit; --max-num-seqs bounds how many run",
+    "--log-error-stack": "errors are told in one line",
+    "--h11-max-incomplete-event-size": "--max-body-bytes bounds bodies; heads have a limit of their own",
+    "--h11-max-header-count": "heads have a limit of their own",
+    "--ray-workers-use-nsight": "there is no Ray; --profiler-dir writes traces",
+    "--enable-per-request-metrics": "answers do not have times; GET /metrics has histograms",
+    "--fingerprint-value": "answers have no system_fingerprint",
+    "--enable-offline-docs": "no documentation pages are served",
+    "--data-parallel-supervisor-port": _PER_RANK,
+    "--dp-supervisor-probe-interval-s": _PER_RANK,
+    "--dp-supervisor-probe-timeout-s": _PER_RANK,
+    "--dp-supervisor-probe-failure-threshold": _PER_RANK,
+    "--quantization-config": _QUANTISED,
+    "--allow-deprecated-quantization": _QUANTISED,
+    "--model-class-overrides": _CLASSES,
+    "--enable-cumem-allocator": "end the mesh instead of letting it sleep; its second start takes seconds",
+    "--model-weights": "weights lie in the model's folder",
+    "--override-attention-dtype": "--dtype is the setting for all layers",
+    "--renderer-num-workers": "--detokenizers is how many processes tokenize",
+    "--enable-return-routed-experts": _EXPERTS,
+    "--enable-ep-weight-filter": _EXPERTS,
+    "--enable-elastic-ep": _EXPERTS,
+    "--mamba-config": _STATES,
+    "--mamba-backend": _STATES,
+    "--enable-mamba-cache-stochastic-rounding": _STATES,
+    "--mamba-cache-philox-rounds": _STATES,
+    "--mamba-cache-dtype": _STATES,
+    "--mamba-ssm-cache-dtype": _STATES,
+    "--mamba-block-size": _STATES,
+    "--mamba-cache-mode": _STATES,
+    "--gdn-prefill-backend": _STATES,
+    "--distributed-timeout-seconds": _TIMEOUTS,
+    "--cpu-distributed-timeout-seconds": _TIMEOUTS,
+    "--numa-bind": _NUMA,
+    "--numa-bind-nodes": _NUMA,
+    "--numa-bind-cpus": _NUMA,
+    "--device-ids": "set CUDA_VISIBLE_DEVICES",
+    "--dcp-comm-backend": _CONTEXT_PARALLEL,
+    "--dcp-kv-cache-interleave-size": _CONTEXT_PARALLEL,
+    "--cp-kv-cache-interleave-size": _CONTEXT_PARALLEL,
+    "--ubatch-size": _TWO_BATCHES,
+    "--dbo-decode-token-threshold": _TWO_BATCHES,
+    "--dbo-prefill-token-threshold": _TWO_BATCHES,
+    "--kv-cache-dtype-skip-layers": "--kv-cache-dtype is for all layers",
+    "--prefix-match-unit": "prefixes are matched in whole KV blocks (--block-size)",
+    "--kv-cache-metrics": _BLOCKS,
+    "--kv-cache-metrics-sample": _BLOCKS,
+    "--offload-backend": _OFFLOAD,
+    "--cpu-offload-params": _OFFLOAD,
+    "--offload-group-size": _OFFLOAD,
+    "--offload-num-in-group": _OFFLOAD,
+    "--offload-prefetch-step": _OFFLOAD,
+    "--offload-params": _OFFLOAD,
+    "--mm-encoder-only": _MEDIA,
+    "--mm-encoder-attn-backend": _MEDIA,
+    "--mm-encoder-attn-dtype": _MEDIA,
+    "--mm-encoder-fp8-scale-path": _MEDIA,
+    "--mm-encoder-fp8-scale-save-path": _MEDIA,
+    "--mm-encoder-fp8-scale-save-margin": _MEDIA,
+    "--enable-tower-connector-lora": _LORA,
+    "--lora-target-modules": _LORA,
+    "--specialize-active-lora": _LORA,
+    "--enable-mixed-moe-lora-format": _LORA,
+    "--enable-moe-shared-loras": _LORA,
+    "--enable-layerwise-nvtx-tracing": "--profiler-dir writes traces",
+    "--enable-mfu-metrics": "GET /metrics has tokens and the device's busy time instead",
+    "--enable-logging-iteration-details": _STEPS,
+    "--jit-monitor-mode": _COMPILING,
+    "--jit-monitor-verbose": _COMPILING,
+    "--max-num-scheduled-tokens": "--max-num-batched-tokens is the setting",
+    "--watermark": "no KV blocks are kept free; a preempted request is computed again",
+    "--prefill-schedule-interval": "--prefill-pace is the setting",
+    "--ir-op-priority": _CHOSEN,
+    "--kernel-config": _CHOSEN,
+    "--enable-bf16x3-router-gemm": _EXPERTS,
+    "-sc": _SPECULATION,
+    "--spec-method": _SPECULATION,
+    "--spec-model": _SPECULATION,
+    "--spec-tokens": _SPECULATION,
+    "--diffusion-config": "generation goes token by token",
+    "-dc": "generation goes token by token",
+    "--ec-transfer-config": _MEDIA,
+    "-cc": _CAPTURE,
+    "-ac": "--attention-backend is the setting",
+    "--weight-transfer-config": "weights come from disk; meshlm restart worker reads them again",
+    "--fail-on-environ-validation": "VLLM_ variables have no effect",
 }
 
 # Taken with the values that name what is done anyway; with others refused.
@@ -198,4 +312,24 @@ ONLY = {
     "--logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, before temperature and penalties"),
     "--response-role": (("assistant",), "answers are the assistant's"),
     "--mm-processor-cache-type": (("lru", "shm"), "there are no images"),
+    "--distributed-executor-backend": (("mp", "uni"), "the supervisor starts one worker per GPU; other hosts --join"),
+    "--data-parallel-backend": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),
+    "-dpb": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),
+    "--prefix-caching-hash-algo": (("sha256",), "prefixes are hashed with sha256"),
+    "--optimization-level": (
+        ("2", "3"),
+        "CUDA graphs and fused kernels are always there; --enforce-eager takes the graphs away",
+    ),
+    "-O": (("2", "3"), "CUDA graphs and fused kernels are always there; --enforce-eager takes the graphs away"),
+    "--performance-mode": (
+        ("balanced",),
+        "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",
+    ),
+    "--fingerprint-mode": (("none",), "answers have no system_fingerprint"),
+    "--moe-backend": (("auto",), "mixtures of experts are not there yet"),
+    "--linear-backend": (("auto",), "kernels are chosen by their tables"),
+    "--disable-access-log-for-endpoints": (
+        ("/health", "/ready", "/ping", "/metrics", "/load", "/version", "/v1/models", "/tokenize", "/detokenize"),
+        "only generation requests are logged; --disable-log-requests silences them",
+    ),
 }

@@ -76,7 +76,7 @@ class TorchEngine:
             config.worker.attention_backend, self._spec, self._device, self._dtype, config.cache.block_size
         )
         memory.cache_dtype(config.cache.kv_cache_dtype, self._dtype, self._device, self._attention)  # refuses FP8
-        self._model = load_model(resolved, self._device, config.model.seed, progress, placement.shard)
+        self._model = load_model(resolved, self._device, config.model.seed or 0, progress, placement.shard)
         if self._device.type == "cpu":
             from meshlm.workers.models.cpu_layers import fuse
 

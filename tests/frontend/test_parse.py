@@ -1,6 +1,7 @@
 """Every field of the request bodies: what is taken, and what is refused by name, in OpenAI's error form."""
 
 import json
+import random
 from operator import attrgetter
 from typing import get_args, get_type_hints
 
@@ -86,17 +87,27 @@ def test_seed_of_a_client_makes_equal_draws(endpoint: str) -> None:
     assert seeds(endpoint) != seeds(endpoint)
 
 
+def test_seeds_are_drawn_for_each_prompt_and_by_a_seed_the_same() -> None:
+    def drawn(seed: int) -> list[int]:
+        return seeds("text", draws=random.Random(seed), prompt=["a", "a"], n=2)
+
+    first, second, third, fourth = drawn(1)
+    assert (second, fourth) == (first + 1, third + 1)
+    assert first != third
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_seed_zero_is_a_seed(endpoint: str) -> None:
     assert seeds(endpoint, seed=0, n=2) == [0, 1]
 
 
-def seeds(endpoint: str, **fields: object) -> list[int]:
+def seeds(endpoint: str, draws: random.Random | None = None, **fields: object) -> list[int]:
     """The seed of each choice as it is sent."""
     asking = ask(endpoint, **fields)
     answer = WholeAnswer(asking, "id", 0, "tiny", lambda: None)
     handles = iter(range(1, 1000))
-    build_submits(answer, asking, lambda: Handle(next(handles)), -1)
+    build_submits(answer, asking, lambda: Handle(next(handles)), -1, draws=draws or random.SystemRandom())
     return [choice.submit.sampling.seed for choice in answer.choices]
 
 

@@ -1,9 +1,14 @@
 """The keyword arguments of `LLM`: vLLM's names and values, without a mesh."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from meshlm.supervisor import flags
 from meshlm.supervisor.arguments import settings_of
+
+NAMES = json.loads((Path(__file__).parent / "vllm_0_26_flags.json").read_text("utf-8"))["LLM"]
 
 
 def test_vllms_names_and_values() -> None:
@@ -48,3 +53,27 @@ def test_what_is_not_there_is_refused_by_name(name: str, value: object, said: st
 def test_nobody_knows_it() -> None:
     with pytest.raises(TypeError, match="unknown argument 'max_modle_len'"):
         settings_of({"max_modle_len": None})
+
+
+def test_every_argument_of_vllm_is_known() -> None:
+    assert settings_of(dict.fromkeys(NAMES)) == {}
+
+
+def test_switches_and_values_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings_of({"async_scheduling": False}) == {"async_depth": 1}
+    assert settings_of({"enable_log_requests": False}) == {"disable_log_requests": True}
+    assert settings_of({"optimization_level": 2, "trust_remote_code": False}) == {}
+    assert capsys.readouterr().err == ""
+    assert settings_of({"trust_remote_code": True, "attention_backend": "FLASHINFER"}) == {"attention_backend": "auto"}
+    said = capsys.readouterr().err
+    assert "--trust-remote-code is not needed" in said
+    assert "--attention-backend FLASHINFER is taken as auto" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("disable_cascade_attn", False), ("distributed_executor_backend", "ray"), ("optimization_level", 0)],
+)
+def test_what_is_not_so_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        settings_of({name: value})

@@ -1,6 +1,8 @@
 """A command line for vLLM works, or says in one line what to write instead; and docs/from-vllm.md says the same."""
 
 import argparse
+import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from meshlm.supervisor import vllm_table as table
 from meshlm.supervisor.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-vllm.md"
+NAMES = json.loads((Path(__file__).parent / "vllm_0_26_flags.json").read_text("utf-8"))  # by command, all of vLLM 0.26
 
 
 def config_of(*words: str) -> MeshConfig:
@@ -60,6 +63,74 @@ def test_to_ask_for_the_absence_of_what_is_absent_is_fine(capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def known(command: str) -> set[str]:
+    """All flags that a command takes, or refuses with what to do instead."""
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    importlib.import_module(f"meshlm.supervisor.{command.split()[0]}").add_parser(commands)
+    (found,) = commands.choices.values()
+    for word in command.split()[1:]:
+        (kinds,) = (action for action in found._actions if isinstance(action, argparse._SubParsersAction))
+        found = kinds.choices[word]
+    return set(found._option_string_actions)
+
+
+@pytest.mark.parametrize("command", ["serve"])
+def test_every_flag_of_vllm_is_known(command: str) -> None:
+    assert sorted(set(NAMES[command]) - known(command)) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["--distributed-executor-backend ray", "-dpb ray", "--prefix-caching-hash-algo xxhash"]
+)
+def test_a_value_that_means_something_else_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["serve", *words.split()])
+    assert f"error: {words}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("--disable-uvicorn-access-log", "--disable-log-requests"),
+        ("--no-enable-log-requests", "--disable-log-requests"),
+        ("--enable-log-requests", "--no-disable-log-requests"),
+        ("--no-async-scheduling", "--async-depth 1"),
+        ("--disable-access-log-for-endpoints /health,/metrics", ""),
+        ("-O3", ""),
+        ("-O=2", ""),
+        ("--optimization-level 3", ""),
+    ],
+)
+def test_what_a_flag_asks_for_is_done(words: str, ours: str) -> None:
+    assert config_of(*words.split()) == config_of(*ours.split())
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no-disable-cascade-attn", "--no-enable-prompt-tokens-details", "--no-disable-hybrid-kv-cache-manager"]
+)
+def test_to_ask_against_what_is_always_so_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["serve", flag])
+    assert f"error: {flag}: {table.ABSENT[flag]}" in capsys.readouterr().err
+
+
+def test_a_value_that_means_nearly_the_same_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_of("--attention-backend", "FLASHINFER").worker.attention_backend == "auto"
+    assert "--attention-backend FLASHINFER is taken as auto: " in capsys.readouterr().err
+    assert config_of("--kv-cache-dtype", "fp8_e4m3").cache.kv_cache_dtype == "fp8"
+    assert capsys.readouterr().err == ""
+
+
+def test_keys_of_a_json_flag_may_have_dots(capsys: pytest.CaptureFixture[str]) -> None:
+    words = vllm_flags.with_json(["--a.b.c=1", "x", "--a.d", "no", "-t=0.5", "--a.e+", "1,2", "--", "--a.z=1"])
+    assert words == ["x", "-t=0.5", "--a", '{"b": {"c": 1}, "d": "no", "e": ["1", "2"]}', "--", "--a.z=1"]
+    assert vllm_flags.with_dashes(["--a_b.c_d=e_f"]) == ["--a-b.c_d=e_f"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["serve", "--compilation_config.mode", "3"])
+    assert "error: --compilation-config: " in capsys.readouterr().err
+
+
 def test_underscores_are_dashes() -> None:
     words = ["serve", "--max_model_len=a_b", "a_b", "--", "--c_d"]
     assert vllm_flags.with_dashes(words) == ["serve", "--max-model-len=a_b", "a_b", "--", "--c_d"]
@@ -88,6 +159,12 @@ def test_numbers_of_tokens() -> None:
     assert (config.model.max_model_len, config.scheduler.max_num_batched_tokens) == (25600, 8192)
 
 
+def test_sizes_are_decimal_or_binary_as_in_vllm() -> None:
+    assert config_of("--kv-cache-memory-bytes", "25g").cache.kv_cache_memory == 25 * 10**9
+    for text in ("25G", "25GB", "25GiB"):
+        assert config_of("--kv-cache-memory-bytes", text).cache.kv_cache_memory == 25 << 30
+
+
 @pytest.mark.parametrize("text", ["3x", "k", "", "1e", "4.5"])
 def test_no_number_of_tokens(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="no number of tokens"):
@@ -105,11 +182,24 @@ def test_no_flag_of_ours_is_in_the_table() -> None:
     renamed = {name for names in table.RENAMED for name in names}
     assert not ours & (renamed | set(table.NEEDLESS) | set(table.ABSENT) | set(table.ONLY))
     assert not set(table.NEEDLESS) & set(table.ABSENT)
+    assert not set(table.SWITCHES) & {*ours, *table.NEEDLESS, *table.ABSENT, *table.ONLY}
+    assert {setting for setting, _ in table.SWITCHES.values()} <= {setting.name for setting in flags.settings()}
+
+
+def ours_of(setting: str, value: bool | int) -> str:
+    name = setting.replace("_", "-")
+    return f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name} {value}"
 
 
 def test_the_document_has_the_table() -> None:
     text = DOCS.read_text("utf-8")
     rows = [f"| `{names[0]}` | `--{ours.replace('_', '-')}` |" for names, ours in table.RENAMED.items()]
+    rows += [f"| `{flag}` | `{ours_of(*meant)}` |" for flag, meant in table.SWITCHES.items()]
+    rows += [
+        f"| `--{setting.replace('_', '-')} {theirs}` | `{ours}`{': ' if why else ''}{why} |"
+        for setting, values in table.VALUES.items()
+        for theirs, (ours, why) in values.items()
+    ]
     rows += [f"| `{flag}` | {why} |" for flag, (_, why) in table.NEEDLESS.items()]
     rows += [
         f"| `{flag}` | {', '.join(f'`{v}`' for v in values)} | {why} |" for flag, (values, why) in table.ONLY.items()

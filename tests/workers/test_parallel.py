@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from waiting import free_port
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import choose
+from meshlm.workers.distributed import connect as connecting
 from meshlm.workers.distributed import membership
-from meshlm.workers.distributed.communicator import side_by_side
+from meshlm.workers.distributed import placement as placing
+from meshlm.workers.distributed.communicator import Distributed, side_by_side
 from meshlm.workers.distributed.connect import _interface_names
 from meshlm.workers.distributed.membership import Meeting, Membership, meet
 from meshlm.workers.distributed.ops import SummingOps
@@ -350,3 +353,24 @@ def test_gloo_and_nccl_use_the_private_interface() -> None:
     assert _interface_names("eth7") == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "=eth7"}
     assert _interface_names(None) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert _interface_names("") == {}, "a network without names: they choose"
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_peers_memory_is_used_unless_it_is_disabled(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Distributed] = []
+
+    def try_peers(*given: Any) -> Distributed:
+        tried.append(given[-1])
+        return given[-1]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(placing, "meet", lambda *_: None)
+    monkeypatch.setattr(connecting.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(connecting.dist, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(connecting, "_say_hello", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "meshlm.workers.distributed.symmetric", SimpleNamespace(make_symmetric=try_peers))  # type: ignore[arg-type]
+    parallel = ParallelConfig(tensor_parallel_size=2, disable_custom_all_reduce=disabled)
+    config = MeshConfig(parallel=parallel, run=RunConfig(run_dir="/nowhere"))
+    placement = WorkerPlacement.of(config, 1, Membership())
+    made = placement.connect(torch.device("cuda"), torch.bfloat16, 8, 64)
+    assert isinstance(made, Distributed)
+    assert tried == ([] if disabled else [made])

@@ -65,7 +65,7 @@ class CudaEngine:
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
 
-        self._model = load_model(resolved, self._device, config.model.seed, progress, placement.shard)
+        self._model = load_model(resolved, self._device, config.model.seed or 0, progress, placement.shard)
         if config.worker.compile == "inductor":
             self._model.parts = _compiled(resolved.spec, self._dtype)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size

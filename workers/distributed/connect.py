@@ -27,10 +27,13 @@ def connect(
     dtype: torch.dtype,
     widest: tuple[int, int],
     interface: str | None = None,
+    *,
+    custom_all_reduce: bool = True,
 ) -> Communicator:
     """Collective: all ranks of the group call it. What is summed is as large as `widest` [tokens, columns].
 
     interface: by which this host's ranks speak with those of other hosts. None: no other host has ranks of the group.
+    custom_all_reduce: GPUs may sum through the memory of their peers. Otherwise NCCL is all there is.
     """
     for name, value in {**ENVIRONMENT, **_interface_names(interface)}.items():
         os.environ.setdefault(name, value)
@@ -45,12 +48,17 @@ def connect(
     plain = Distributed(shard, tensor)
     if device.type == "cuda":
         _say_hello(plain, shard, device, dtype)
-    if device.type == "cpu" or shard.tp_size == 1 or interface is not None:
+    if not _by_peer_memory(device, shard, interface, custom_all_reduce):
         return plain
     from meshlm.workers.distributed.symmetric import make_symmetric
 
     assert tensor is not None
     return make_symmetric(shard, tensor, device, dtype, widest, plain)
+
+
+def _by_peer_memory(device: torch.device, shard: Shard, interface: str | None, custom_all_reduce: bool) -> bool:
+    """Whether the tensor-parallel ranks try symmetric memory: GPUs of one host, if they may."""
+    return custom_all_reduce and device.type == "cuda" and shard.tp_size > 1 and interface is None
 
 
 def _interface_names(interface: str | None) -> dict[str, str]:

@@ -18,9 +18,12 @@ class WorkerPlacement:
         membership: Membership | None = None,
         meeting: Meeting | None = None,
         interface: str | None = None,
+        *,
+        custom_all_reduce: bool = True,
     ) -> None:
         self.shard, self._number, self._membership, self._meeting = shard, number, membership, meeting
         self._interface = interface  # by which the other hosts of its group are reached; None: all of it is here
+        self._custom_all_reduce = custom_all_reduce
 
     @classmethod
     def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "WorkerPlacement":
@@ -29,10 +32,12 @@ class WorkerPlacement:
         shard = Shard.of(parallel, worker)
         number = worker - (node.workers[0] if node else 0)
         rank = worker // parallel.workers_per_rank
+        peers = not parallel.disable_custom_all_reduce
         if node is None or len(parallel.nodes_of(rank)) == 1:
-            return cls(shard, number, membership, Meeting(shard.rank, config.run.run_dir))
-        address = (parallel.master_addr, parallel.master_port + rank)
-        return cls(shard, number, membership, Meeting(shard.rank, config.run.run_dir, address), node.interface)
+            meeting = Meeting(shard.rank, config.run.run_dir)
+            return cls(shard, number, membership, meeting, custom_all_reduce=peers)
+        meeting = Meeting(shard.rank, config.run.run_dir, (parallel.master_addr, parallel.master_port + rank))
+        return cls(shard, number, membership, meeting, node.interface, custom_all_reduce=peers)
 
     def take_gpu(self) -> torch.device:
         """This thread computes on the placement's GPU from now on (of those that CUDA_VISIBLE_DEVICES shows)."""
@@ -48,4 +53,5 @@ class WorkerPlacement:
 
         assert self._membership is not None and self._meeting is not None  # noqa: PT018
         store = meet(self._membership, self._meeting)
-        return connect(store, self.shard, device, dtype, (tokens, hidden), self._interface)
+        widest, peers = (tokens, hidden), self._custom_all_reduce
+        return connect(store, self.shard, device, dtype, widest, self._interface, custom_all_reduce=peers)
