@@ -4,9 +4,7 @@ Pure. server.py puts one between a streamed answer's choices and the answer. The
 """
 
 from array import array
-from collections.abc import Callable
 
-from meshlm.frontend.burst import Form
 from meshlm.frontend.choice import Choice, Exchange
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
@@ -61,10 +59,6 @@ class Interval:
 
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
         self.row(choice, token_ids, text, None, None, None, None)
-
-    def plain(self, choice: Choice) -> Callable[[str], None] | Form | None:
-        """Tokens are counted."""
-        return None
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         """The client gets what there was."""

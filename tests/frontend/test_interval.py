@@ -84,8 +84,3 @@ def stream(whole: str, interval: int, last_id: str) -> list[bytes]:
     answer.accepted(answer.choices[0], Accepted((Handle(1),), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     feed(Interval(answer, interval), whole)
     return events
-
-
-def test_its_chunks_never_leave_as_columns_which_count_nothing() -> None:
-    answer, _, _ = streamed(asking(False))
-    assert Interval(answer, 4).plain(answer.choices[0]) is None

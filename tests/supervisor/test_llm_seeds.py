@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.text_edge import TextPrompt
 from meshlm.supervisor import llm as llm_module
 from meshlm.supervisor.llm import LLM, SamplingParams
 
@@ -26,7 +25,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def seeds(llm: LLM, params: SamplingParams) -> list[int]:
-    made = llm._submits(iter([TextPrompt("a"), TextPrompt("a")]), [params] * 2, [0, 0])
+    made = llm._submits(iter([llm_module.of_generate("a"), llm_module.of_generate("a")]), [params] * 2, [0, 0])
     return [submit.sampling.seed for submit, _ in made]
 
 

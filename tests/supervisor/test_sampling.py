@@ -33,7 +33,7 @@ def test_values_that_no_worker_could_use(name: str, value: object, fine: object)
 
 
 def test_a_bias_has_openais_range() -> None:
-    assert SamplingParams(logit_bias={3: 1e9, 4: -1e9}).wire((), 100).logit_bias == {3: 100.0, 4: -100.0}
+    assert SamplingParams(logit_bias={3: 1e9, 4: -1e9}).wire((), 100, drawn=1).logit_bias == {3: 100.0, 4: -100.0}
 
 
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
