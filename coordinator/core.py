@@ -233,6 +233,13 @@ class Coordinator:
             Send(sender, Routed(work.handle, rank.identity, rank.incarnation)),
         ]
 
+    def too_long(self, assign: Assign, text: str) -> Refused:
+        """No frame holds it, so that no rank has it; for its detokenizer."""
+        request_id = assign.work.request_id
+        if (rank := self.owner.pop(request_id, None)) is not None:
+            self.router.drop(self.ranks[rank], request_id)
+        return Refused(assign.work.handle, ErrorKind.INTERNAL, text)
+
     def _leave_others(self, work: Work, rank: Rank) -> list[Send]:
         """An earlier attempt ends where it is: no request has two ranks. `rank` itself sees which attempt is newer."""
         nowhere = self.moving.end(work.request_id)

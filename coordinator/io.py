@@ -8,8 +8,9 @@ from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.events import Event, PeerLost, Received, Tick
+from meshlm.protocol.admit_edge import Assign
 from meshlm.protocol.ids import Identity, Incarnation
-from meshlm.runtime.errors import LinkDown
+from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh import Mesh
 
 STATS_EVERY_S = 1.0
@@ -47,11 +48,18 @@ class CoordinatorApp:
         assert self._mesh is not None
         assert self._core is not None
         for effect in self._core.handle(event, asyncio.get_running_loop().time()):
-            try:
-                self._mesh.send(effect.to, effect.message)
-            except LinkDown:
-                # Its PeerLost follows, or it is not connected yet and gets the list when it is.
-                self._mesh.log.debug("not delivered", to=str(effect.to), message=type(effect.message).__name__)
+            self._send(effect.to, effect.message)
+
+    def _send(self, to: Identity, message: Struct) -> None:
+        assert self._mesh is not None
+        try:
+            self._mesh.send(to, message)
+        except LinkDown:
+            # Its PeerLost follows, or it is not connected yet and gets the list when it is.
+            self._mesh.log.debug("not delivered", to=str(to), message=type(message).__name__)
+        except MessageTooLong as error:
+            if isinstance(message, Assign) and self._core is not None:
+                self._send(message.detokenizer, self._core.too_long(message, str(error)))
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         if self._mesh is not None:

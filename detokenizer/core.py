@@ -4,7 +4,9 @@ The journal is what survives a scheduler: prompt, sampling parameters and emitte
 answers with effects; `batches()` gives the text that piled up. Called by io.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.admission import checked_prompt, checked_sampling
@@ -14,17 +16,21 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
-from meshlm.protocol.admit_edge import RankLost, Readmit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import unpack_i32
-from meshlm.protocol.ids import FinishReason, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
     Abort,
+    Accepted,
     Attach,
     Detach,
     Detokenize,
+    DetokenizeReply,
     Rejected,
     Submit,
+    TextDeltas,
     Tokenize,
+    TokenizeReply,
 )
 from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
@@ -280,6 +286,27 @@ class Detokenizer(Attempts):
         ]
 
     # --- ends ---
+
+    def too_long(self, to: Identity, message: Struct, text: str) -> list[Effect]:
+        """No frame holds this message of ours: what it is about ends with an error."""
+        match message:
+            case Admit(work=work):
+                return self._refused(Refused(work.handle, ErrorKind.INTERNAL, text))
+            case TokenizeReply(handle=handle):
+                return [Send(to, TokenizeReply(handle, error=text, param="prompt"))]
+            case DetokenizeReply(handle=handle):
+                return [Send(to, DetokenizeReply(handle, error=text, param="tokens"))]
+            case Accepted(handles=handles):
+                return self._end_at(to, handles, text)
+            case TextDeltas():
+                return self._end_at(to, [Handle(handle) for handle in unpack_i32(message.handles)], text)
+        return []
+
+    def _end_at(self, frontend: Identity, handles: Sequence[Handle], text: str) -> list[Effect]:
+        """End the requests that this frontend knows by these handles."""
+        gone = set(handles)
+        ids = [s.request_id for s in self.by_id.values() if s.frontend == frontend and s.frontend_handle in gone]
+        return [*self._abort(ids), Send(frontend, Rejected(tuple(gone), ErrorKind.INTERNAL, text))]
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Effect]:
         gone = [stream for request_id in request_ids if (stream := self.by_id.get(request_id)) is not None]

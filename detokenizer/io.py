@@ -21,7 +21,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import TokenPrompt
 from meshlm.runtime.deaths import allowed
-from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal, RequestError
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.mesh import Mesh
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
@@ -109,6 +109,10 @@ class DetokenizerApp:
         except LinkDown:
             # Its PeerLost follows, and what must not be lost is sent again when it is back.
             self._mesh.log.debug("not delivered", to=str(to), message=type(message).__name__)
+        except MessageTooLong as error:
+            assert self._core is not None
+            for effect in self._core.too_long(to, message, str(error)):
+                self._perform(effect)
         except LinkFull:
             self._mesh.log.warning("queue full", to=str(to), message=type(message).__name__)
             if isinstance(message, Admit):

@@ -38,7 +38,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime import metrics as shared_metrics
 from meshlm.runtime.deaths import allowed
-from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
 TICK_S = 1.0
@@ -135,6 +135,10 @@ class FrontendApp:
                 self._mesh.log.warning("queue full", to=str(send.to), message=type(send.message).__name__)
                 if isinstance(send.message, Submit):
                     self._send(self._desk.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
+            except MessageTooLong as error:
+                if isinstance(send.message, Submit):
+                    kind = ErrorKind.INTERNAL if send.message.attempt else ErrorKind.INVALID
+                    self._send(self._desk.rejected(Rejected(send.message.handles, kind, str(error), "prompt")))
 
     # --- Backend ---
 
@@ -223,6 +227,8 @@ class FrontendApp:
             return await future
         except (LinkDown, LinkFull):
             raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
+        except MessageTooLong as error:
+            raise HttpError(400, str(error), "tokens" if isinstance(message, Detokenize) else "prompt") from None
         finally:
             del self._asked[message.handle]
 

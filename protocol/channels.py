@@ -15,6 +15,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
+from meshlm.protocol.frames import HEADER_BYTES
 from meshlm.protocol.ids import Identity, Role
 
 
@@ -37,6 +38,7 @@ class Channel(NamedTuple):
 
 
 MAX_FRAME_BYTES = 64 << 20  # anything longer is refused by the socket (ZMQ_MAXMSGSIZE)
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - HEADER_BYTES  # and before that by the sender (Mesh.send)
 
 _F, _D, _C, _S, _W, _SUP = (
     Role.FRONTEND,

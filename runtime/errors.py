@@ -23,6 +23,14 @@ class LinkDown(Exception):
         self.peer = peer
 
 
+class MessageTooLong(Exception):
+    """No frame holds this message, so it was not sent and never will be: end what it is about, and only that."""
+
+    def __init__(self, peer: Identity, name: str, size: int, limit: int) -> None:
+        super().__init__(f"a message of {size} bytes is too long for the mesh ({name} to {peer}; at most {limit})")
+        self.peer = peer
+
+
 class LinkFull(Exception):
     """This peer takes no more messages now; answer the request with 503."""
 

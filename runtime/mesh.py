@@ -15,7 +15,7 @@ import zmq
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.channels import BY_DIRECTION, WhenFull, are_linked
+from meshlm.protocol.channels import BY_DIRECTION, MAX_MESSAGE_BYTES, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import HEADER_BYTES, LANE_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
@@ -33,7 +33,7 @@ from meshlm.protocol.session import (
     Session,
     SessionState,
 )
-from meshlm.runtime.errors import LinkDown, LinkFull, ProcessFatal
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
 from meshlm.runtime.link import Inbox, Outbox
 from meshlm.runtime.logs import Limited
 from meshlm.runtime.remote import Remote
@@ -140,19 +140,29 @@ class Mesh:
     # --- for the App ---
 
     def send(self, peer: Identity, message: Struct) -> None:
-        """Queue one message; never blocks. LinkDown, LinkFull (see channels.py)."""
+        """Queue one message; never blocks. LinkDown, LinkFull (see channels.py), MessageTooLong: ends what the message is about."""
         link = self._peers.get(peer)
         if link is None or not link.session.peer_incarnation or link.session.state is not SessionState.OPEN:
             raise LinkDown(peer)
         assert self._loop is not None
+        body = _encode(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            name = type(message).__name__
+            self._limited.error("message too long", peer=str(peer), message=name, size=len(body))
+            raise MessageTooLong(peer, name, len(body), MAX_MESSAGE_BYTES)
         try:
-            link.session.send(_encode(message), self._loop.time())
+            link.session.send(body, self._loop.time())
         except SendQueueFull as full:
             if full.when_full is WhenFull.REFUSE:
                 raise LinkFull(peer) from None
             self._drop(link, "it does not read its messages")
             raise LinkDown(peer) from None
         link.outbox.flush(link.session.wire)
+
+    def drop(self, peer: Identity, reason: str) -> None:
+        """End the session with this peer, as if it had died; a new one opens at once."""
+        if (link := self._peers.get(peer)) is not None:
+            self._drop(link, reason)
 
     def peers(self, role: Role) -> list[Identity]:
         """Peers of this role with an open session, by index."""

@@ -15,7 +15,7 @@ from bisect import insort
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import BlockId, Row, StepId
 from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
-from meshlm.scheduler_proc import prefix
+from meshlm.scheduler_proc import prefix, sizes
 from meshlm.scheduler_proc.blocks import BlockPool
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.events import Limits
@@ -38,6 +38,7 @@ class Batching:
         self.num_preemptions = 0
         self.cache_queries = 0  # tokens
         self.cache_hits = 0  # tokens
+        self._token_bytes = 0  # of the running requests' log-probabilities in each step
         self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
 
@@ -59,6 +60,7 @@ class Batching:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
+        self._token_bytes -= sizes.of_token(request.work.sampling)
         self.pool.release(request.blocks)
         request.blocks = []
         request.capacity = 0
@@ -137,7 +139,7 @@ class Batching:
         """Running requests with more than one token to compute, within `left` tokens; returns what is left of these."""
         for place, request in enumerate(prompts):
             virtual = len(request.tokens) + request.num_inflight
-            count = min(virtual - request.num_computed, left)
+            count = builder.prompt_room(request, min(virtual - request.num_computed, left))
             if count <= 0 or request.state is not RequestState.RUNNING:
                 continue
             needed = request.num_computed + count
@@ -213,7 +215,9 @@ class Batching:
             count = len(request.tokens) - num_cached
             if count > left and not self.limits.chunked_prefill and builder.num_tokens:
                 return
-            count = min(count, left)
+            count = builder.prompt_room(request, min(count, left))
+            if not (count and self._message_room(builder, request)):
+                return
             missing = -(-(num_cached + count) // self.block_size) - len(cached)
             self.pool.share(cached)
             if missing > self.pool.num_free:
@@ -222,6 +226,13 @@ class Batching:
             self._start(builder, request, at, cached, missing)
             left -= count
             self._advance(builder, request, count, len(request.tokens))
+
+    def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
+        """Whether the step's messages stay short enough with it; the first one always may start."""
+        token_bytes = self._token_bytes + sizes.of_token(request.work.sampling)
+        if self.running and token_bytes > sizes.MAX_STEP_BYTES and token_bytes > self._token_bytes:
+            return False
+        return not builder.new_rows or builder.new_row_bytes + sizes.of_new_row(request) <= sizes.MAX_STEP_BYTES
 
     def _cached_blocks(self, request: Request) -> list[BlockId]:
         """The longest known prefix, less the last token: one token at least is computed, to have logits."""
@@ -252,6 +263,8 @@ class Batching:
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed
         request.move(RequestState.RUNNING)
+        self._token_bytes += sizes.of_token(request.work.sampling)
+        builder.new_row_bytes += sizes.of_new_row(request)
         builder.new_rows.append(
             NewRow(
                 row=request.row,
@@ -287,6 +300,7 @@ class Batching:
             assert request.num_computed <= num_tokens, "computed what does not exist"
             assert request.capacity == len(request.blocks) * self.block_size
             assert request.capacity >= request.num_computed, "tokens without a block"
+        assert self._token_bytes == sum(sizes.of_token(request.work.sampling) for request in self.running)
         for request in self.waiting:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.blocks

@@ -7,10 +7,10 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 from collections import deque
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, ReportLoad, Started
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
 from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady, WorkerStats
-from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere
+from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere, TokenDeltas
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
@@ -67,7 +67,7 @@ class Scheduler:
             case Tick():
                 self._expire(event.wall_s, output)
                 self.news.tell_all()
-        effects += [Send(to, box.message(timings)) for to, box in output.boxes.items()]
+        effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
     def report(self) -> list[Send]:
@@ -155,6 +155,20 @@ class Scheduler:
         """End it with a terminal row of its own."""
         output.end(request, reason, message, kind, param)
         self._drop(request)
+
+    def too_long(self, detokenizer: Identity, deltas: TokenDeltas, text: str) -> list[Send]:
+        """No frame holds these rows of ours: their requests end where they were before."""
+        starts = unpack_i32(deltas.starts)
+        rows: dict[int, int] = {}  # handle -> its first token that was not told
+        for handle, start in zip(unpack_i32(deltas.handles), starts, strict=True):
+            rows.setdefault(handle, start)
+        for request in [r for r in self.requests.values() if r.detokenizer == detokenizer and r.handle in rows]:
+            self._drop(request)
+        ended = [Ended(row, FinishReason.ERROR, message=text) for row in range(len(rows))]
+        told = TokenDeltas(
+            pack_i32(rows), pack_i32(rows.values()), pack_i32([0] * len(rows)), token_ids=b"", ended=ended
+        )
+        return [Send(detokenizer, told)]
 
     def _drop(self, request: Request | None) -> None:
         """Forget a request and free what it holds; steps in flight may still carry it."""
@@ -343,9 +357,9 @@ class Scheduler:
             if not samples[place]:
                 continue
             if alive:
-                box = output.of(request.detokenizer)
+                output.seal(request.detokenizer)
                 if place in result.logprobs:
-                    box.logprobs[len(box.handles)] = result.logprobs[place]
+                    output.of(request.detokenizer).next_logprobs(result.logprobs[place])
                 self._tokens([request], tokens[at : at + 1], output)
             at += 1
 

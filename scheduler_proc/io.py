@@ -6,8 +6,10 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.deaths import allowed
-from meshlm.runtime.errors import LinkDown, ProcessFatal
+from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.events import MAX_CRASHES, Event, Limits, PeerLost, PeerUp, Received, Send, Tick
@@ -74,6 +76,17 @@ class SchedulerApp:
             except LinkDown:
                 # A lost peer's PeerLost follows; the coordinator is told again when it is back.
                 self._mesh.log.debug("not delivered", to=str(effect.to), message=type(effect.message).__name__)
+            except MessageTooLong as error:
+                self._too_long(effect, str(error))
+
+    def _too_long(self, effect: Send, text: str) -> None:
+        """No frame holds this message of ours: what it is about ends with an error."""
+        assert self._mesh is not None and self._core is not None  # noqa: PT018
+        match effect.message:
+            case TokenDeltas():
+                self._send(self._core.too_long(effect.to, effect.message, text))
+            case StepPlan():  # rows and blocks that it was to bring would be missing: begin anew with the workers
+                self._mesh.drop(effect.to, text)
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         assert self._mesh is not None or self._core is None

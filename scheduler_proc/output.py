@@ -4,6 +4,7 @@ from array import array
 
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
 from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
+from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.request import Request
 
 
@@ -18,6 +19,7 @@ class Outbox:
         "handles",
         "logprobs",
         "now_ns",
+        "num_detail_bytes",
         "prompt_logprobs",
         "starts",
         "tokens",
@@ -28,6 +30,7 @@ class Outbox:
         self.now_ns, self.dp_rank = now_ns, dp_rank
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
         self.uneven = False
+        self.num_detail_bytes = 0
         self.ended: list[Ended] = []
         self.logprobs: dict[int, LogprobColumns] = {}
         self.prompt_logprobs: dict[int, LogprobColumns] = {}
@@ -57,8 +60,14 @@ class Outbox:
         self.first_tokens[row] = First(request.num_cached, queued_us, prefill_us, self.dp_rank)
         request.num_cached = -2
         if request.prompt_logprobs:
-            self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
+            columns = self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
+            self.num_detail_bytes += _num_bytes(columns)
             request.prompt_logprobs = []
+
+    def next_logprobs(self, columns: LogprobColumns) -> None:
+        """Of the token of the row that comes next."""
+        self.logprobs[len(self.handles)] = columns
+        self.num_detail_bytes += _num_bytes(columns)
 
     def message(self, timings_ns: tuple[int, ...]) -> TokenDeltas:
         return TokenDeltas(
@@ -80,12 +89,23 @@ class Output:
     def __init__(self, now_ns: int, dp_rank: int) -> None:
         self.now_ns, self.dp_rank = now_ns, dp_rank
         self.boxes: dict[Identity, Outbox] = {}
+        self._full: list[tuple[Identity, Outbox]] = []
 
     def of(self, detokenizer: Identity) -> Outbox:
         box = self.boxes.get(detokenizer)
         if box is None:
             box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank)
         return box
+
+    def seal(self, detokenizer: Identity) -> None:
+        """Before a row with details: where there are many already, it and what comes after it make another message."""
+        box = self.boxes.get(detokenizer)
+        if box is not None and box.num_detail_bytes > sizes.MAX_STEP_BYTES:
+            self._full.append((detokenizer, self.boxes.pop(detokenizer)))
+
+    def messages(self, timings_ns: tuple[int, ...]) -> list[tuple[Identity, TokenDeltas]]:
+        """To whom, and in which order for each."""
+        return [(to, box.message(timings_ns)) for to, box in (*self._full, *self.boxes.items())]
 
     def end(
         self,
@@ -99,6 +119,10 @@ class Output:
         box = self.of(request.detokenizer)
         row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, array("i"))
         box.ended.append(Ended(row, reason, message=message, kind=kind, param=param))
+
+
+def _num_bytes(columns: LogprobColumns) -> int:
+    return sum(map(len, (columns.logprobs, columns.ranks, columns.top_ids, columns.top_logprobs)))
 
 
 def concatenate(parts: list[LogprobColumns]) -> LogprobColumns:

@@ -4,6 +4,7 @@ from array import array
 
 from meshlm.protocol.ids import BlockId, Row, StepId
 from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.request import Request
 
 
@@ -38,6 +39,7 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
+        self.new_row_bytes = self.prompt_bytes = 0  # of new_rows; of the prompts' log-probabilities in the result
         self.decodes: list[Request] = []  # one token each, and sampling: filled by the planning loop itself
         self.decode_starts = array("i")
         self._rest: list[Request] = []
@@ -51,9 +53,17 @@ class PlanBuilder:
     def __len__(self) -> int:
         return len(self.decodes) + len(self._rest)
 
+    def prompt_room(self, request: Request, count: int) -> int:
+        """How many of these tokens the step may compute so that its result fits into a frame; one at least, in an empty step."""
+        each = sizes.of_prompt_token(request.work.sampling)
+        if not each:
+            return count
+        return min(count, max((sizes.MAX_STEP_BYTES - self.prompt_bytes) // each, not self.prompt_bytes))
+
     def add(self, request: Request, count: int, samples: bool) -> None:
         """`count` tokens from request.num_computed on; call before that is advanced."""
         self.num_tokens += count
+        self.prompt_bytes += count * sizes.of_prompt_token(request.work.sampling)
         if count == 1 and samples:
             self.decodes.append(request)
             self.decode_starts.append(request.num_computed)

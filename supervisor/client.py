@@ -144,6 +144,14 @@ class Client:
         """Whether its answer is still waited for."""
         return message.handles[0] in self._rows if isinstance(message, Submit) else message.handle in self._asked
 
+    def too_long(self, message: Message, peer: Identity, text: str) -> None:
+        """It can never be sent."""
+        if isinstance(message, Submit):
+            self._rejected(Rejected(message.handles, ErrorKind.INVALID, text, "prompt"))
+        else:
+            reply = TokenizeReply if isinstance(message, Tokenize) else DetokenizeReply
+            self.on_message(peer, reply(message.handle, error=text))
+
     def flush(self) -> None:
         """Nothing is batched here."""
 

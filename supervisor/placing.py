@@ -9,7 +9,7 @@ from typing import Protocol
 
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.text_edge import Detokenize, Submit, Tokenize
-from meshlm.runtime.errors import LinkDown, LinkFull
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
 from meshlm.runtime.mesh import Mesh
 
 LOOK_AGAIN_S = 0.1
@@ -24,6 +24,7 @@ class Holder(Protocol):
 
     def has(self, message: Message, peer: Identity | None) -> None: ...
     def wants(self, message: Message) -> bool: ...
+    def too_long(self, message: Message, peer: Identity, text: str) -> None: ...
 
 
 class Placing:
@@ -88,7 +89,11 @@ class Placing:
             peer = peers[self._turn % len(peers)]
             self._holder.has(message, peer)
             with contextlib.suppress(LinkDown, LinkFull):
-                mesh.send(peer, message)
+                try:
+                    mesh.send(peer, message)
+                except MessageTooLong as error:
+                    self._holder.too_long(message, peer, str(error))
+                    return True
                 if self._room is not None:
                     self._room -= 1
                 return True

@@ -25,7 +25,7 @@ from meshlm.protocol.step_edge import (
     WorkerReady,
     WorkerStats,
 )
-from meshlm.runtime.errors import LinkDown
+from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -219,6 +219,9 @@ class WorkerApp:
             self._mesh.send(scheduler, message)
         except LinkDown:
             self._mesh.log.debug("the scheduler is away", message=type(message).__name__)
+        except MessageTooLong as error:
+            if isinstance(message, StepResult):
+                self._send(StepFailed(message.session, message.step, str(error)))
 
     def _stats(self) -> None:
         """Tell the scheduler what has changed since it was told."""

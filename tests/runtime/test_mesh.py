@@ -1,20 +1,25 @@
 """mesh.py by itself: what fails at its start leaves nothing behind, and what fails in one turn does not end the others."""
 
 import asyncio
+import contextlib
 import json
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from msgspec import Struct
 
+from meshlm.protocol.channels import MAX_MESSAGE_BYTES
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, RunConfig
+from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime import mesh as mesh_module
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.errors import MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 
 LIMIT_S = 10
@@ -79,3 +84,47 @@ async def test_a_turn_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: py
     mesh._peers.clear()
     await mesh.close()
     assert len(errors) >= 2
+
+
+class Inbox(Deaf):
+    """Notes what comes."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Struct] = asyncio.Queue()
+        self.peers: asyncio.Queue[Identity] = asyncio.Queue()
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        self.messages.put_nowait(message)
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        self.peers.put_nowait(peer)
+
+
+@contextlib.asynccontextmanager
+async def pair(run_dir: Path) -> AsyncIterator[tuple[Mesh, Mesh, Inbox]]:
+    """A supervisor's and a frontend's mesh that see each other, and what comes to the frontend."""
+    config = MeshConfig(run=RunConfig(run_dir=str(run_dir)))
+    inbox = Inbox()
+    supervisor = mesh_of(config)
+    frontend = Mesh(Identity(Role.FRONTEND), Incarnation(2), config, inbox)
+    try:
+        await supervisor.open()
+        await frontend.open()
+        assert await asyncio.wait_for(inbox.peers.get(), LIMIT_S) == supervisor.identity
+        yield supervisor, frontend, inbox
+    finally:
+        await frontend.close()
+        await supervisor.close()
+
+
+async def test_a_message_that_no_frame_holds_is_not_sent(tmp_path: Path) -> None:
+    """It went into the session, which replayed it each second for ever, and all behind it waited."""
+    async with pair(tmp_path) as (supervisor, frontend, inbox):
+        smallest = len(msgspec.msgpack.encode(Profiled(1, error="")))
+        room = MAX_MESSAGE_BYTES - smallest - 4  # a longer string has a longer head
+        with pytest.raises(MessageTooLong, match=rf"{MAX_MESSAGE_BYTES + 1} bytes.*Profiled to frontend/0"):
+            supervisor.send(frontend.identity, Profiled(1, error="x" * (room + 1)))
+        supervisor.send(frontend.identity, Profiled(2, error="x" * room))
+        supervisor.send(frontend.identity, Profiled(3))
+        told = [await asyncio.wait_for(inbox.messages.get(), LIMIT_S) for _ in range(2)]
+        assert [message.handle for message in told if isinstance(message, Profiled)] == [2, 3]

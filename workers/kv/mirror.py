@@ -7,6 +7,8 @@ that the requests that it takes up again find their tokens computed. Owned by io
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.step_edge import HASH_BYTES, StepPlan
 
+MAX_KEPT = 1 << 20  # blocks that one message names: 36 MiB
+
 
 class PrefixCacheMirror:
     """Least recently remembered first."""
@@ -33,7 +35,8 @@ class PrefixCacheMirror:
         self._spoiled = True
 
     def columns(self) -> tuple[bytes, bytes]:
-        """Blocks as int32, and their hashes."""
+        """Blocks as int32, and their hashes; the latest MAX_KEPT."""
         if self._spoiled:
             return b"", b""
-        return pack_i32(list(self._hashes)), b"".join(self._hashes.values())
+        first = max(0, len(self._hashes) - MAX_KEPT)
+        return pack_i32(list(self._hashes)[first:]), b"".join(list(self._hashes.values())[first:])

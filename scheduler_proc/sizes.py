@@ -1,0 +1,29 @@
+"""How many bytes requests add to a step's messages, so that a plan, its result and the rows made of it fit into frames. Pure.
+
+Only what a request asks for can be large: lists of token ids, and log-probabilities of many tokens. Called by batching.py and core.py.
+"""
+
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.scheduler_proc.request import Request
+
+MAX_STEP_BYTES = 16 << 20  # of new rows; of sampled tokens' log-probabilities; of prompts'; of rows to a detokenizer
+POSITION_BYTES = 100  # of one position's columns, but for its likeliest tokens
+TOP_BYTES = 8  # of one of those: id and log-probability
+BIAS_BYTES = 14  # an id and a float in msgpack; an id alone takes five
+
+
+def of_new_row(request: Request) -> int:
+    """Of a NewRow, at most."""
+    params = request.work.sampling
+    ids = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids)
+    return 500 + 8 * len(request.tokens) + BIAS_BYTES * (ids + len(params.eos_token_ids))
+
+
+def of_token(params: SamplingParams) -> int:
+    """Of the log-probabilities of one sampled token."""
+    return POSITION_BYTES + TOP_BYTES * params.logprobs if params.logprobs >= 0 else 0
+
+
+def of_prompt_token(params: SamplingParams) -> int:
+    """Of those of one prompt token."""
+    return POSITION_BYTES + TOP_BYTES * params.prompt_logprobs if params.prompt_logprobs >= 0 else 0
