@@ -9,6 +9,8 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Submit
 from meshlm.runtime.errors import RequestError
 
+MAX_PROMPT_LOGPROBS = 1 << 20  # log-probabilities of one prompt's tokens, in all its choices: about 32 MB in a message
+
 
 def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max_model_len: int) -> "array[int]":
     """The prompt, truncated if asked for. RequestError names what is wrong."""
@@ -47,5 +49,12 @@ def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len
         raise RequestError(
             ErrorKind.INVALID, f"min_tokens {sampling.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens"
         )
+    num_entries = (sampling.prompt_logprobs + 1) * num_prompt * len(submit.handles)
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        text = (
+            f"prompt_logprobs: {sampling.prompt_logprobs + 1} for each of {num_prompt} prompt tokens, times n, "
+            f"are {num_entries}; at most {MAX_PROMPT_LOGPROBS} in one request"
+        )
+        raise RequestError(ErrorKind.INVALID, text, "prompt_logprobs")
     seed = (sampling.seed + choice) & 0x7FFF_FFFF_FFFF_FFFF
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)

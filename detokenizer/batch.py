@@ -1,7 +1,7 @@
 """Collects one frontend's new text of a batch of token frames into one message."""
 
 from array import array
-from itertools import pairwise
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -10,6 +10,9 @@ from meshlm.detokenizer.stream import Stream
 from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
+
+ENTRY_BYTES = 30  # of a TokenLogprob without its text, which is there twice
+MAX_BATCH_BYTES = 16 << 20  # a batch that has more takes no further rows
 
 
 class FrontendBatch:
@@ -22,6 +25,7 @@ class FrontendBatch:
         "handles",
         "logprobs",
         "more",
+        "num_bytes",
         "prompt_logprobs",
         "starts",
         "texts",
@@ -33,6 +37,7 @@ class FrontendBatch:
         self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
         self.more: dict[int, list[int]] = {}  # row -> tokens after its first, not in `tokens` yet
         self.texts: list[str] = []
+        self.num_bytes = 0  # of what few rows have, about
         self.finished: list[Finished] = []
         self.logprobs: dict[int, list[PositionLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
@@ -71,35 +76,38 @@ class FrontendBatch:
             self.first[place] = deltas.first[row]
         if row in deltas.logprobs:
             self.logprobs[place] = positions(deltas.logprobs[row], taken, table, skip)
+            self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
             of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt[1:], table)
             self.prompt_logprobs[place] = [None, *of_prompt]
+            self.num_bytes += num_bytes(of_prompt)
         if stream.submit.retry is not None:
             stream.logprobs += self.logprobs.get(place, ())
             stream.prompt_logprobs = self.prompt_logprobs.get(place, stream.prompt_logprobs)
             if stream.first is None:  # a stream that is taken up again finds its own tokens: that is no saving
                 stream.first = self.first.get(place)
 
-    def again(self, stream: Stream, start: int, table: TokenTable) -> None:
-        """All of a stream from token `start` on: a row to its cut, one from there, and its end."""
-        num_tokens, finished = len(stream.emitted), stream.finished
-        borders = [start, stream.cut, num_tokens] if start < stream.cut < num_tokens else [start, num_tokens]
-        if start == num_tokens and finished is None and stream.submit.retry is not None:
-            return  # nothing yet: a row would only begin the client's stream
-        if start == 0 and stream.lacks_prompt_logprobs and stream.submit.retry is not None:
-            return  # the client's stream begins with them: its frontend sees the gap before the next token, and asks
-        place = len(self.texts)
+    def again(self, stream: Stream, begin: int, end: int, text: str) -> int:
+        """A row of tokens that were told before; its place."""
+        place = self.row(stream.frontend_handle, begin, stream.emitted[begin:end], text)
+        self.num_bytes += 4 * (end - begin + len(text))
+        if stream.logprobs:
+            self.logprobs[place] = found = stream.logprobs[begin:end]
+            self.num_bytes += num_bytes(found)
+        return place
+
+    def of_first_row(self, stream: Stream, place: int) -> None:
+        """What came with a stream's first token, again."""
         if stream.first is not None:
             self.first[place] = stream.first
         if stream.prompt_logprobs is not None:
             self.prompt_logprobs[place] = stream.prompt_logprobs
-        for begin, end in pairwise(borders):
-            place = self.row(stream.frontend_handle, begin, stream.emitted[begin:end], stream.shown(table, begin, end))
-            if stream.logprobs:
-                self.logprobs[place] = stream.logprobs[begin:end]
-        if finished is not None:
-            self.texts[place] += stream.tail
-            self.finished.append(replace(finished, row=place))
+            self.num_bytes += num_bytes(stream.prompt_logprobs)
+
+    def end(self, stream: Stream, place: int, finished: Finished) -> None:
+        """A stream's end, again."""
+        self.texts[place] += stream.tail
+        self.finished.append(replace(finished, row=place))
 
     def _spread(self) -> None:
         """Bring the tokens of `more` into their places."""
@@ -127,6 +135,12 @@ class FrontendBatch:
             first=self.first,
             timings_ns=self.timings,
         )
+
+
+def num_bytes(found: Sequence[PositionLogprobs | None]) -> int:
+    """In a message, at most."""
+    entries = [entry for position in found if position is not None for entry in (position.token, *position.top)]
+    return sum([ENTRY_BYTES + 4 * len(entry.token_bytes) for entry in entries])
 
 
 def positions(

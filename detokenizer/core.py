@@ -23,9 +23,11 @@ from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
     Attach,
+    Delivered,
     Detach,
     Detokenize,
     DetokenizeReply,
+    PositionLogprobs,
     Rejected,
     Submit,
     TextDeltas,
@@ -47,6 +49,7 @@ class Detokenizer(Attempts):
         self._life = life
         self.jobs: dict[int, list[Stream] | tuple[Identity, Tokenize]] = {}
         self._next_job = 0
+        self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
         self.num_tokens = 0
 
     def handle(self, event: Event) -> list[Effect]:
@@ -75,6 +78,8 @@ class Detokenizer(Attempts):
         match event.message:
             case Submit() as submit:
                 return self._submit(submit, event.sender, event.incarnation)
+            case Delivered() as told:
+                self._delivered.setdefault((event.sender, told.request_id), []).extend(told.logprobs)
             case Abort() as abort:
                 return self._abort(abort.request_ids)
             case Detach() as detach:
@@ -102,6 +107,10 @@ class Detokenizer(Attempts):
     def _submit(self, submit: Submit, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         if (refused := self.keyed.refusal(submit)) is not None:
             return [Send(sender, refused)]
+        told = self._delivered.pop((sender, submit.request_ids[0]), []) if submit.num_logprobs else []
+        if len(told) != submit.num_logprobs:
+            text = "log-probabilities of what was delivered already were lost on their way"
+            return [Send(sender, Rejected(submit.handles, ErrorKind.INTERNAL, text))]
         streams = []
         effects: list[Effect] = []
         for choice, request_id in enumerate(submit.request_ids):
@@ -113,7 +122,7 @@ class Detokenizer(Attempts):
                 if known.submit.attempt >= submit.attempt:
                     continue  # a repetition
                 self._forget(known)
-            stream = Stream(submit, choice, sender, incarnation, self._new_handle())
+            stream = Stream(submit, choice, sender, incarnation, self._new_handle(), told)
             if submit.retry is not None:  # other detokenizers, and this one earlier, may have asked for it too
                 stream.work_id = RequestId(f"{request_id}-{self._life:x}-{stream.handle}")
             self.by_id[request_id] = stream
@@ -218,6 +227,7 @@ class Detokenizer(Attempts):
             have, start = len(stream.emitted), starts[row]
             if start != have or stream.slow or row in special:
                 effects += self._known(sender, stream, start, tokens[row : row + 1], ended.get(row), row, deltas)
+                frontend = None  # that may have begun another batch
                 continue
             if stream.frontend is not frontend:
                 frontend = stream.frontend
@@ -265,7 +275,7 @@ class Detokenizer(Attempts):
             text += stream.tail
             stopped = stop is not None and stop.matched is not None
         stream.look_ahead()
-        place = self._row(stream, taken, text)
+        place = self._row(stream, taken, text, alone=row in deltas.prompt_logprobs)
         self._batches[stream.frontend].details(stream, place, taken, skip, row, deltas, self.table)
         if stopped:
             assert stop is not None
@@ -322,6 +332,8 @@ class Detokenizer(Attempts):
             if stream.submit.retry is not None:
                 self._let_wait(stream)
         self._batches.pop(event.identity, None)
+        self._full = [(frontend, batch) for frontend, batch in self._full if frontend != event.identity]
+        self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
         return self._abort([s.request_id for s in lost if s.submit.retry is None])
 
 

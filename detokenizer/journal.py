@@ -3,8 +3,10 @@
 The base of attempts.py, which decides where a request runs, and so of core.py's Detokenizer; this part keeps, replays and forgets.
 """
 
+from itertools import pairwise
+
 from meshlm.detokenizer import replies
-from meshlm.detokenizer.batch import FrontendBatch
+from meshlm.detokenizer.batch import MAX_BATCH_BYTES, FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Send
 from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
@@ -24,13 +26,13 @@ class Journal:
         self.now = 0.0
         self._next_handle = 0
         self._batches: dict[Identity, FrontendBatch] = {}
+        self._full: list[tuple[Identity, FrontendBatch]] = []  # go before those
 
     def batches(self) -> list[Send]:
-        """One message for each frontend that has news."""
-        self._batches.pop(NOBODY, None)
-        sends = [Send(frontend, batch.message()) for frontend, batch in self._batches.items()]
-        self._batches = {}
-        return sends
+        """One message for each frontend that has news; more where one would be too long."""
+        full, self._full = self._full, []
+        batches, self._batches = self._batches, {}
+        return [Send(to, batch.message()) for to, batch in (*full, *batches.items()) if to != NOBODY]
 
     def _new_handle(self) -> Handle:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
@@ -44,12 +46,17 @@ class Journal:
 
     # --- rows ---
 
-    def _row(self, stream: Stream, taken: list[int], text: str) -> int:
+    def _row(self, stream: Stream, taken: list[int], text: str, *, alone: bool = False) -> int:
         stream.batch = None
-        return self._batch_of(stream).row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
+        batch = self._batch_of(stream, alone=alone)
+        return batch.row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
 
-    def _batch_of(self, stream: Stream) -> FrontendBatch:
+    def _batch_of(self, stream: Stream, *, alone: bool = False) -> FrontendBatch:
+        """The batch for one more row, which begins it if it is to stand `alone`: what may be long is not to harm what came before."""
         batch = self._batches.get(stream.frontend)
+        if batch is not None and (alone or batch.num_bytes > MAX_BATCH_BYTES):
+            self._full.append((stream.frontend, batch))
+            batch = None
         if batch is None:
             batch = self._batches[stream.frontend] = FrontendBatch()
         return batch
@@ -81,7 +88,20 @@ class Journal:
     def _again(self, stream: Stream, start: int) -> None:
         """Its rows from token `start` on, to the frontend that has it now."""
         stream.batch = None
-        self._batch_of(stream).again(stream, start, self.table)
+        finished = stream.finished
+        if stream.submit.retry is not None:
+            if start == len(stream.emitted) and finished is None:
+                return  # nothing yet: a row would only begin the client's stream
+            if start == 0 and stream.lacks_prompt_logprobs:
+                return  # the client's stream begins with them: its frontend sees the gap before the next token, and asks
+        texts, borders = stream.shown(self.table), stream.borders(start)
+        for begin, end in pairwise(borders):
+            batch = self._batch_of(stream, alone=begin == start and stream.prompt_logprobs is not None)
+            place = batch.again(stream, begin, end, "".join(texts[begin:end]))
+            if begin == start:
+                batch.of_first_row(stream, place)
+            if end == borders[-1] and finished is not None:
+                batch.end(stream, place, finished)
 
     # --- connections ---
 

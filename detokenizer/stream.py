@@ -8,7 +8,7 @@ from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import SchedulerLife, Work
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit, piece_len
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -63,7 +63,16 @@ class Stream:
         "work_id",
     )
 
-    def __init__(self, submit: Submit, choice: int, sender: Identity, incarnation: Incarnation, handle: Handle) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        choice: int,
+        sender: Identity,
+        incarnation: Incarnation,
+        handle: Handle,
+        logprobs: list[PositionLogprobs],
+    ) -> None:
+        """`logprobs`: of what is delivered."""
         self.submit = submit
         self.request_id: RequestId = submit.request_ids[choice]
         self.work_id = self.request_id  # its name at the coordinator and the schedulers
@@ -92,7 +101,7 @@ class Stream:
         cuts = submit.retry.cuts if submit.retry is not None else ()
         self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
         self.num_told = len(submit.delivered) // 4  # tokens that connections before this one had
-        self.logprobs: list[PositionLogprobs] = []
+        self.logprobs = logprobs
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.first: First | None = None
         self.finished: Finished | None = None
@@ -105,7 +114,6 @@ class Stream:
         self.decoder, self.stop = self._reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
-        self.logprobs = list(self.submit.logprobs)
         self.begun_with = len(self.emitted)
         self.look_ahead()
 
@@ -129,12 +137,17 @@ class Stream:
         text = decoder.push(token)
         return stop.push(text) if stop is not None and num_tokens > self.sampling.min_tokens else text
 
-    def shown(self, table: TokenTable, index: int, end: int | None = None) -> str:
-        """The text that the tokens from `index` to `end` have shown: read all again, what is held back now stays so."""
+    def shown(self, table: TokenTable) -> list[str]:
+        """The text that each token has shown: read all again, what is held back now stays so."""
         decoder, stop = self._reader(table)
         ids = self.emitted[:-1] if self.hidden else self.emitted
-        texts = [self._read(decoder, stop, token, number) for number, token in enumerate(ids, 1)]
-        return "".join(texts[index:end])
+        return [self._read(decoder, stop, token, number) for number, token in enumerate(ids, 1)]
+
+    def borders(self, start: int) -> list[int]:
+        """Where its rows begin and end when it is told again from token `start` on: its cut is one, and none is too long."""
+        end = len(self.emitted)
+        inner = {*range(start, end, piece_len(self.sampling.logprobs)), self.cut}
+        return [start, *sorted(place for place in inner if start < place < end), end]
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

@@ -14,11 +14,13 @@ from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
     Attach,
+    Delivered,
     Detach,
     Finished,
     Rejected,
     Submit,
     TextDeltas,
+    piece_len,
 )
 from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
 
@@ -108,8 +110,9 @@ class Desk:
         self.unaccepted.discard(choice.handle)
         choice.detokenizer, attempt = None, choice.submit.attempt + 1
         delivered = choice.token_ids.tobytes()
-        logprobs = tuple(choice.logprobs)
-        choice.submit = msgspec.structs.replace(choice.submit, attempt=attempt, delivered=delivered, logprobs=logprobs)
+        choice.submit = msgspec.structs.replace(
+            choice.submit, attempt=attempt, delivered=delivered, num_logprobs=len(choice.logprobs)
+        )
         return self._place(choice)
 
     def _place(self, choice: Choice) -> list[Send]:
@@ -121,7 +124,10 @@ class Desk:
         choice.handle = self.new_handle()
         choice.submit = msgspec.structs.replace(choice.submit, handles=(choice.handle,))
         self._assign(choice, target)
-        return [Send(target, choice.submit)]
+        told, most = choice.logprobs, piece_len(choice.submit.sampling.logprobs)
+        pieces = [tuple(told[begin : begin + most]) for begin in range(0, len(told), most)]
+        name = choice.submit.request_ids[0]
+        return [*(Send(target, Delivered(name, piece)) for piece in pieces), Send(target, choice.submit)]
 
     def _target(self, submit: Submit) -> Identity | None:
         """The detokenizer for it; None while it is not there."""

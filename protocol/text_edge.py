@@ -73,11 +73,27 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     token_bytes: bytes
 
 
+PIECE_ENTRIES = 1 << 16  # of TokenLogprob, about 2 MB: what is told again of a request comes in pieces of so many
+
+
+def piece_len(num_logprobs: int) -> int:
+    """Positions of one piece, with so many likeliest tokens each."""
+    return max(1, PIECE_ENTRIES // (num_logprobs + 1)) if num_logprobs >= 0 else PIECE_ENTRIES
+
+
 class PositionLogprobs(Struct, frozen=True, array_like=True):
     """The sampled (or prompt) token of one position, and the k likeliest there."""
 
     token: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+
+
+class Delivered(Struct, frozen=True, tag="delivered"):
+    """Before a Submit that goes on with a request with a Retry: log-probabilities of the tokens that its client has, in pieces and in
+    order. A newer connection may ask for them again."""
+
+    request_id: RequestId
+    logprobs: tuple[PositionLogprobs, ...]
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -92,9 +108,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     cap_max_tokens: bool = False  # where the context leaves fewer than max_tokens, end there instead of refusing
     attempt: int = 0
     delivered: bytes = b""  # resume (one choice): output ids the client has, int32
-    logprobs: tuple[
-        PositionLogprobs, ...
-    ] = ()  # ... and theirs, with a Retry: a newer connection may ask for them again
+    num_logprobs: int = 0  # ... and how many of theirs came before in Delivered, with a Retry
     want_ids: bool = False  # Accepted carries the prompt's token ids
     want_text: bool = False  # Accepted carries the prompt as text
     priority: int = 0  # lower is sooner
@@ -140,7 +154,7 @@ class Detokenize(Struct, frozen=True, tag="detokenize"):
     token_ids: bytes
 
 
-FrontendToDetokenizer = Submit | Abort | Detach | Attach | Tokenize | Detokenize
+FrontendToDetokenizer = Delivered | Submit | Abort | Detach | Attach | Tokenize | Detokenize
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):

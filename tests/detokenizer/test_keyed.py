@@ -14,6 +14,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     Abort,
     Attach,
+    Delivered,
     Retry,
     Submit,
     TokenPrompt,
@@ -101,10 +102,12 @@ def test_after_its_detokenizers_death_the_next_connection_gets_all_logprobs() ->
         max_tokens=len(ANSWER),
         attempt=1,
         delivered=pack_i32(token_ids(ANSWER[:5])),
-        logprobs=tuple(first.logprobs),
+        num_logprobs=len(first.logprobs),
         arrival_s=77.0,
         retry=Retry("r", b"b", (0,), begun_s=33.0),
     )
+    for piece in (first.logprobs[:2], first.logprobs[2:]):
+        bench.event(Received(F0, LIFE, Delivered(RequestId("r"), tuple(piece))))
     bench.event(Received(F0, LIFE, again))
     bench.encode()
     (work,) = bench.works

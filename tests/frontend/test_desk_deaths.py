@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.frontend.desk import ORPHAN_S, Desk, Send
+from meshlm.protocol import text_edge
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
 from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
     Attach,
+    Delivered,
     Finished,
     PositionLogprobs,
     Rejected,
@@ -305,7 +307,7 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
             assert (choice.index in client.ends) == (choice.finished is not None)
 
 
-def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens() -> None:
+def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next detokenizer may have to tell them all again, to a frontend that never had them; without a key nobody asks for them."""
     desk = a_desk(D0)
     client, _ = opened(desk, n=2)
@@ -317,8 +319,13 @@ def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens() -> None:
     desk.deltas(deltas((with_key, 2, [3]), logprobs={0: some[2:]}), D0, 2.0)
     desk.deltas(deltas((with_key, 1, [2, 3]), logprobs={0: some[1:]}), D0, 3.0)  # again: not taken in
     desk.detokenizer_down(D0, 0.0)
-    submits = [send.message for send in desk.detokenizer_up(D0)]
-    assert [submit.logprobs for submit in submits if isinstance(submit, Submit)] == [tuple(some), ()]
+    monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 2)
+    sent = [send.message for send in desk.detokenizer_up(D0)]
+    told = [message.logprobs for message in sent if isinstance(message, Delivered)]
+    assert told == [tuple(some[:2]), tuple(some[2:])], "before its Submit, in pieces"
+    submits = [message for message in sent if isinstance(message, Submit)]
+    assert [submit.num_logprobs for submit in submits] == [3, 0]
+    assert isinstance(sent[-1], Submit)
 
 
 def test_a_request_with_a_key_keeps_the_time_when_it_was_first_asked() -> None:

@@ -1,0 +1,126 @@
+"""No message to a frontend is too long for a frame: what is told again comes in pieces, and what cannot be sent ends alone."""
+
+import pytest
+from journal_bench import token_ids
+from keyed_bench import ANSWER, F0, F1, LIFE, Bench
+
+from meshlm.detokenizer import admission, journal
+from meshlm.detokenizer.admission import checked_sampling
+from meshlm.detokenizer.events import Received, Send
+from meshlm.protocol import text_edge
+from meshlm.protocol.admit_edge import Admit
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, RequestId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import (
+    Accepted,
+    Delivered,
+    Detokenize,
+    DetokenizeReply,
+    Rejected,
+    Retry,
+    Submit,
+    TextDeltas,
+    Tokenize,
+    TokenizeReply,
+    TokenPrompt,
+)
+from meshlm.runtime.errors import RequestError
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_is_told_again_comes_in_pieces(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with a key that came back after 128,000 tokens with 20 log-probabilities each got them in one frame, or rather never."""
+    bench = Bench()
+    first = bench.ask(logprobs=0)
+    end = len(ANSWER) if finished else 14
+    bench.generate(bench.works[0], 0, end, logprobs=True, of_prompt=True)
+    monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 4)
+    monkeypatch.setattr(journal, "MAX_BATCH_BYTES", 100)
+    sent: list[TextDeltas] = []
+    batches = bench.core.batches
+
+    def noted() -> list[Send]:
+        sends = batches()
+        sent.extend(send.message for send in sends if isinstance(send.message, TextDeltas))
+        return sends
+
+    monkeypatch.setattr(bench.core, "batches", noted)
+    second = bench.ask(F1, cut=6, logprobs=0)
+    assert (second.text, second.logprobs, second.num_of_prompt) == (first.text, first.logprobs, 2)
+    assert [start for start, _ in second.rows] == [0, 4, 6, 8, 12]
+    assert len(sent) > 2
+    assert max(len(message.logprobs) for message in sent) < 3
+    bench.generate(bench.works[0], 14, len(ANSWER), logprobs=True) if not finished else None
+    assert second.text == ANSWER
+    assert second.end is not None
+
+
+def test_logprobs_that_were_lost_on_their_way_are_not_left_out_in_silence() -> None:
+    bench = Bench()
+    first = bench.ask(F0, logprobs=0)
+    bench.generate(bench.works[0], 0, 5, logprobs=True)
+    other = Bench()
+    again = Submit(
+        (Handle(1),),
+        (RequestId("r"),),
+        TokenPrompt(pack_i32([1, 2])),
+        SamplingParams(logprobs=0),
+        attempt=1,
+        delivered=pack_i32(token_ids(ANSWER[:5])),
+        num_logprobs=5,
+        retry=Retry("r", b"b", (0,)),
+    )
+    other.event(Received(F0, LIFE, Delivered(RequestId("r"), tuple(first.logprobs[:4]))))
+    (send,) = other.core.handle(Received(F0, LIFE, again))
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Rejected)
+    assert send.message.kind is ErrorKind.INTERNAL
+    assert not other.core._delivered
+
+
+def test_prompt_logprobs_have_a_limit() -> None:
+    def asked(num_prompt: int, k: int, n: int) -> SamplingParams:
+        handles = tuple(Handle(number) for number in range(1, n + 1))
+        submit = Submit(handles, (), TokenPrompt(b""), SamplingParams(prompt_logprobs=k), max_tokens=1)
+        return checked_sampling(submit, 0, num_prompt, 1 << 22)
+
+    asked(admission.MAX_PROMPT_LOGPROBS // 21, 20, 1)
+    asked(1 << 20, -1, 4)
+    for num_prompt, k, n in ((138_000, 20, 1), (25_000, 20, 2), ((1 << 20) + 1, 0, 1)):
+        with pytest.raises(RequestError, match=f"at most {admission.MAX_PROMPT_LOGPROBS}") as refused:
+            asked(num_prompt, k, n)
+        assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID, "prompt_logprobs")
+
+
+def test_an_answer_that_no_frame_holds_is_an_error() -> None:
+    bench = Bench()
+    core, text = bench.core, "too long"
+    for ask, reply in (
+        (Tokenize(Handle(5), TokenPrompt(b"")), TokenizeReply(Handle(5), error=text, param="prompt")),
+        (Detokenize(Handle(5), b""), DetokenizeReply(Handle(5), error=text, param="tokens")),
+    ):
+        assert core.too_long(F0, type(reply)(ask.handle), text) == [Send(F0, reply)]
+
+
+@pytest.mark.parametrize("what", ["rows", "accepted", "admit"])
+def test_what_cannot_be_sent_ends_its_request_alone(what: str) -> None:
+    bench = Bench()
+    gone, other = bench.ask(name="a"), bench.ask(name="b")
+    work, beside = bench.works
+    handles = (Handle(gone.handle),)
+    if what == "admit":
+        effects = bench.core.too_long(COORDINATOR, Admit(work), "too long")
+    elif what == "accepted":
+        effects = bench.core.too_long(F0, Accepted(handles, 2), "too long")
+    else:
+        effects = bench.core.too_long(F0, TextDeltas(pack_i32(handles), b"", b"", b"", [""]), "too long")
+    for effect in effects:
+        bench._perform(effect)
+    assert gone.refused is not None
+    assert (gone.refused.kind, gone.refused.message) == (ErrorKind.INTERNAL, "too long")
+    assert what == "admit" or bench.aborted == {work.request_id}
+    bench.core.check()
+    bench.generate(beside, 0, len(ANSWER))
+    assert other.end is not None
+    assert not bench.core.by_handle
