@@ -106,7 +106,7 @@ def test_rows_with_many_log_probabilities_make_several_messages() -> None:
 
 
 def test_details_of_one_row_stay_with_it() -> None:
-    output = Output(0)
+    output = Output(0, 0)
     columns = LogprobColumns(0, b"x" * (MOST + 1), b"")
     for handle in (1, 2):
         output.seal(DETOKENIZER)
