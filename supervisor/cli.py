@@ -18,7 +18,19 @@ from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.flags import settings
 from meshlm.supervisor.vllm_flags import did_you_mean, with_dashes, with_json
 
-COMMANDS = ("serve", "launch", "scale", "status", "restart", "drain", "bench", "chat", "keys", "collect_env")
+COMMANDS = (
+    "serve",
+    "launch",
+    "scale",
+    "status",
+    "restart",
+    "drain",
+    "bench",
+    "chat",
+    "complete",
+    "keys",
+    "collect_env",
+)
 
 
 class _OneLineParser(argparse.ArgumentParser):

@@ -1,0 +1,161 @@
+"""What `meshlm chat` and `meshlm complete` share: the server that is asked, and its answer as it comes. The standard library's HTTP
+client is all it needs."""
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from meshlm.supervisor.errors import StartError, UsageError
+
+Json = dict[str, Any]
+
+
+class Server(NamedTuple):
+    """Where requests go."""
+
+    is_tls: bool
+    host: str
+    port: int
+    base: str  # what stands before /chat/completions
+    key: str
+
+    def request(self, method: str, path: str, body: Json | None = None) -> http.client.HTTPResponse:
+        """The answer's status is 200. StartError."""
+        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=600)
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        try:
+            connection.request(method, self.base + path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise StartError(_error_text(response.read()) or f"{self}: HTTP {response.status}")
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a header that cannot be sent
+            raise self.failure(error) from None
+        return response
+
+    def failure(self, error: Exception) -> StartError:
+        return StartError(f"no answer from {self}: {error}")
+
+    def __str__(self) -> str:
+        return f"http{'s' * self.is_tls}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{self.base}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of both commands."""
+    parser.add_argument("--url", help="of the server, instead of --host and --port: http://localhost:8000/v1")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model-name", help="default: the server's first")
+    parser.add_argument("--api-key", help="default: MESHLM_API_KEY or OPENAI_API_KEY")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--stats", action="store_true", help="time to first token and tokens per second of each answer")
+
+
+def server_of(arguments: argparse.Namespace) -> Server:
+    """UsageError for what is no address."""
+    environment = (os.environ.get(name) for name in ("MESHLM_API_KEY", "OPENAI_API_KEY"))
+    key = arguments.api_key or next(filter(None, environment), "")
+    if arguments.url is None:
+        return Server(False, arguments.host, arguments.port, "/v1", key)
+    try:
+        url = urlsplit(arguments.url)
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = None
+    if not host or url.scheme not in ("http", "https") or url.query or not url.path.isascii() or " " in url.path:
+        raise UsageError(f"--url {arguments.url}: must be like http://localhost:8000/v1")
+    is_tls = url.scheme == "https"
+    return Server(is_tls, host, port or (443 if is_tls else 80), url.path.rstrip("/"), key)
+
+
+def model_of(server: Server, arguments: argparse.Namespace) -> str:
+    """--model-name, or the server's first."""
+    if arguments.model_name:
+        return str(arguments.model_name)
+    response = server.request("GET", "/models")
+    try:
+        return str(json.loads(response.read())["data"][0]["id"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        raise server.failure(error) from None
+
+
+def prompts(once: str | None) -> Iterator[str]:
+    """What is asked: this once, or line by line until an empty one."""
+    if once:
+        yield once
+        return
+    print("Empty line or Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            return
+        except UnicodeDecodeError as error:
+            raise UsageError(f"what is typed must be UTF-8: {error.reason}") from None
+        if not text.strip():
+            return
+        yield text
+
+
+def show(
+    server: Server, path: str, body: Json, arguments: argparse.Namespace, text_of: Callable[[Json], object]
+) -> str:
+    """Ask, print the text of each choice as it comes, and give all of it."""
+    body = {**body, "stream": True}
+    for field in ("temperature", "max_tokens"):
+        if getattr(arguments, field) is not None:
+            body[field] = getattr(arguments, field)
+    if arguments.stats:
+        body["stream_options"] = {"include_usage": True}
+    begun, first, num_tokens, answer = time.perf_counter(), 0.0, 0, ""
+    for event in _events(server, path, body):
+        num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+        for choice in event.get("choices") or []:
+            piece = str(text_of(choice) or "")
+            if piece and not first:
+                first = time.perf_counter()
+            answer += piece
+            print(piece, end="", flush=True)
+    print()
+    if arguments.stats and first:
+        took = time.perf_counter() - begun
+        print(f"TTFT: {(first - begun) * 1e3:.2f} ms")
+        print(f"TPS:  {num_tokens / took:.2f} tokens/s ({num_tokens} tokens in {took:.2f}s)")
+    return answer
+
+
+def _events(server: Server, path: str, body: Json) -> Iterator[Json]:
+    with server.request("POST", path, body) as response:
+        try:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if not data or data == "[DONE]" or not line.startswith(b"data:"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise StartError(_error_text(data.encode()) or "the server gave up")
+                yield event
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            TypeError,
+        ) as error:  # such as an answer that breaks off
+            raise server.failure(error) from None
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        found = json.loads(body)["error"]
+        return " ".join(str(found["message"] if isinstance(found, dict) else found).split())
+    except (ValueError, KeyError, TypeError):
+        return " ".join(body.decode(errors="replace").split())[:500]
