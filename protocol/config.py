@@ -211,7 +211,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
-    api_key: Annotated[tuple[str, ...], Meta(description="clients must send one of these as Bearer token")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="clients must send one of these as Bearer token", extra={"repeat": True})
+    ] = ()
     frontends: Annotated[
         int,
         Meta(ge=0, le=256, description="HTTP processes; 0: one for each rank, as far as there are 8 cores for each"),

@@ -5,9 +5,11 @@ MODEL is a folder, a .gguf file, a hub name, or nothing: then the SmolLM2 that t
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec, RopeSpec
@@ -85,6 +87,12 @@ def _check(spec: ModelSpec, path: Path) -> None:
     for name in (*_POSITIVE, "max_position_embeddings"):
         if getattr(spec, name) < 1:
             raise ModelFilesError(f"{path}: {name} is {getattr(spec, name)}; it must be positive")
+    for name, value in (*msgspec.structs.asdict(spec).items(), *msgspec.structs.asdict(spec.rope).items()):
+        if any(
+            isinstance(one, float) and not math.isfinite(one)
+            for one in (value if isinstance(value, tuple) else (value,))
+        ):
+            raise ModelFilesError(f"{path}: {name} is {value}; it must be a finite number")
     heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     if heads % kv_heads:
         raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
@@ -226,6 +234,8 @@ def _defaults(settings: dict[str, Any], where: str) -> dict[str, float | int]:
 def _check_number(value: Any, name: str, where: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ModelFilesError(f"{where}: {name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ModelFilesError(f"{where}: {name} is {value}; it must be a finite number")
 
 
 def generation_defaults(of_model: dict[str, float | int], source: str, override: str) -> dict[str, float | int]:
@@ -305,7 +315,12 @@ def parse_config(config: dict[str, Any], path: Path) -> ModelSpec:
     except KeyError as error:
         raise ModelFilesError(f"{path}/config.json: key {error} is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ModelFilesError(f"{path}/config.json: {error}") from None
+        odd = [
+            f"{key} is {value}"
+            for key, value in config.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
+        raise ModelFilesError(f"{path}/config.json: {', '.join(odd) or error}") from None
 
 
 def _sliding(config: dict[str, Any], architecture: str, layers: int) -> tuple[int, tuple[bool, ...]]:

@@ -21,6 +21,7 @@ import msgspec
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.streams import as_json, forgiving
+from meshlm.supervisor.vllm_env import API_KEYS
 
 FOLDER = {
     Role.FRONTEND: "frontend",
@@ -57,8 +58,6 @@ SPINS = "1000"
 
 
 MAX_LINE_BYTES = 64 << 10
-KEYS = ("MESHLM_API_KEY", "VLLM_API_KEY")
-"""Variables that hold secrets; no child gets them."""
 
 
 class Child:
@@ -77,7 +76,7 @@ class Child:
         self._text = -1  # with --log-format json, the end of a pipe: what it writes to stdout and stderr
         self._begun = b""  # a line of it
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        for name in KEYS:
+        for name in API_KEYS:  # secrets, which frontends have in their configuration
             environment.pop(name, None)
         if identity.role is Role.WORKER and "OMP_WAIT_POLICY" not in environment:
             environment.setdefault("GOMP_SPINCOUNT", SPINS)

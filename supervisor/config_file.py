@@ -41,11 +41,12 @@ def expand(words: Sequence[str]) -> list[str]:
             continue
         if file.endswith(YAML):
             del found[place : place + count]
-            return [*found[:1], *_yaml_words(file), *found[1:]]
+            return [*found[:1], *_yaml_words(file, typed=found), *found[1:]]
     return found
 
 
-def _yaml_words(file: str) -> list[str]:
+def _yaml_words(file: str, typed: Sequence[str]) -> list[str]:
+    """A flag that was typed too is left out: those that may be repeated would add up."""
     import yaml  # of those that ask for it alone
 
     try:
@@ -57,6 +58,8 @@ def _yaml_words(file: str) -> list[str]:
     words: list[str] = []
     for name, value in tree.items():
         plain = str(name).replace("_", "-")
+        if any(word.partition("=")[0] == f"--{plain}" for word in typed):
+            continue
         words += _words_of("--model" if plain == "model-tag" else f"--{plain}", value)
     return words
 

@@ -5,7 +5,8 @@ what a setting means.
 """
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -97,17 +98,21 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
         (each, _) = get_args(kind)
         if get_origin(each) is Literal:
             return {"nargs": "+", "choices": get_args(each)}
-        return {"nargs": "+", "type": each, "metavar": metavar}
+        return {"nargs": "+", "type": each, "metavar": metavar, "action": "extend" if "repeat" in extra else "store"}
     return {"type": kind, "metavar": metavar}
 
 
-def build(values: dict[str, object], toml_file: str | None) -> MeshConfig:
-    """The tree from flags (they win) over the TOML file over the defaults. UsageError names the flag or key."""
+def build(
+    values: dict[str, object], toml_file: str | None, environment: Mapping[str, object] | None = None
+) -> MeshConfig:
+    """The tree from flags (they win) over the TOML file over the environment over the defaults. UsageError names the flag or key."""
     sections: dict[str, dict[str, object]] = {}
     known = {setting.name: setting for setting in settings()}
-    for name, value in {**config_file.read_toml(toml_file, known), **values}.items():
+    for name, value in {**(environment or {}), **config_file.read_toml(toml_file, known), **values}.items():
         if name in known:
             value = tuple(_listed(known[name], value)) if isinstance(value, list) else value
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{known[name].flag} {value}: must be a finite number")
             sections.setdefault(known[name].section, {})[name] = value
     try:
         return msgspec.convert(sections, MeshConfig)

@@ -4,9 +4,11 @@
 background thread (background.py). The children are programs of their own, so a script needs no `__main__` guard.
 """
 
+import os
 import random
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +18,7 @@ from tqdm import tqdm
 
 from meshlm.protocol.columns import ints
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
-from meshlm.supervisor import flags, layout, resolve
+from meshlm.supervisor import flags, layout, resolve, vllm_env
 from meshlm.supervisor.arguments import settings_of
 from meshlm.supervisor.background import Background
 from meshlm.supervisor.client import name_of
@@ -37,7 +39,9 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         given = {**OFFLINE, **settings_of(settings), "model": model}
-        config = flags.build(given, None)
+        config = flags.build(given, None, vllm_env.settings_of(os.environ))
+        if idle := vllm_env.without_effect(os.environ):
+            warnings.warn(idle, stacklevel=2)
         layout.check_alone(config)
         self._config = resolve.resolve(config)
         self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one

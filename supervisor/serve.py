@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import uvloop
 import meshlm.runtime.structlog_alone  # noqa: F401  # before what imports structlog
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime import logs, streams
-from meshlm.supervisor import flags, io, joining, layout, resolve, rundir
+from meshlm.supervisor import flags, io, joining, layout, resolve, rundir, vllm_env
 from meshlm.supervisor.display import StartDisplay
 
 
@@ -29,12 +30,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = flags.build(vars(arguments), arguments.config)
+    config = flags.build(vars(arguments), arguments.config, vllm_env.settings_of(os.environ))
     if config.run.log_format == "json":
         streams.json_from_here()
-    api_key = os.environ.get("MESHLM_API_KEY")
-    if api_key and not config.server.api_key:
-        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=(api_key,)))
+    if idle := vllm_env.without_effect(os.environ):
+        print(f"meshlm: {idle}", file=sys.stderr)
+    config = with_keys(config)
     layout.check(config)
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
@@ -52,6 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
                 joining.wait_for_head(config, until, display)
             uvloop.run(_serve(config, display))
     return 0
+
+
+def with_keys(config: MeshConfig) -> MeshConfig:
+    """The tree with the keys of the flag, the file or the environment. UsageError for an empty one: anybody could have it."""
+    keys = config.server.api_key or vllm_env.api_keys(os.environ)
+    for key in keys:
+        vllm_env.check_key("--api-key", key)
+    return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=keys))
 
 
 def run_dir(config: MeshConfig) -> Path:

@@ -151,3 +151,18 @@ def test_weights_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wei
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve_model("owner/name").load_format == ("safetensors" if asked == 1 else "pt")
     assert len(calls) == asked
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "hidden_size"])
+def test_a_number_that_is_none_is_named(tmp_path: Path, key: str, word: str) -> None:
+    """JSON has no such numbers, but Python writes and reads them."""
+    text = json.dumps({**CONFIG, key: 7777}).replace("7777", word)
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelFilesError, match=rf"{key.removeprefix('rope_')} is (nan|inf)"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "generation_config.json").write_text(f'{{"temperature": {word}}}')
+    with pytest.raises(ModelFilesError, match=r"generation_config.json: temperature is (nan|inf)"):
+        resolve_model(str(tmp_path))

@@ -1,0 +1,114 @@
+"""The environment of `vllm serve`: variables that mean what one of our settings means are honoured, the others that are set are named.
+
+A flag and a file (--config) win over a variable, MESHLM_API_KEY over VLLM_API_KEY. Called by serve.py.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+from meshlm.supervisor.errors import UsageError
+
+LEVELS = {"critical": "error", "fatal": "error", "warn": "warning"}
+
+HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
+    "VLLM_LOGGING_LEVEL": ("log_level", lambda text: LEVELS.get(text.lower(), text.lower())),
+    "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
+    "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", float),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", float),
+}
+"""Variable -> our setting, and how its text is read."""
+
+API_KEYS = ("MESHLM_API_KEY", "VLLM_API_KEY")
+"""The first that is set counts, where no flag or file gives a key."""
+
+FULFILLED = {
+    "VLLM_DISABLE_LOG_LOGO",
+    "VLLM_DO_NOT_TRACK",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_USAGE_SOURCE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "VLLM_USE_V1",
+    "VLLM_BUILD_COMMIT",
+    "VLLM_BUILD_PIPELINE",
+    "VLLM_BUILD_URL",
+    "VLLM_IMAGE_TAG",
+    "VLLM_MAIN_CUDA_VERSION",
+    "VLLM_TARGET_DEVICE",
+    "VLLM_DOCKER_BUILD_CONTEXT",
+}
+"""They ask for what is the case (nothing is collected or sent, every part is a process), or say how vLLM was built."""
+
+INSTEAD = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "the model's context is the limit",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "see --disable-custom-all-reduce",
+    "VLLM_ATTENTION_BACKEND": "--attention-backend",
+    "VLLM_BATCH_INVARIANT": "results may depend on the batch",
+    "VLLM_CACHE_ROOT": "XDG_CACHE_HOME and TRITON_CACHE_DIR",
+    "VLLM_CONFIGURE_LOGGING": "--log-level and --log-format",
+    "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory 4G",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "--cpu-threads",
+    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads",
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "answers are never logged",
+    "VLLM_DP_MASTER_IP": "--master-addr",
+    "VLLM_DP_MASTER_PORT": "--master-port",
+    "VLLM_DP_RANK": "--data-parallel-start-rank",
+    "VLLM_DP_SIZE": "--data-parallel-size",
+    "VLLM_HOST_IP": "--listen, --advertise-host",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections stay open for 75 s",
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "what dies is started again",
+    "VLLM_LOGGING_CONFIG_PATH": "--log-level and --log-format",
+    "VLLM_LOGGING_PREFIX": "--log-format json names the process",
+    "VLLM_LOGGING_STREAM": "logs go to stderr",
+    "VLLM_LOG_STATS_INTERVAL": "GET /metrics",
+    "VLLM_PORT": "--mesh-port-range",
+    "VLLM_SERVER_DEV_MODE": "there are no development endpoints",
+    "VLLM_USE_MODELSCOPE": "models come from the Hugging Face hub",
+}
+"""Without effect, and what there is instead."""
+
+KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+"""It sets these in every container where there is a service with such a name, and VLLM_PORT=tcp://..."""
+
+
+def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
+    """By the name of the setting. UsageError names the variable."""
+    found: dict[str, object] = {}
+    for variable, (setting, read) in HONOURED.items():
+        if text := environment.get(variable):
+            try:
+                found[setting] = read(text)
+            except ValueError:
+                raise UsageError(f"{variable}={text}: must be a number") from None
+    return found
+
+
+def api_keys(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The key of the environment. UsageError for one that is set and empty: the server would be open."""
+    for variable in API_KEYS:
+        if variable in environment:
+            check_key(variable, environment[variable])
+            return (environment[variable],)
+    return ()
+
+
+def check_key(where: str, key: str) -> None:
+    """UsageError unless clients can send it."""
+    if not key:
+        raise UsageError(f"{where}: the key is empty; give one, or leave it out for a server that is open to all")
+    if key != key.strip() or not key.isprintable():
+        raise UsageError(
+            f"{where}: no client can send a key with a line break, or with a space at its beginning or end"
+        )
+
+
+def without_effect(environment: Mapping[str, str]) -> str:
+    """One line that names the variables that are set and do nothing; "" when there are none."""
+    known = {*HONOURED, *API_KEYS, *FULFILLED}
+    found = [name for name in sorted(environment) if name.startswith("VLLM_") and name not in known]
+    said = [
+        name + (f" ({INSTEAD[name]})" if name in INSTEAD else "")
+        for name in found
+        if not (KUBERNETES.fullmatch(name) or (name.endswith("_PORT") and "://" in environment[name]))
+    ]
+    return f"set in the environment and without effect: {', '.join(said)}" if said else ""
