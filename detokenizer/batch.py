@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from meshlm.detokenizer.decode import TokenTable
+from meshlm.detokenizer.decode import LONGEST_BEGIN, TokenTable
 from meshlm.detokenizer.stream import Stream
 from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
@@ -75,10 +75,13 @@ class FrontendBatch:
         if row in deltas.first:
             self.first[place] = deltas.first[row]
         if row in deltas.logprobs:
-            self.logprobs[place] = positions(deltas.logprobs[row], taken, table, skip)
+            sizes = stream.num_chars(table, len(taken))
+            self.logprobs[place] = positions(deltas.logprobs[row], stream.emitted, sizes, table, skip)
             self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
-            of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt[1:], table)
+            reader = table.decoder(skip_special_tokens=False)
+            _, *sizes = (len(reader.push(token)) for token in stream.prompt)
+            of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt, sizes, table)
             self.prompt_logprobs[place] = [None, *of_prompt]
             self.num_bytes += num_bytes(of_prompt)
         if stream.submit.retry is not None:
@@ -144,23 +147,26 @@ def num_bytes(found: Sequence[PositionLogprobs | None]) -> int:
 
 
 def positions(
-    columns: LogprobColumns, tokens: "array[int] | list[int]", table: TokenTable, first: int = 0
+    columns: LogprobColumns, ids: "array[int]", sizes: list[int], table: TokenTable, first: int = 0
 ) -> list[PositionLogprobs]:
-    """One entry for each position, with the tokens' texts. `first`: of the tokens, in the columns."""
+    """One entry for each of the last of `ids`, as many as there are `sizes`: the characters that each brings to the text. `first`: of
+    them, in the columns."""
     logprobs, ranks = unpack_f32(columns.logprobs), unpack_i32(columns.ranks)
     width = columns.width
     top_ids, top_logprobs = unpack_i32(columns.top_ids), unpack_f32(columns.top_logprobs)
-
-    def entry(token: int, logprob: float, rank: int) -> TokenLogprob:
-        text, data = table.show(token)
-        return TokenLogprob(token, logprob, rank, text, data)
-
     found = []
-    for place, token in enumerate(tokens, first):
+    for place, num_chars in enumerate(sizes, first):
+        at = len(ids) - len(sizes) + place - first
+        pending = table.pending(ids[max(0, at - LONGEST_BEGIN) : at])
+
+        def entry(token: int, logprob: float, rank: int, pending: bytes = pending) -> TokenLogprob:
+            text, data = table.show(token, pending)
+            return TokenLogprob(token, logprob, rank, text, data)
+
         top = [
             entry(top_ids[place * width + k], top_logprobs[place * width + k], k + 1)
             for k in range(width)
             if top_ids[place * width + k] >= 0
         ]
-        found.append(PositionLogprobs(entry(token, logprobs[place], ranks[place]), tuple(top)))
+        found.append(PositionLogprobs(entry(ids[at], logprobs[place], ranks[place]), num_chars, tuple(top)))
     return found

@@ -6,6 +6,7 @@ are the beginning of a character; invalid ones become U+FFFD at once, as in a de
 """
 
 import codecs
+from array import array
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -14,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
+LONGEST_BEGIN = 3  # bytes of a character that is not whole, and so the most tokens that they can come from
 
 
 class Decoder(Protocol):
@@ -89,14 +91,32 @@ class TokenTable:
             found = self._kept[keep] = (texts, skip)
         return found
 
-    def show(self, token: int) -> tuple[str, bytes]:
-        """A token by itself, for logprobs: text with U+FFFD for cut characters, and bytes."""
+    def show(self, token: int, pending: bytes = b"") -> tuple[str, bytes]:
+        """A token for logprobs: its text, without a character that goes on behind it and with one that began before it (`pending`),
+        and its own bytes."""
         if not 0 <= token < len(self):
             return "", b""
         text = self.text[token]
         if text is not None:
             return text, text.encode()
-        return self.cut[token].decode("utf-8", "replace"), self.cut[token]
+        return _utf8("replace").decode(pending + self.cut[token]), self.cut[token]
+
+    def pending(self, before: "array[int]") -> bytes:
+        """The bytes of a character that is not whole after these tokens; the last LONGEST_BEGIN of all say it."""
+        data = b""
+        for token in reversed(before):
+            if token not in self.cut:
+                break
+            data = self.cut[token] + data
+        if not data:
+            return b""
+        reader = _utf8("replace")
+        reader.decode(data)
+        return reader.getstate()[0]
+
+    def name(self, token: int) -> str:
+        """The vocabulary's own string of a token, such as "Ġthe"; empty where it has none."""
+        return self.tokenizer.id_to_token(token) or ""
 
 
 def _alphabet_bytes(token: str) -> bytes:

@@ -20,14 +20,15 @@ def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> 
     if not submit.want_text:
         return Accepted(handles, len(prompt), ids, arrival_s=arrival_s, num_told=num_told)
     text = table.tokenizer.decode(list(prompt), skip_special_tokens=False)
-    return Accepted(handles, len(prompt), ids, text, table.show(prompt[0])[0], arrival_s, num_told)
+    first = table.decoder(skip_special_tokens=False).push(prompt[0])
+    return Accepted(handles, len(prompt), ids, text, first, arrival_s, num_told)
 
 
 def tokenized(ask: Tokenize, event: Encoded, table: TokenTable, max_model_len: int) -> TokenizeReply:
     if event.error is not None:
         return TokenizeReply(ask.handle, error=event.error.message, param=event.error.param)
     assert event.token_ids is not None
-    strings = tuple(table.show(token)[0] for token in event.token_ids) if ask.want_strings else ()
+    strings = tuple(map(table.name, event.token_ids)) if ask.want_strings else ()
     return TokenizeReply(ask.handle, event.token_ids.tobytes(), strings, max_model_len)
 
 

@@ -47,7 +47,9 @@ class Stream:
         "heard",
         "hidden",
         "logprobs",
+        "measured",
         "num_crashes",
+        "num_measured",
         "num_told",
         "place",
         "prompt",
@@ -95,6 +97,8 @@ class Stream:
         self.stop: StopFinder | None = None
         self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
         self.place = 0
+        self.measured: Decoder | None = None  # of those that want logprobs: has read `num_measured` tokens
+        self.num_measured = 0
         self.slow = False  # its tokens need more than a look-up and a row of their own
         # Only with a Retry: what is needed to send everything again.
         self.arrival_s = submit.arrival_s  # of the connection that has it
@@ -148,6 +152,14 @@ class Stream:
         end = len(self.emitted)
         inner = {*range(start, end, piece_len(self.sampling.logprobs)), self.cut}
         return [start, *sorted(place for place in inner if start < place < end), end]
+
+    def num_chars(self, table: TokenTable, count: int) -> list[int]:
+        """How many characters each of the newest tokens brings to the text, stop strings apart."""
+        if self.measured is None:
+            self.measured = self._reader(table)[0]
+        sizes = [len(self.measured.push(token)) for token in self.emitted[self.num_measured :]]
+        self.num_measured = len(self.emitted)
+        return sizes[len(sizes) - count :]
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

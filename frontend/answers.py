@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend import reading, reasoning
+from meshlm.frontend import nulls, reading, reasoning
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError, error_object
 from meshlm.frontend.logprobs import (
@@ -88,10 +88,18 @@ class Answer:
         return by_id(positions) if self.ask.tokens_as_ids else positions
 
     def prompt_ids(self, choice: Choice) -> Json:
-        if not self.ask.return_token_ids:
-            return {}
         ids = self.prompt[choice.prompt_index].prompt_token_ids
-        return {"prompt_token_ids": memoryview(ids).cast("i").tolist()}
+        return {"prompt_token_ids": memoryview(ids).cast("i").tolist() if self.ask.return_token_ids else None}
+
+    def prompt_text(self, choice: Choice) -> Json:
+        return {"prompt_text": self.prompt[choice.prompt_index].prompt_text if self.ask.return_prompt_text else None}
+
+    def echoed(self, choice: Choice, positions: Sequence[PositionLogprobs | None]) -> Json | None:
+        """The logprobs of an echoed prompt, if they are wanted."""
+        if self.ask.logprobs < 0:
+            return None
+        accepted = self.prompt[choice.prompt_index]
+        return echoed_logprobs(self.shown(positions), accepted, self.ask.logprobs, self.ask.tokens_as_ids)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -139,9 +147,11 @@ class WholeAnswer(Answer):
         kept = self._best()
         entries = [self._entry(choice, index) for index, choice in enumerate(kept)]
         kind = "chat.completion" if self.ask.is_chat else "text_completion"
-        rest: Json = {"usage": self.usage(), "system_fingerprint": None}
+        usage = self.usage()
+        usage["prompt_tokens_details"] |= nulls.PROMPT_DETAILS
+        rest: Json = {**nulls.ANSWER, "usage": usage}
         if self.ask.is_chat:
-            rest |= self._of_prompt(kept[0])
+            rest = {**nulls.CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
         return _encode({**self.frame(kind, entries), **rest})
 
     def _best(self) -> list[Choice]:
@@ -163,16 +173,15 @@ class WholeAnswer(Answer):
         finished = choice.finished
         assert finished is not None
         text = "" if self.ask.prompt_only else "".join(self._texts.get(choice.index, []))
-        entry: Json = {"index": index}
-        accepted = self.prompt[choice.prompt_index]
+        entry: Json = {"index": index, **(nulls.CHOICE if self.ask.is_chat else nulls.TEXT_CHOICE)}
         if self.ask.is_chat:
-            entry["message"] = {"role": "assistant", **self._said(choice, text), "refusal": None}
+            entry["message"] = {"role": "assistant", **nulls.MESSAGE, **self._said(choice, text)}
             positions = self._logprobs.get(choice.index)
             wanted = self.ask.logprobs >= 0 and positions is not None
             entry["logprobs"] = chat_logprobs(self.shown(positions or [])) if wanted else None
         else:
-            entry["text"] = accepted.prompt_text + text if self.ask.echo else text
-            entry["logprobs"] = self._completion_logprobs(choice, accepted)
+            entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.ask.echo else text
+            entry["logprobs"] = self._completion_logprobs(choice)
             entry |= self._of_prompt(choice)
         entry["finish_reason"] = visible_reason(finished, bool(entry.get("message", {}).get("tool_calls")))
         entry["stop_reason"] = finished.stop_reason
@@ -195,19 +204,19 @@ class WholeAnswer(Answer):
     def _of_prompt(self, choice: Choice) -> Json:
         """What is asked for of the prompt: beside a chat's choices, in each choice of a completion."""
         found = self.prompt_ids(choice)
-        shown = self.ask.echo and self.ask.logprobs >= 0  # in choices[].logprobs
-        if choice.index in self._prompt_logprobs and not shown:
-            found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs[choice.index])
+        if self.ask.prompt_logprobs >= 0:  # a prompt of one token has none
+            found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs.get(choice.index, [None]))
         return found
 
-    def _completion_logprobs(self, choice: Choice, accepted: Accepted) -> Json | None:
-        if self.ask.logprobs < 0:
-            return None
+    def _completion_logprobs(self, choice: Choice) -> Json | None:
         positions = [] if self.ask.prompt_only else self.shown(self._logprobs.get(choice.index, []))
         if not self.ask.echo:
-            return completion_logprobs(positions, 0)
-        of_prompt = echoed_logprobs(self.shown(self._prompt_logprobs.get(choice.index, [])), accepted)
-        of_output = completion_logprobs(positions, len(accepted.prompt_text))
+            return completion_logprobs(positions, 0, self.ask.logprobs) if self.ask.logprobs >= 0 else None
+        of_prompt = self.echoed(choice, self._prompt_logprobs.get(choice.index, []))
+        if of_prompt is None:
+            return None
+        offset = len(self.prompt[choice.prompt_index].prompt_text)
+        of_output = completion_logprobs(positions, offset, self.ask.logprobs)
         return {key: of_prompt[key] + of_output[key] for key in of_prompt}
 
 
@@ -233,6 +242,7 @@ class StreamAnswer(Answer):
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
         self._plain = not (ask.return_token_ids or ask.continuous_usage)
+        self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if ask.is_chat else nulls.TEXT_CHUNK_CHOICE)}
 
     def row(
         self,
@@ -289,17 +299,18 @@ class StreamAnswer(Answer):
             self._readers[index] = Reader(self.ask, self.request_id, index)
         mark = "\x00"
         delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
-        event = self._event([{"index": index, **delta, "logprobs": None, "finish_reason": None}])
+        event = self._event([{"index": index, **delta, **self._nothing}])
         prefix, suffix = event.split(_encode(mark))
         self._affixes[index] = (prefix, suffix)
-        token_ids: Json = {"token_ids": []} if self.ask.return_token_ids else {}
+        nothing = {**self._nothing, "token_ids": [] if self.ask.return_token_ids else None}
+        usage = self._usage_so_far(choice, 0)
         if self.ask.is_chat:
             delta = {"delta": {"role": "assistant", "content": self.ask.begins_with}}
-            first = {"index": index, **delta, "logprobs": None, "finish_reason": None, **token_ids}
-            self._emit(choice, self._event([first], self.prompt_ids(choice)), 0)
+            of_prompt = {**self.prompt_ids(choice), **self.prompt_text(choice)}
+            self._emit(choice, self._event([{"index": index, **delta, **nothing}], {**of_prompt, **usage}), 0)
         elif self.ask.echo or self.ask.return_token_ids:
-            first = {"index": index, **self._echo(choice, prompt_logprobs), "finish_reason": None, **token_ids}
-            self._emit(choice, self._event([{**first, **self.prompt_ids(choice)}]), 0)
+            first = {"index": index, **nothing, **self._echo(choice, prompt_logprobs), **self.prompt_ids(choice)}
+            self._emit(choice, self._event([first], usage), 0)
 
     def _echo(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
@@ -307,9 +318,7 @@ class StreamAnswer(Answer):
             return {"text": "", "logprobs": None}
         accepted = self.prompt[choice.prompt_index]
         self._offsets[choice.index] = len(accepted.prompt_text)
-        wanted = self.ask.logprobs >= 0
-        logprobs = echoed_logprobs(self.shown(prompt_logprobs or []), accepted) if wanted else None
-        return {"text": accepted.prompt_text, "logprobs": logprobs}
+        return {"text": accepted.prompt_text, "logprobs": self.echoed(choice, prompt_logprobs or [])}
 
     def _general(
         self,
@@ -319,30 +328,40 @@ class StreamAnswer(Answer):
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
     ) -> None:
-        entry: Json = {"index": choice.index}
+        entry: Json = {"index": choice.index, **self._nothing}
         if self.ask.is_chat:
             entry["delta"] = self._delta(choice, text, finished)
             if not entry["delta"] and finished is None and logprobs is None and self._plain:
                 return  # what came may be a part of a tag
-            entry["logprobs"] = chat_logprobs(self.shown(logprobs)) if logprobs else None
+            if logprobs:
+                entry["logprobs"] = chat_logprobs(self.shown(logprobs))
         else:
             entry["text"] = text
-            entry["logprobs"] = self._completion_logprobs(choice, logprobs) if logprobs else None
+            if logprobs:
+                entry["logprobs"] = self._completion_logprobs(choice, logprobs)
         reader = self._readers.get(choice.index)
         calls = reader is not None and reader.num_calls > 0
-        entry["finish_reason"] = visible_reason(finished, calls) if finished is not None else None
         if finished is not None:
+            entry["finish_reason"] = visible_reason(finished, calls)
             entry["stop_reason"] = finished.stop_reason
         if self.ask.return_token_ids:
             entry["token_ids"] = token_ids.tolist()
-        event = self._event([entry], {"usage": self.usage()} if self.ask.continuous_usage else {})
+        event = self._event([entry], self._usage_so_far(choice, len(choice.token_ids)))
         self._emit(choice, event, ended=finished is not None)
 
     def _completion_logprobs(self, choice: Choice, logprobs: list[PositionLogprobs]) -> Json:
         """Offsets go on behind the tokens before, as in a whole answer: however many tokens a row brings, they are the same."""
-        found = completion_logprobs(self.shown(logprobs), self._offsets.get(choice.index, 0))
-        self._offsets[choice.index] = found["text_offset"][-1] + len(found["tokens"][-1])
-        return found
+        offset = self._offsets.get(choice.index, 0)
+        self._offsets[choice.index] = offset + sum(position.num_chars for position in logprobs)
+        return completion_logprobs(self.shown(logprobs), offset, self.ask.logprobs)
+
+    def _usage_so_far(self, choice: Choice, num_tokens: int) -> Json:
+        """Of one choice, in each of its chunks, where that is wanted."""
+        if not self.ask.continuous_usage:
+            return {}
+        prompt = self.prompt[choice.prompt_index].num_prompt_tokens
+        output = 0 if self.ask.prompt_only else num_tokens
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}}
 
     def _delta(self, choice: Choice, text: str, finished: Finished | None) -> Json:
         reader = self._readers.get(choice.index)

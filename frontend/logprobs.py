@@ -17,7 +17,7 @@ def by_id(positions: Sequence[Position]) -> list[Position]:
     def named(token: TokenLogprob) -> TokenLogprob:
         return msgspec.structs.replace(token, text=f"token_id:{token.token_id}")
 
-    return [p and PositionLogprobs(named(p.token), tuple(named(top) for top in p.top)) for p in positions]
+    return [p and PositionLogprobs(named(p.token), p.num_chars, tuple(map(named, p.top))) for p in positions]
 
 
 def _token_entry(token: TokenLogprob) -> Json:
@@ -31,39 +31,44 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> Json:
     }
 
 
-def completion_logprobs(positions: Sequence[PositionLogprobs | None], offset: int, first: str = "") -> Json:
-    """choices[].logprobs of a completion; None stands for a prompt's first token, whose text is `first`."""
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
+def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int, num_top: int) -> Json:
+    """choices[].logprobs of a completion. `offset` is where the first token's text begins."""
+    tops: list[dict[str, float]] = []
     offsets: list[int] = []
     for position in positions:
         offsets.append(offset)
-        if position is None:
-            tokens.append(first)
-            values.append(None)
-            tops.append(None)
-            offset += len(first)
-            continue
-        tokens.append(position.token.text)
-        values.append(max(position.token.logprob, -9999.0))
-        chosen = {position.token.text: max(position.token.logprob, -9999.0)}
-        tops.append({**{top.text: max(top.logprob, -9999.0) for top in position.top}, **chosen})
-        offset += len(position.token.text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        offset += position.num_chars
+        top: dict[str, float] = {}
+        for token in (position.token, *position.top[:num_top]):  # the likeliest of those whose text is the same stays
+            top.setdefault(token.text, max(token.logprob, -9999.0))
+        tops.append(top)
+    return {
+        "tokens": [position.token.text for position in positions],
+        "token_logprobs": [max(position.token.logprob, -9999.0) for position in positions],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
 
 
-def echoed_logprobs(positions: Sequence[PositionLogprobs | None] | None, accepted: Accepted) -> Json:
-    """choices[].logprobs of an echoed prompt; one of a single token has no positions."""
-    return completion_logprobs(positions or [None], 0, accepted.first_token_text)
+def echoed_logprobs(
+    positions: Sequence[PositionLogprobs | None], accepted: Accepted, num_top: int, as_ids: bool
+) -> Json:
+    """choices[].logprobs of an echoed prompt, whose first token has none; one of a single token has no positions."""
+    first = accepted.first_token_text
+    if as_ids:
+        first = f"token_id:{memoryview(accepted.prompt_token_ids).cast('i')[0]}"
+    others = [position for position in positions if position is not None]
+    rest = completion_logprobs(others, len(accepted.first_token_text), num_top)
+    begin = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {key: [begin[key], *values] for key, values in rest.items()}
 
 
 def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[Json | None]:
-    """vLLM's prompt_logprobs: per position, token id -> logprob, rank, text."""
+    """vLLM's prompt_logprobs: per position, token id -> logprob, rank, text; the prompt's own token first."""
 
     def entry(token: TokenLogprob) -> Json:
         return {"logprob": max(token.logprob, -9999.0), "rank": token.rank, "decoded_token": token.text}
 
     return [
-        None if p is None else {str(token.token_id): entry(token) for token in (*p.top, p.token)} for p in positions
+        None if p is None else {str(token.token_id): entry(token) for token in (p.token, *p.top)} for p in positions
     ]

@@ -28,6 +28,7 @@ from meshlm.frontend.errors import NOT_SERVED, HttpError
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.interval import Interval
+from meshlm.frontend.model_card import model_card
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -140,23 +141,11 @@ class Routes:
         return _json({"paths": list(answer.paths)})
 
     async def models(self, request: Request) -> Response:
-        entries = [self._model_entry(name) for name in self._backend.resolved.served_names]
+        entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
         return _json({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
-        return _json(self._model_entry(self._check_model(request.path_params["name"])))
-
-    def _model_entry(self, name: str) -> dict[str, Any]:
-        resolved = self._backend.resolved
-        return {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "meshlm",
-            "root": resolved.model_path,
-            "parent": None,
-            "max_model_len": resolved.max_model_len,
-        }
+        return _json(model_card(self._check_model(request.path_params["name"]), self._backend.resolved))
 
     async def load(self, request: Request) -> Response:
         return _json({"server_load": await self._backend.load()})

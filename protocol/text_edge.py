@@ -85,6 +85,7 @@ class PositionLogprobs(Struct, frozen=True, array_like=True):
     """The sampled (or prompt) token of one position, and the k likeliest there."""
 
     token: TokenLogprob
+    num_chars: int  # that the token brought to the text: none where its character goes on or it is not shown
     top: tuple[TokenLogprob, ...] = ()
 
 

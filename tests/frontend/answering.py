@@ -154,11 +154,11 @@ def logprob(token_id: int, value: float, text: str, rank: int = 1) -> TokenLogpr
     return TokenLogprob(token_id, value, rank, text, text.encode())
 
 
-HELLO = PositionLogprobs(logprob(7, -0.25, "Hé"), (logprob(7, -0.25, "Hé"), logprob(8, -1.5, "Oh", 2)))
-WORLD = PositionLogprobs(logprob(9, -2.0, " w", 2), (logprob(3, -0.5, " x"), logprob(4, float("-inf"), " y", 2)))
+HELLO = PositionLogprobs(logprob(7, -0.25, "Hé"), 2, (logprob(7, -0.25, "Hé"), logprob(8, -1.5, "Oh", 2)))
+WORLD = PositionLogprobs(logprob(9, -2.0, " w", 2), 2, (logprob(3, -0.5, " x"), logprob(4, float("-inf"), " y", 2)))
 OF_PROMPT: list[PositionLogprobs | None] = [
     None,
-    PositionLogprobs(logprob(6, -3.0, " you", 4), (logprob(2, -0.5, " me"),)),
+    PositionLogprobs(logprob(6, -3.0, " you", 4), 4, (logprob(2, -0.5, " me"),)),
 ]
 HELLO_CHAT = {
     "token": "Hé",
@@ -181,14 +181,14 @@ WORLD_CHAT = {
 BOTH_TEXT = {
     "tokens": ["Hé", " w"],
     "token_logprobs": [-0.25, -2.0],
-    "top_logprobs": [{"Hé": -0.25, "Oh": -1.5}, {" x": -0.5, " y": -9999.0, " w": -2.0}],
+    "top_logprobs": [{"Hé": -0.25, "Oh": -1.5}, {" w": -2.0, " x": -0.5, " y": -9999.0}],
     "text_offset": [0, 2],
 }
 PROMPT_JSON = [
     None,
     {
-        "2": {"logprob": -0.5, "rank": 1, "decoded_token": " me"},
         "6": {"logprob": -3.0, "rank": 4, "decoded_token": " you"},
+        "2": {"logprob": -0.5, "rank": 1, "decoded_token": " me"},
     },
 ]
 
@@ -199,6 +199,6 @@ def echoed_logprobs() -> Json:
     give(answer, 0, [9], " w", STOP, logprobs=[WORLD])
     (choice,) = body(answer)["choices"]
     assert choice["text"] == "Hi youHé w"
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] == PROMPT_JSON
     found: Json = choice["logprobs"]
     return found

@@ -73,7 +73,7 @@ def test_no_counts_means_one_token_each() -> None:
 def test_a_row_brings_what_belongs_to_it() -> None:
     desk = a_desk()
     client, _ = opened(desk, n=2)
-    at = [PositionLogprobs(TokenLogprob(1, -0.5, 1, " 1", b" 1"))]
+    at = [PositionLogprobs(TokenLogprob(1, -0.5, 1, " 1", b" 1"), 2)]
     end = Finished(1, FinishReason.STOP, "x", 1)
     batch = deltas(
         *((choice, 0, [1]) for choice in client.choices),

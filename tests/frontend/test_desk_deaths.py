@@ -313,7 +313,7 @@ def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens(monkeypatch:
     client, _ = opened(desk, n=2)
     with_key, without = client.choices
     with_key.submit = msgspec.structs.replace(with_key.submit, retry=Retry("0" * 32, b"b"))
-    some = [PositionLogprobs(TokenLogprob(token, -1.0, 1, word(token), b"")) for token in (1, 2, 3)]
+    some = [PositionLogprobs(TokenLogprob(token, -1.0, 1, word(token), b""), len(word(token))) for token in (1, 2, 3)]
     rows = ((with_key, 0, [1, 2]), (without, 0, [1, 2]))
     desk.deltas(deltas(*rows, logprobs={0: some[:2], 1: some[:2]}), D0, 1.0)
     desk.deltas(deltas((with_key, 2, [3]), logprobs={0: some[2:]}), D0, 2.0)

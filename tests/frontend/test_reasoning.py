@@ -94,7 +94,7 @@ def test_reasoning_can_be_left_out() -> None:
 
 def test_logprobs_of_a_held_piece_are_sent() -> None:
     answer, events, _ = streamed(asking(True, begins_with_reasoning=True, logprobs=0))
-    give(answer, 0, [7], "</thi", logprobs=[PositionLogprobs(logprob(7, -1.0, "</thi"))])
+    give(answer, 0, [7], "</thi", logprobs=[PositionLogprobs(logprob(7, -1.0, "</thi"), 0)])
     held = chunks(events, True)[-1]["choices"][0]
     assert (held["delta"], held["logprobs"]["content"][0]["token"]) == ({}, "</thi")
 

@@ -111,7 +111,7 @@ def test_whole_choices_in_order_whatever_comes_first(is_chat: bool) -> None:
 def test_whole_best_of_returns_the_likeliest_and_counts_all() -> None:
     answer, _ = whole(asking(False, num_choices=3, num_returned=2), num_prompts=2)
     for index, value in enumerate((-3.0, -1.0, -2.0, -0.5, -9.0, -0.1)):
-        at = [PositionLogprobs(logprob(7, value, "a")), PositionLogprobs(logprob(7, value, "a"))]
+        at = [PositionLogprobs(logprob(7, value, "a"), 1), PositionLogprobs(logprob(7, value, "a"), 1)]
         give(answer, index, [1, 2], str(index), LENGTH, logprobs=at)
     got = body(answer)
     assert [(choice["index"], choice["text"]) for choice in got["choices"]] == [(0, "1"), (1, "2"), (2, "5"), (3, "3")]
