@@ -11,7 +11,7 @@ from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
 
-ENTRY_BYTES = 30  # of a TokenLogprob without its text, which is there twice
+ENTRY_BYTES = 50  # of a TokenLogprob and its position, without its own bytes, which its text has again
 MAX_BATCH_BYTES = 16 << 20  # a batch that has more takes no further rows
 
 

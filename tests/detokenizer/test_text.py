@@ -1,6 +1,7 @@
 """Decoding, stop strings and tokenizers: nothing is emitted half, and the whole is what the library decodes."""
 
 import threading
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -9,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.detokenizer import tokenizer_files
+from meshlm.detokenizer.batch import positions
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.stops import StopFinder
+from meshlm.detokenizer.stream import Stream
 from meshlm.detokenizer.templates import ChatTemplate
-from meshlm.protocol.text_edge import ChatPrompt, TextPrompt
+from meshlm.protocol.columns import pack_f32, pack_i32
+from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.text_edge import ChatPrompt, Submit, TextPrompt
+from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.runtime.errors import RequestError
 
 TEXTS = [
@@ -22,6 +29,9 @@ TEXTS = [
     "def f(x):\n\treturn x**2",
     "<|im_start|>user\nhi<|im_end|>\n",
 ]
+
+
+SUBMIT = Submit((Handle(1),), (RequestId("r"),), TextPrompt("a"), SamplingParams(logprobs=0))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +75,67 @@ def test_bytes_are_kept_of_cut_characters_alone(table: TokenTable) -> None:
     assert 0 < len(table.cut) < len(table) // 50
     for token in range(len(table)):
         text, data = table.show(token)
-        assert data.decode("utf-8", "replace") == text
+        assert data.decode("utf-8", "replace").rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def shown(table: TokenTable, ids: list[int]) -> list[str]:
+    """Each token's text, as logprobs name it."""
+    return [table.show(token, table.pending(array("i", ids[max(0, at - 3) : at])))[0] for at, token in enumerate(ids)]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "🦜🦜", "龍の🐉", "a🏴\U000e0067\U000e0062b", "𒀀𒀁 x"])
+def test_the_texts_of_tokens_are_the_text(table: TokenTable, text: str) -> None:
+    """A token that ends a character has all of it, the tokens before it nothing of it."""
+    texts = shown(table, table.tokenizer.encode(text).ids)
+    assert "".join(texts) == text
+    assert not any("\ufffd" in part for part in texts)
+
+
+def test_an_alternative_ends_the_same_character(table: TokenTable) -> None:
+    *begin, last = table.tokenizer.encode("🦜").ids
+    others = [token for token, data in table.cut.items() if token != last and 0x80 <= data[0] < 0xC0]
+    texts = [table.show(token, table.pending(array("i", begin)))[0] for token in others[:40]]
+    assert any(len(text) == 1 and text != "\ufffd" for text in texts)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_numbers_of_characters_are_the_texts(table: TokenTable, data: st.DataObject) -> None:
+    """Of any tokens, with half characters and special ones, in rows of any width."""
+    cut = st.sampled_from(sorted(table.cut))
+    ids = data.draw(
+        st.lists(st.integers(0, len(table) - 1) | cut | st.sampled_from(sorted(table.special)), max_size=20)
+    )
+    stream = Stream(SUBMIT, 0, Identity(Role.FRONTEND, 0), Incarnation(1), Handle(1))
+    stream.begin(table, array("i", [1]), SUBMIT.sampling)
+    texts, sizes, at = list[str](), list[int](), 0
+    while at < len(ids):
+        row = ids[at : at + data.draw(st.integers(1, 4))]
+        texts += [stream.push(token) for token in row]
+        sizes += stream.num_chars(table, len(row))
+        at += len(row)
+    assert sizes == [len(text) for text in texts]
+
+
+def test_logprobs_have_the_texts_and_the_numbers_of_characters(table: TokenTable) -> None:
+    ids = array("i", table.tokenizer.encode("a🦜 b").ids)
+    num = len(ids)
+    top = pack_i32(ids)
+    columns = LogprobColumns(1, pack_f32([-1.0] * num), pack_i32([1] * num), top, pack_f32([-1.0] * num))
+    reader = table.decoder(skip_special_tokens=True)
+    found = positions(columns, ids, [len(reader.push(token)) for token in ids], table)
+    assert "".join(position.token.text for position in found) == "a🦜 b"
+    assert [position.num_chars for position in found] == [len(position.token.text) for position in found]
+    assert [position.top[0].text for position in found] == [position.token.text for position in found]
+    assert b"".join(position.token.token_bytes for position in found).decode() == "a🦜 b"
+    later = positions(columns, ids, [1], table, num - 1)  # the last row of several
+    assert [position.token for position in later] == [found[-1].token]
+
+
+def test_a_token_has_the_vocabularys_own_name(table: TokenTable) -> None:
+    ids = table.tokenizer.encode("Hi the🦜").ids
+    assert [table.name(token) for token in ids] == [table.tokenizer.id_to_token(token) for token in ids]
+    assert "Ġthe" in [table.name(token) for token in ids]
 
 
 @given(

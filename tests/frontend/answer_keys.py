@@ -51,3 +51,13 @@ MODEL_PERMISSION = names(
     created group id is_blocking object organization
     """
 )
+
+# Of streams: what is set in every chunk, in the first one, and in the last one of a choice.
+CHAT_CHUNK = names("id object created model choices")
+CHAT_FIRST_CHUNK = CHAT_CHUNK | names("prompt_token_ids prompt_text")
+CHAT_FIRST_CHUNK_CHOICE = names("index delta logprobs finish_reason")
+CHAT_CHUNK_CHOICE = CHAT_FIRST_CHUNK_CHOICE | names("token_ids")
+CHAT_LAST_CHUNK_CHOICE = CHAT_CHUNK_CHOICE | names("stop_reason")
+COMPLETION_CHUNK = CHAT_CHUNK
+COMPLETION_CHUNK_CHOICE = names("index text logprobs finish_reason stop_reason prompt_token_ids token_ids")
+USAGE_CHUNK = CHAT_CHUNK | names("usage")

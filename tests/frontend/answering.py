@@ -150,6 +150,13 @@ def usage(prompt: int, output: int, cached: int = 0) -> Json:
     }
 
 
+def whole_usage(prompt: int, output: int, cached: int = 0) -> Json:
+    """Of an answer that is no stream."""
+    found = usage(prompt, output, cached)
+    found["prompt_tokens_details"] |= {"created_cache_tokens": None, "multimodal_tokens": None}
+    return found
+
+
 def logprob(token_id: int, value: float, text: str, rank: int = 1) -> TokenLogprob:
     return TokenLogprob(token_id, value, rank, text, text.encode())
 
@@ -184,6 +191,7 @@ BOTH_TEXT = {
     "top_logprobs": [{"Hé": -0.25, "Oh": -1.5}, {" w": -2.0, " x": -0.5, " y": -9999.0}],
     "text_offset": [0, 2],
 }
+SAID_NOTHING = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 PROMPT_JSON = [
     None,
     {
@@ -194,7 +202,7 @@ PROMPT_JSON = [
 
 
 def echoed_logprobs() -> Json:
-    answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
+    answer, _ = whole(asking(False, echo=True, logprobs=2, prompt_logprobs=2))
     give(answer, 0, [7], "Hé", prompt_logprobs=OF_PROMPT, logprobs=[HELLO])
     give(answer, 0, [9], " w", STOP, logprobs=[WORLD])
     (choice,) = body(answer)["choices"]

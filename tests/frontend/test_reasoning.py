@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from answering import LENGTH, STOP, asking, body, chunks, give, logprob, streamed, whole
+from answering import LENGTH, SAID_NOTHING, STOP, asking, body, chunks, give, logprob, streamed, whole
 from hypothesis import given
 from hypothesis import strategies as st
 from parsing import USER, asked, body_of
@@ -89,7 +89,7 @@ def test_reasoning_can_be_left_out() -> None:
     assert deltas({"include_reasoning": False}, ["a", "</think>", "b"]) == [{"content": "b"}, {}]
     answer, _ = whole(asking(True, begins_with_reasoning=True, include_reasoning=False))
     give(answer, 0, [7], "a</think>b", STOP)
-    assert body(answer)["choices"][0]["message"] == {"role": "assistant", "content": "b", "refusal": None}
+    assert body(answer)["choices"][0]["message"] == {**SAID_NOTHING, "role": "assistant", "content": "b"}
 
 
 def test_logprobs_of_a_held_piece_are_sent() -> None:

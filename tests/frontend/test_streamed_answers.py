@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from answer_keys import COMPLETION_CHUNK_CHOICE
 from answering import (
     BOTH_TEXT,
     HELLO,
@@ -44,13 +45,13 @@ def test_streamed_chat() -> None:
     give(answer, 0, [2], "", Finished(0, FinishReason.STOP, 2))
     assert ends.count == 1
     role, *words, last = [chunk["choices"] for chunk in chunks(events, True)]
-    nothing = {"logprobs": None, "finish_reason": None}
+    nothing = {"logprobs": None, "finish_reason": None, "token_ids": None}
     assert role == [{"index": 0, "delta": {"role": "assistant", "content": ""}, **nothing}]
     assert words == [
         [{"index": 0, "delta": {"content": "Hé"}, **nothing}],
         [{"index": 0, "delta": {"content": ' "w"\n'}, **nothing}],
     ]
-    assert last == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": 2}]
+    assert last == [{"index": 0, "delta": {}, **nothing, "finish_reason": "stop", "stop_reason": 2}]
     assert answer.last_events() == b"data: [DONE]\n\n"
 
 
@@ -59,10 +60,10 @@ def test_streamed_text() -> None:
     give(answer, 0, [7], "Hé")
     give(answer, 0, [9], " w", LENGTH)
     assert ends.count == 1
-    nothing = {"logprobs": None, "finish_reason": None}
+    nothing = dict.fromkeys(COMPLETION_CHUNK_CHOICE - {"index", "text"})
     assert [chunk["choices"] for chunk in chunks(events, False)] == [
         [{"index": 0, "text": "Hé", **nothing}],
-        [{"index": 0, "text": " w", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        [{"index": 0, "text": " w", **nothing, "finish_reason": "length"}],
     ]
 
 
@@ -93,8 +94,20 @@ def test_streamed_usage_all_the_time(is_chat: bool) -> None:
     give(answer, 0, [7], "Hé", num_cached=1)
     give(answer, 0, [9], " w")
     give(answer, 0, [2], "", STOP)
-    found = [chunk["usage"] for chunk in chunks(events, is_chat)[is_chat:]]
-    assert found == [usage(2, 1, 1), usage(2, 2, 1), usage(2, 3, 1)]
+    found = [chunk["usage"] for chunk in chunks(events, is_chat)]
+    assert [used["completion_tokens"] for used in found] == [*([0] if is_chat else []), 1, 2, 3]
+    assert {(used["prompt_tokens"], used["total_tokens"] - used["completion_tokens"]) for used in found} == {(2, 2)}
+
+
+def test_streamed_usage_of_a_chunk_is_its_choices() -> None:
+    answer, events, _ = streamed(
+        asking(False, continuous_usage=True, include_usage=True, num_choices=2, num_returned=2), num_prompts=2
+    )
+    for index in range(4):
+        give(answer, index, [7, 8], "Hé")
+        give(answer, index, [2], "", STOP)
+    found = [chunk["usage"] for chunk in chunks(events, False)]
+    assert [(used["prompt_tokens"], used["completion_tokens"]) for used in found] == [(2, 2), (2, 3)] * 4
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -148,7 +161,7 @@ def test_streamed_token_ids(is_chat: bool) -> None:
     assert place["prompt_token_ids"] == PROMPT_IDS
     assert first["choices"][0]["token_ids"] == []
     assert [chunk["choices"][0]["token_ids"] for chunk in others] == [[7], [9], [2]]
-    assert not any("prompt_token_ids" in {**chunk, **chunk["choices"][0]} for chunk in others)
+    assert not any({**chunk, **chunk["choices"][0]}.get("prompt_token_ids") for chunk in others)
 
 
 def test_streamed_echo_gives_each_choice_the_prompt_once() -> None:
@@ -170,7 +183,7 @@ def test_streamed_echo_offsets_point_into_the_text() -> None:
 @pytest.mark.parametrize("rows", [(1, 1, 1), (2, 1), (1, 2), (3,)])
 def test_offsets_do_not_depend_on_how_many_tokens_a_row_brings(rows: tuple[int, ...]) -> None:
     """A stream that is taken up again gets its tokens in other rows. Tokens of parts of a character show nothing by themselves."""
-    part = PositionLogprobs(logprob(7, -0.25, "\ufffd"), ())
+    part, rest = PositionLogprobs(logprob(7, -0.25, ""), 0), PositionLogprobs(logprob(7, -0.25, "é"), 1)
     answer, events, _ = streamed(asking(False, logprobs=0))
     at = 0
     for count in rows:
@@ -179,15 +192,15 @@ def test_offsets_do_not_depend_on_how_many_tokens_a_row_brings(rows: tuple[int, 
             0,
             [7, 7, 9][at : at + count],
             "é w" if at + count == 3 else "",
-            logprobs=[part, part, WORLD][at : at + count],
+            logprobs=[part, rest, WORLD][at : at + count],
         )
         at += count
     found = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks(events, False)]
-    assert [offset for offsets in found for offset in offsets] == [0, 1, 2]
+    assert [offset for offsets in found for offset in offsets] == [0, 0, 1]
 
 
 def test_streamed_echo_with_logprobs_is_the_whole_one_in_parts() -> None:
-    answer, events, _ = streamed(asking(False, echo=True, logprobs=1, prompt_logprobs=1))
+    answer, events, _ = streamed(asking(False, echo=True, logprobs=2, prompt_logprobs=2))
     give(answer, 0, [7], "Hé", prompt_logprobs=OF_PROMPT, logprobs=[HELLO])
     give(answer, 0, [9], " w", STOP, logprobs=[WORLD])
     found = [chunk["choices"][0] for chunk in chunks(events, False)]

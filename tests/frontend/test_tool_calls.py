@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from answering import LENGTH, STOP, Json, asking, body, chunks, give, streamed, whole
+from answering import LENGTH, SAID_NOTHING, STOP, Json, asking, body, chunks, give, streamed, whole
 from hypothesis import given
 from hypothesis import strategies as st
 from parsing import asked, body_of
@@ -165,7 +165,7 @@ def said(text: str, finished: Finished = STOP, **fields: object) -> Json:
 def test_whole_answers() -> None:
     choice = said(f"I look.{BERN}{TIME}")
     first, second = choice["message"].pop("tool_calls")
-    assert choice["message"] == {"role": "assistant", "content": "I look.", "refusal": None}
+    assert choice["message"] == {**SAID_NOTHING, "role": "assistant", "content": "I look."}
     assert first["function"] == {"name": "weather", "arguments": '{"city": "Bärn"}'}
     assert (second["type"], second["function"]["name"]) == ("function", "time")
     assert len({first["id"], second["id"]}) == 2
@@ -174,7 +174,7 @@ def test_whole_answers() -> None:
 
 def test_whole_answers_without_calls() -> None:
     choice = said("Hello")
-    assert choice["message"] == {"role": "assistant", "content": "Hello", "refusal": None}
+    assert choice["message"] == {**SAID_NOTHING, "role": "assistant", "content": "Hello"}
     assert choice["finish_reason"] == "stop"
     assert said(BERN, LENGTH)["finish_reason"] == "length"
     assert said(BERN)["message"]["content"] is None

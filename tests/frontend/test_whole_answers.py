@@ -1,6 +1,7 @@
 """What the client reads at once, text and chat: logprobs, token ids, echo, n > 1, best_of, errors."""
 
 import pytest
+from answer_keys import CHAT_ANSWER, COMPLETION_ANSWER, COMPLETION_CHOICE
 from answering import (
     BOTH_TEXT,
     FRAME,
@@ -10,6 +11,7 @@ from answering import (
     OF_PROMPT,
     PROMPT_IDS,
     PROMPT_JSON,
+    SAID_NOTHING,
     STOP,
     WORLD,
     WORLD_CHAT,
@@ -18,8 +20,8 @@ from answering import (
     echoed_logprobs,
     give,
     logprob,
-    usage,
     whole,
+    whole_usage,
 )
 
 from meshlm.protocol.columns import pack_i32
@@ -45,14 +47,16 @@ def test_whole_chat() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "Hé w", "refusal": None},
+                "message": {**SAID_NOTHING, "role": "assistant", "content": "Hé w"},
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "token_ids": None,
+                "routed_experts": None,
             }
         ],
-        "usage": usage(2, 3, 1),
-        "system_fingerprint": None,
+        "usage": whole_usage(2, 3, 1),
+        **dict.fromkeys(CHAT_ANSWER - {*FRAME, "object", "choices", "usage"}),
     }
 
 
@@ -63,9 +67,9 @@ def test_whole_text() -> None:
     assert body(answer) == {
         **FRAME,
         "object": "text_completion",
-        "choices": [{"index": 0, "text": "Hé w", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
-        "usage": usage(2, 2),
-        "system_fingerprint": None,
+        "choices": [{**dict.fromkeys(COMPLETION_CHOICE), "index": 0, "text": "Hé w", "finish_reason": "length"}],
+        "usage": whole_usage(2, 2),
+        **dict.fromkeys(COMPLETION_ANSWER - {*FRAME, "object", "choices", "usage"}),
     }
 
 
@@ -116,7 +120,7 @@ def test_whole_best_of_returns_the_likeliest_and_counts_all() -> None:
     got = body(answer)
     assert [(choice["index"], choice["text"]) for choice in got["choices"]] == [(0, "1"), (1, "2"), (2, "5"), (3, "3")]
     assert {choice["logprobs"] for choice in got["choices"]} == {None}
-    assert got["usage"] == usage(4, 12)
+    assert got["usage"] == whole_usage(4, 12)
 
 
 def test_whole_best_of_with_logprobs() -> None:
@@ -187,15 +191,56 @@ def test_whole_chat_prompt_stands_beside_the_choices(key: str) -> None:
     give(answer, 0, [7], "Hé", STOP, prompt_logprobs=OF_PROMPT)
     got = body(answer)
     assert got.get(key) == {"prompt_token_ids": PROMPT_IDS, "prompt_logprobs": PROMPT_JSON}[key]
-    assert key not in got["choices"][0]
+    assert got["choices"][0].get(key) is None
 
 
-def test_nothing_unasked_for() -> None:
-    answer, _ = whole(asking(True))
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_of_one_token_has_prompt_logprobs_too(is_chat: bool) -> None:
+    answer, _ = whole(asking(is_chat, prompt_logprobs=1))
     give(answer, 0, [7], "Hé", STOP)
     got = body(answer)
-    assert set(got) == {*FRAME, "object", "choices", "usage", "system_fingerprint"}
-    assert set(got["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
+    assert (got if is_chat else got["choices"][0])["prompt_logprobs"] == [None]
+
+
+def test_an_echo_shows_as_many_logprobs_of_the_prompt_as_of_the_answer() -> None:
+    """prompt_logprobs may ask for more; they have a place of their own."""
+    many = PositionLogprobs(logprob(6, -3.0, " you", 4), 4, (logprob(2, -0.5, " me"), logprob(3, -0.75, " us")))
+    answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=2))
+    give(answer, 0, [7], "Hé", STOP, prompt_logprobs=[None, many], logprobs=[HELLO])
+    (choice,) = body(answer)["choices"]
+    assert list(choice["logprobs"]["top_logprobs"][1].items()) == [(" you", -3.0), (" me", -0.5)]
+    assert list(choice["prompt_logprobs"][1]) == ["6", "2", "3"]
+
+
+def test_the_sampled_token_is_the_first_of_the_likeliest() -> None:
+    answer, _ = whole(asking(False, logprobs=2))
+    give(answer, 0, [9], " w", STOP, logprobs=[WORLD])
+    (top,) = body(answer)["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(top) == [" w", " x", " y"]
+
+
+def test_of_tokens_with_the_same_text_the_sampled_one_and_the_likeliest_stay() -> None:
+    same = PositionLogprobs(
+        logprob(9, -3.0, "", 3), 0, (logprob(3, -0.5, ""), logprob(4, -1.0, "a"), logprob(5, -2, "a"))
+    )
+    answer, _ = whole(asking(False, logprobs=3))
+    give(answer, 0, [9], "", STOP, logprobs=[same])
+    assert body(answer)["choices"][0]["logprobs"]["top_logprobs"] == [{"": -3.0, "a": -1.0}]
+
+
+def test_offsets_count_what_the_text_has_whatever_tokens_are_called() -> None:
+    """A special token that is skipped brings nothing to the text, and half a character neither."""
+    half, end = PositionLogprobs(logprob(1, -1.0, ""), 0), PositionLogprobs(logprob(2, -1.0, "<|eot|>"), 0)
+    for tokens_as_ids in (False, True):
+        answer, _ = whole(asking(False, logprobs=0, tokens_as_ids=tokens_as_ids))
+        give(answer, 0, [7, 1, 2, 9, 9], "Hé w w", STOP, logprobs=[HELLO, half, end, WORLD, WORLD])
+        assert body(answer)["choices"][0]["logprobs"]["text_offset"] == [0, 2, 2, 2, 4]
+
+
+def test_return_prompt_text() -> None:
+    answer, _ = whole(asking(True, return_prompt_text=True))
+    give(answer, 0, [7], "Hé", STOP)
+    assert body(answer)["prompt_text"] == "Hi you"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +273,7 @@ def test_max_tokens_of_zero_shows_the_prompt_alone() -> None:
     (choice,) = found["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("Hi you", [], "length")
     assert choice["logprobs"]["tokens"] == ["Hi", " you"]
-    assert found["usage"] == usage(2, 0)
+    assert found["usage"] == whole_usage(2, 0)
 
 
 def test_tokens_are_named_by_id_where_asked_for() -> None:
@@ -240,7 +285,8 @@ def test_tokens_are_named_by_id_where_asked_for() -> None:
     answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=1, tokens_as_ids=True))
     give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO], prompt_logprobs=OF_PROMPT)
     (choice,) = body(answer)["choices"]
-    assert choice["logprobs"]["tokens"][1:] == ["token_id:6", "token_id:7"]
+    assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:7"]
+    assert choice["logprobs"]["text_offset"] == [0, 2, 6]
     assert choice["text"] == "Hi youHé"
 
 

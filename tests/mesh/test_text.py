@@ -362,4 +362,5 @@ def test_tokenize_and_back(client: openai.OpenAI) -> None:
         found = post(client, "tokenize", prompt=text, return_token_strs=True)
         assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
         assert found["max_model_len"] == 8192
+        assert "Ġ" in "".join(found["token_strs"]) or " " not in text  # the vocabulary's own strings
         assert post(client, "detokenize", tokens=found["tokens"]) == {"prompt": text}
