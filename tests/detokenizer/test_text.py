@@ -106,7 +106,7 @@ def test_the_numbers_of_characters_are_the_texts(table: TokenTable, data: st.Dat
     ids = data.draw(
         st.lists(st.integers(0, len(table) - 1) | cut | st.sampled_from(sorted(table.special)), max_size=20)
     )
-    stream = Stream(SUBMIT, 0, Identity(Role.FRONTEND, 0), Incarnation(1), Handle(1))
+    stream = Stream(SUBMIT, 0, Identity(Role.FRONTEND, 0), Incarnation(1), Handle(1), [])
     stream.begin(table, array("i", [1]), SUBMIT.sampling)
     texts, sizes, at = list[str](), list[int](), 0
     while at < len(ids):

@@ -107,6 +107,7 @@ FULL: tuple[Struct, ...] = (
         sampling=SAMPLING,
         text=text.TextParams(("x",), True, False, ("<tool_call>",), False, 1, "right"),
         max_tokens=7,
+        cap_max_tokens=True,
         attempt=1,
         delivered=pack_i32([4, 5]),
         num_logprobs=1,
