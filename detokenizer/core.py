@@ -123,7 +123,9 @@ class Detokenizer(Attempts):
                     continue  # a repetition
                 self._forget(known)
             stream = Stream(submit, choice, sender, incarnation, self._new_handle(), told)
-            if submit.retry is not None:  # other detokenizers, and this one earlier, may have asked for it too
+            # Other detokenizers, and this one earlier, may have asked for it too: for another connection, or before the frontend's
+            # link was lost. What is said of those (an abort, an older attempt) is not of this one.
+            if submit.retry is not None or submit.attempt:
                 stream.work_id = RequestId(f"{request_id}-{self._life:x}-{stream.handle}")
             self.by_id[request_id] = stream
             self.keyed.add(stream)

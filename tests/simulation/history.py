@@ -96,6 +96,8 @@ class History:
             route = (self.scenario.host_of(fault.who), self.scenario.host_of(fault.peer))
             both = (route, (route[1], route[0]))
             world.cut(both if fault.kind is Kind.CUT else (route,), fault.seconds, PEER_TIMEOUT_S)
+        elif fault.peer is not None and fault.kind is Kind.LOSE_LINK:
+            world.lose_link(fault.who, fault.peer)
         elif fault.peer is not None and fault.kind is Kind.TWICE:
             world.double_link(fault.who, fault.peer, fault.seconds)
         elif fault.peer is not None and fault.kind is Kind.BREAK:

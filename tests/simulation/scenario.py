@@ -41,6 +41,7 @@ class Kind(Enum):
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
     SCALE = "all ranks but the first are to be removed, and come back"
+    LOSE_LINK = "one end of a link between a frontend and a detokenizer gives it up, although both live"
     EARLY_WORD = "a peer is heard before App.start has run"
 
 
@@ -57,6 +58,7 @@ KILLS = {
     Kind.KILL_WORKER: Role.WORKER,
     Kind.KILL_SENDING: Role.SCHEDULER,
 }
+ENDS = (Role.FRONTEND, Role.DETOKENIZER)  # of a link that is given up
 CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
 FAULTS = (
     *KILLS,
@@ -263,13 +265,13 @@ def _faults(dice: random.Random, plain: Scenario, kinds: tuple[Kind, ...], count
 def _may(kind: Kind, found: list[Fault]) -> bool:
     """Whether one more is bearable: a request that never gets on is given up, and rightly so."""
     num_cuts = sum(fault.kind in CUTS for fault in found)
-    num_deaths = sum(fault.kind in KILLS for fault in found) + 2 * num_cuts
+    num_deaths = sum(fault.kind in KILLS or fault.kind is Kind.LOSE_LINK for fault in found) + 2 * num_cuts
     num_workers = sum(fault.kind is Kind.KILL_WORKER for fault in found) + 2 * num_cuts
     if kind in CUTS:
         return num_cuts < MAX_CUTS and num_deaths + 2 <= MAX_DEATHS and num_workers + 2 <= MAX_WORKER_DEATHS
     if kind is Kind.KILL_WORKER and num_workers >= MAX_WORKER_DEATHS:
         return False
-    return kind not in KILLS or num_deaths < MAX_DEATHS
+    return (kind not in KILLS and kind is not Kind.LOSE_LINK) or num_deaths < MAX_DEATHS
 
 
 def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
@@ -285,6 +287,10 @@ def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
     if kind in CUTS:
         who, peer = dice.sample(plain.supervisors, 2)
         return Fault(at, kind, who, peer, dice.choice((0.1, 1.0, 3.0)) * dice.random())
+    if kind is Kind.LOSE_LINK:
+        ends = [dice.choice([one for one in identities if one.role is role]) for role in ENDS]
+        dice.shuffle(ends)
+        return Fault(at, kind, *ends)
     everyone = [*identities, *plain.supervisors]
     linked = plain.linked
     who, peer = dice.choice([(a, b) for a in everyone for b in everyone if linked(a, b) or linked(b, a)])

@@ -24,6 +24,7 @@ FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
 PLAY = Path(__file__).with_name("play.py")
 PLAYERS = min(2, len(os.sched_getaffinity(0)))
 LIMIT_S = 900
+OTHER_DEATHS = (Kind.KILL_SCHEDULER, Kind.KILL_COORDINATOR, Kind.KILL_DETOKENIZER, Kind.SLOW)
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
@@ -109,6 +110,18 @@ def test_links_between_hosts_are_lost_although_both_ends_live() -> None:
         late += gone == 0 and any(" cuts " in line for line in story)
         replaced += any("replaced by a new process" in line for line in story)
     assert min(silent, replaced, late) > 5, (silent, replaced, late)
+
+
+def test_links_between_frontends_and_detokenizers_are_lost_although_both_ends_live() -> None:
+    """A frontend asks again, and counts attempts that the schedulers' deaths have brought further."""
+    lost = begun = 0
+    for seed in range(FIRST, FIRST + 300):
+        story: list[str] = []
+        assert violation(make(seed, (Kind.LOSE_LINK, Kind.LOSE_LINK, *OTHER_DEATHS), Shape.PLAIN), story) == "", seed
+        lost += sum(" loses " in line for line in story)
+        begun += sum(" Submit(" in line and "attempt 1)" in line for line in story)
+    assert lost > 50
+    assert begun > 30, begun
 
 
 def test_nodes_tell_each_other_of_deaths() -> None:

@@ -160,6 +160,12 @@ class World:
             self.tell(None, "breaks", sender, f"-> {receiver} soon, for {for_s:.2f} s")
             outbox.break_soon(for_s)
 
+    def lose_link(self, one: Identity, other: Identity) -> None:
+        """`one` gives its session with `other` up: that one does not read, say."""
+        if (process := self.processes.get(one)) is not None:
+            self.tell(None, "loses", one, f"-> {other}")
+            self.at(self.now, process, process.mesh.drop, other, "it does not read its messages")
+
     def slow_link(self, sender: Identity, receiver: Identity, for_s: float, delay_s: float) -> None:
         """What is sent in the next `for_s` comes `delay_s` later."""
         if (outbox := self.outbox(sender, receiver)) is not None:
