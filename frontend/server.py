@@ -360,6 +360,14 @@ class _Endpoint:
             response = Response(error.body(), error.status, error.headers(), "application/json")
         except ClientDisconnect:
             return
+        except (
+            asyncio.CancelledError
+        ):  # the server ends, and this one has not: its body has not come, or nobody reads its answer
+            stopping = HttpError(503, "this server is stopping", kind="overloaded_error")
+            response = Response(stopping.body(), stopping.status, stopping.headers(), "application/json")
+            with contextlib.suppress(RuntimeError):  # its answer has begun
+                await response(scope, receive, send)  # type: ignore[arg-type]
+            return
         if response is not None:
             await response(scope, receive, send)  # type: ignore[arg-type]
 

@@ -60,7 +60,8 @@ def run(argv: list[str]) -> int:
         parser = _parser(argv)
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
-            parser.error(did_you_mean(unknown, (setting.flag for setting in settings())))
+            command = _command(parser, argv)
+            command.error(_unknown(unknown, command))
         return int(arguments.run(arguments))
     except UsageError as error:
         complain(f"meshlm: error: {error}")
@@ -73,6 +74,28 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _command(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.ArgumentParser:
+    """The parser of the command that the words name."""
+    for word in argv:
+        below = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
+        if below is None:
+            break
+        parser = below.choices.get(word, parser)
+    return parser
+
+
+def _unknown(words: list[str], command: argparse.ArgumentParser) -> str:
+    """One line about words that no flag of this command is. Those of another command are no misspellings."""
+    of_serve = {setting.flag for setting in settings()}
+    if command.prog == "meshlm serve":
+        return did_you_mean(words, of_serve)
+    taken = [flag for each in command._actions if each.help != argparse.SUPPRESS for flag in each.option_strings[-1:]]
+    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+    if flag in of_serve:
+        return f"{flag} is of `meshlm serve`; {command.prog} takes {', '.join(taken)}"
+    return did_you_mean(words, taken)
 
 
 def _wants_json(argv: list[str]) -> bool:

@@ -88,3 +88,28 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for command in ("serve", "launch", "scale", "status", "bench", "chat", "collect-env"):
         assert command in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("status", "--served-model-name", "m"),
+            "--served-model-name is of `meshlm serve`; meshlm status takes --help, --json, ",
+        ),
+        (("status", "--served_model_name=m"), "--served-model-name is of `meshlm serve`"),
+        (
+            ("bench", "serve", "--kv-cache-dtype", "fp8"),
+            "--kv-cache-dtype is of `meshlm serve`; meshlm bench serve takes ",
+        ),
+        (("status", "--jsn"), "unknown argument --jsn; did you mean --json?"),
+        (("status", "--max-model-lenn"), "unknown argument --max-model-lenn (see meshlm status --help)"),
+        (("serve", "--max-model-lenn", "5"), "unknown argument --max-model-lenn; did you mean --max-model-len?"),
+    ],
+)
+def test_a_flag_of_another_command_is_no_misspelling(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(list(words))
+    assert said in capsys.readouterr().err
