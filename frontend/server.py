@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import limits, parse, prompts, retry, submits
+from meshlm.frontend import limits, openapi, parse, prompts, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NOT_SERVED, HttpError
@@ -29,6 +29,7 @@ from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.model_card import model_card
+from meshlm.frontend.operations import HTML, METRICS, OPERATIONS, Operation, served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -36,7 +37,7 @@ from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import ErrorKind, Handle
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
-OPEN_ROUTES = {"/health", "/ready", "/ping"}
+OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Sender = Callable[[dict[str, Any]], Awaitable[None]]
@@ -75,22 +76,9 @@ class Routes:
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
-        post, get = ["POST"], ["GET"]
         routes = [
-            Route("/v1/completions", _Endpoint(self.completions), methods=post),
-            Route("/v1/chat/completions", _Endpoint(self.chat), methods=post),
-            Route("/tokenize", _Endpoint(self.tokenize), methods=post),
-            Route("/detokenize", _Endpoint(self.detokenize), methods=post),
-            Route("/v1/models", _Endpoint(self.models), methods=get),
-            Route("/v1/models/{name:path}", _Endpoint(self.model), methods=get),
-            Route("/load", _Endpoint(self.load), methods=get),
-            Route("/health", _Endpoint(self.health), methods=get),
-            Route("/ready", _Endpoint(self.ready), methods=get),
-            Route("/version", _Endpoint(self.version), methods=get),
-            Route("/ping", _Endpoint(self.health), methods=["GET", "POST"]),
-            Route("/start_profile", _Endpoint(self.start_profile), methods=post),
-            Route("/stop_profile", _Endpoint(self.stop_profile), methods=post),
-            Route("/metrics", _Endpoint(self.metrics), methods=get),
+            Route(op.path.replace("{model}", "{model:path}"), _Endpoint(getattr(self, op.handler)), methods=op.methods)
+            for op in self._operations()
         ]
         server = self._backend.config.server
         cors = Middleware(
@@ -111,7 +99,20 @@ class Routes:
             exception_handlers={HTTPException: _plain_error},
         )
 
+    def _operations(self) -> tuple[Operation, ...]:
+        return served(not self._backend.config.server.disable_fastapi_docs)
+
     # --- small routes ---
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(self._document())
+
+    async def docs(self, request: Request) -> Response:
+        return Response(openapi.page(self._document()), media_type=HTML)
+
+    def _document(self) -> dict[str, Any]:
+        keys = bool(self._backend.config.server.api_key)
+        return openapi.document(self._operations(), self._backend.version, keys)
 
     async def health(self, request: Request) -> Response:
         return Response()
@@ -124,7 +125,7 @@ class Routes:
         return _json({"version": self._backend.version})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._backend.metrics(), media_type=METRICS)
 
     async def start_profile(self, request: Request) -> Response:
         return await self._profile(start=True)
@@ -145,7 +146,7 @@ class Routes:
         return _json({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
-        return _json(model_card(self._check_model(request.path_params["name"]), self._backend.resolved))
+        return _json(model_card(self._check_model(request.path_params["model"]), self._backend.resolved))
 
     async def load(self, request: Request) -> Response:
         return _json({"server_load": await self._backend.load()})

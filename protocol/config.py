@@ -247,6 +247,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Literal["", "deepseek_r1", "qwen3"],
         Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),
     ] = ""
+    disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")
     ] = ""

@@ -1,0 +1,198 @@
+"""/openapi.json and /docs, made from the table of routes (operations.py) and the Structs that bodies are read with. Pure; called by
+server.py, once."""
+
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.answer_schema import ErrorResponse
+from meshlm.frontend.operations import EVENTS, Operation
+from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
+
+Json = dict[str, Any]
+REASONS = {
+    400: "A field or header is not allowed, or not supported; `param` names it.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model, or nothing of the kind.",
+    409: "It cannot be done now.",
+    413: "The body is too large (--max-body-bytes).",
+    422: "The Idempotency-Key names another request.",
+    500: "The request was given up.",
+    503: "The server is full or not ready; try again after Retry-After seconds.",
+    504: "The request's time was over.",
+}
+_REF = "#/components/schemas/{name}"
+
+
+def document(operations: Sequence[Operation], version: str, keys: bool) -> Json:
+    """The OpenAPI document. `keys`: all but the probes need one."""
+    structs = {op.body for op in operations} | {op.answers for op in operations} | {ErrorResponse}
+    kinds = [kind for kind in structs if isinstance(kind, type)]
+    references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    refs: dict[type, Json] = dict(zip(kinds, references, strict=True))
+    paths: Json = {}
+    for op in operations:
+        for method in op.methods:
+            paths.setdefault(op.path, {})[method.lower()] = _operation(op, method, refs, keys)
+    found: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "MeshLM", "version": version, "description": _description()},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(components.items()))},
+    }
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _description() -> str:
+    refused = "; ".join(f"`{name}`: {why}" for name, why in NOT_SUPPORTED.items())
+    return (
+        "The API of OpenAI and vLLM. Fields of theirs that are not supported are refused by name, with status 400, where they ask for "
+        f"something: {refused}. Without effect: {', '.join(f'`{name}`' for name in NEEDLESS)}. Other unknown fields are ignored."
+    )
+
+
+def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool) -> Json:
+    errors = {*op.errors, *((401,) if keys and not op.is_open else ())}
+    found: Json = {
+        "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),
+        "summary": op.summary,
+    }
+    if op.parameters:
+        found["parameters"] = [
+            {
+                "name": p.name,
+                "in": p.place,
+                "required": p.place == "path",
+                "schema": p.schema,
+                "description": p.description,
+            }
+            for p in op.parameters
+        ]
+    if op.body is not None:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[op.body]}}}
+    found["responses"] = {"200": _success(op, refs)}
+    for status in sorted(errors):
+        found["responses"][str(status)] = _error(status, {"application/json": {"schema": refs[ErrorResponse]}})
+    for status in op.plain_errors:
+        found["responses"][str(status)] = {"description": "Why not.", "content": _text(str(op.answers))}
+    if op.is_open:
+        found["security"] = []
+    return found
+
+
+def _success(op: Operation, refs: dict[type, Json]) -> Json:
+    if op.answers is None:
+        return {"description": "Nothing."}
+    if isinstance(op.answers, str):
+        return {"description": "As it is.", "content": _text(op.answers)}
+    content = {"application/json": {"schema": refs[op.answers]}}
+    if not op.streams:
+        return {"description": "The answer.", "content": content}
+    return {
+        "description": "The answer; with stream: true server-sent events.",
+        "content": {**content, **_text(EVENTS)},
+        "headers": {
+            "X-Request-Id": {"description": "The client's own, or the answer's id.", "schema": {"type": "string"}}
+        },
+    }
+
+
+def _text(media_type: str) -> Json:
+    return {media_type.partition(";")[0]: {"schema": {} if "json" in media_type else {"type": "string"}}}
+
+
+def _error(status: int, content: Json) -> Json:
+    found: Json = {"description": REASONS[status], "content": content}
+    if status == 503:
+        found["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
+    return found
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}summary{cursor:pointer}"
+    "details{border:1px solid #8886;border-radius:6px;margin:.5rem 0;padding:.5rem 1rem}code,pre{font:13px ui-monospace,monospace}"
+    "table{border-collapse:collapse}td,th{border-bottom:1px solid #8884;padding:.2rem .6rem;text-align:left;vertical-align:top}"
+)
+
+
+def page(api: Json) -> str:
+    """The document as a page that needs nothing from anywhere else."""
+    operations = [
+        _section(method.upper(), path, operation, api)
+        for path, methods in api["paths"].items()
+        for method, operation in methods.items()
+    ]
+    title = f"{api['info']['title']} {api['info']['version']}"
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{_shown(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{_shown(title)}</h1><p>{_shown(api['info']['description'])}</p>"
+        f"<p>For programs: <a href=openapi.json>openapi.json</a></p>{''.join(operations)}</html>"
+    )
+
+
+def _section(method: str, path: str, operation: Json, api: Json) -> str:
+    rows = [(p["name"], p["schema"], p["in"], p["description"]) for p in operation.get("parameters", ())]
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    fields = _table("Parameters", rows) + (_fields("Body", body, api) if body else "")
+    answers = []
+    for status, answer in operation["responses"].items():
+        kinds = ", ".join(answer.get("content", ())) or "no body"
+        answers.append(f"<tr><td>{status}<td>{_shown(answer['description'])}<td><code>{_shown(kinds)}</code>")
+    ok = operation["responses"]["200"].get("content", {}).get("application/json", {}).get("schema")
+    shape = _fields("Answer", ok, api) if ok else ""
+    return (
+        f"<details><summary><b>{method}</b> <code>{_shown(path)}</code> {_shown(operation['summary'])}</summary>"
+        f"{fields}<h4>Answers</h4><table>{''.join(answers)}</table>{shape}</details>"
+    )
+
+
+def _fields(title: str, reference: Json, api: Json) -> str:
+    struct = api["components"]["schemas"].get(reference.get("$ref", "").rpartition("/")[2], {})
+    required = struct.get("required", ())
+    rows = [
+        (name, field, "required" if name in required else "", _default(field))
+        for name, field in struct.get("properties", {}).items()
+    ]
+    return _table(title, rows)
+
+
+def _default(field: Json) -> str:
+    return f"default {field['default']!r}" if field.get("default") is not None else ""
+
+
+def _table(title: str, rows: list[tuple[str, Json, str, str]]) -> str:
+    if not rows:
+        return ""
+    shown = [
+        f"<tr><td><code>{_shown(name)}</code><td>{_shown(_kind(field))}<td>{_shown(note)}<td>{_shown(text)}"
+        for name, field, note, text in rows
+    ]
+    return f"<h4>{title}</h4><table>{''.join(shown)}</table>"
+
+
+def _kind(field: Json) -> str:
+    """A schema in a few words."""
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "anyOf" in field:
+        return " or ".join(_kind(one) for one in field["anyOf"])
+    if "enum" in field:
+        return " or ".join(repr(value) for value in field["enum"])
+    if field.get("type") == "array":
+        return f"list of {_kind(field.get('items', {}))}"
+    limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    words = [
+        str(field.get("type", "anything")),
+        *(f"{sign} {field[key]}" for key, sign in limits.items() if key in field),
+    ]
+    return " ".join(words)
+
+
+def _shown(text: str) -> str:
+    return html.escape(text)

@@ -1,0 +1,123 @@
+"""Every route: its path, its method of server.py, what it takes and how it may answer. server.py serves this table and openapi.py
+describes it, so no route is without description."""
+
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from meshlm.frontend import answer_schema as answers
+from meshlm.frontend import schema
+from meshlm.frontend.errors import STATUS
+from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
+
+TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
+EVENTS = "text/event-stream"
+Json = dict[str, Any]
+
+
+class Parameter(NamedTuple):
+    """Of the path, or a header."""
+
+    name: str
+    place: str
+    schema: Json
+    description: str
+
+
+class Operation(NamedTuple):
+    """One route. `answers` is a Struct for JSON, else a content type, "" for none; `errors` are statuses with OpenAI's error body."""
+
+    path: str
+    handler: str
+    answers: type[Struct] | str | None
+    summary: str
+    body: type[Struct] | None = None
+    methods: tuple[str, ...] = ("GET",)
+    errors: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    streams: bool = False
+    plain_errors: tuple[int, ...] = ()  # statuses whose body is text
+    is_open: bool = False  # needs no key
+
+
+_ASKS = (400, 404, 413, *STATUS.values())
+_GENERATES = (
+    Parameter("X-Request-Id", "header", {"type": "string"}, "Comes back with the answer, and names the request in the logs."),
+    Parameter(
+        "X-data-parallel-rank", "header", {"type": "string", "pattern": "^[0-9]{1,6}$"}, "The rank that is to serve the request."
+    ),
+    Parameter(
+        KEY,
+        "header",
+        {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH, "pattern": "^[ -~]*$"},
+        "Names the request, so that asked again it goes on instead of beginning anew.",
+    ),
+    Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
+)  # fmt: skip
+_MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
+_PROBE = "For load balancers; needs no key."
+
+OPERATIONS = (
+    Operation(
+        "/v1/chat/completions",
+        "chat",
+        answers.ChatCompletionResponse,
+        "Answer a conversation.",
+        schema.ChatRequest,
+        ("POST",),
+        _ASKS,
+        _GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "/v1/completions",
+        "completions",
+        answers.CompletionResponse,
+        "Complete one prompt or several.",
+        schema.CompletionRequest,
+        ("POST",),
+        _ASKS,
+        _GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "/tokenize",
+        "tokenize",
+        answers.TokenizeResponse,
+        "The token ids of a prompt or of a conversation.",
+        schema.TokenizeRequest,
+        ("POST",),
+        _ASKS,
+    ),
+    Operation(
+        "/detokenize",
+        "detokenize",
+        answers.DetokenizeResponse,
+        "The text of token ids.",
+        schema.DetokenizeRequest,
+        ("POST",),
+        _ASKS,
+    ),
+    Operation("/v1/models", "models", answers.ModelList, "The served names."),
+    Operation("/v1/models/{model}", "model", answers.ModelCard, "One of them.", errors=(404,), parameters=(_MODEL,)),
+    Operation("/version", "version", answers.Version, "The server's version."),
+    Operation("/load", "load", answers.ServerLoad, "How many requests are answered now."),
+    Operation("/metrics", "metrics", METRICS, "Metrics for Prometheus."),
+    Operation("/health", "health", None, f"200 while the process lives. {_PROBE}", is_open=True),
+    Operation("/ping", "health", None, "As /health, for SageMaker.", methods=("GET", "POST"), is_open=True),
+    Operation(
+        "/ready", "ready", TEXT, f"503 with the reason while requests cannot be served. {_PROBE}", plain_errors=(503,), is_open=True
+    ),
+    Operation("/start_profile", "start_profile", answers.Traces, "Begin a trace in every worker.", None, ("POST",), (404, 409)),
+    Operation("/stop_profile", "stop_profile", answers.Traces, "End the traces.", None, ("POST",), (404, 409)),
+)  # fmt: skip
+DOCUMENTATION = (
+    Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),
+    Operation("/docs", "docs", HTML, "This description, to be read."),
+    Operation("/redoc", "docs", HTML, "The same page as /docs."),
+)
+
+
+def served(documentation: bool) -> tuple[Operation, ...]:
+    """All routes of a server, with or without its documentation (--disable-fastapi-docs)."""
+    return OPERATIONS + DOCUMENTATION if documentation else OPERATIONS
