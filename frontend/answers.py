@@ -177,7 +177,7 @@ class WholeAnswer(Answer):
         if self.ask.is_chat:
             entry["message"] = {"role": "assistant", **nulls.MESSAGE, **self._said(choice, text)}
             positions = self._logprobs.get(choice.index)
-            wanted = self.ask.logprobs >= 0 and positions is not None
+            wanted = self.ask.logprobs >= 0 and positions is not None and not self.ask.hides_tokens
             entry["logprobs"] = chat_logprobs(self.shown(positions or [])) if wanted else None
         else:
             entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.ask.echo else text
@@ -185,7 +185,7 @@ class WholeAnswer(Answer):
             entry |= self._of_prompt(choice)
         entry["finish_reason"] = visible_reason(finished, bool(entry.get("message", {}).get("tool_calls")))
         entry["stop_reason"] = finished.stop_reason
-        if self.ask.return_token_ids:
+        if self.ask.return_token_ids and not self.ask.hides_tokens:
             entry["token_ids"] = [] if self.ask.prompt_only else choice.token_ids.tolist()
         return entry
 
@@ -241,7 +241,8 @@ class StreamAnswer(Answer):
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
-        self._plain = not (ask.return_token_ids or ask.continuous_usage)
+        self._shows_ids = ask.return_token_ids and not ask.hides_tokens
+        self._plain = not (self._shows_ids or ask.continuous_usage)
         self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if ask.is_chat else nulls.TEXT_CHUNK_CHOICE)}
 
     def row(
@@ -260,6 +261,8 @@ class StreamAnswer(Answer):
             self._begin(choice, prompt_logprobs)
         if self.ask.prompt_only:
             token_ids, text, logprobs = token_ids[:0], "", None
+        if self.ask.hides_tokens:
+            logprobs = None
         if finished is None and logprobs is None and self._plain and index not in self._readers:
             if first is not None:
                 self.note(choice, None, first)
@@ -302,7 +305,7 @@ class StreamAnswer(Answer):
         event = self._event([{"index": index, **delta, **self._nothing}])
         prefix, suffix = event.split(_encode(mark))
         self._affixes[index] = (prefix, suffix)
-        nothing = {**self._nothing, "token_ids": [] if self.ask.return_token_ids else None}
+        nothing = {**self._nothing, "token_ids": [] if self._shows_ids else None}
         usage = self._usage_so_far(choice, 0)
         if self.ask.is_chat:
             delta = {"delta": {"role": "assistant", "content": self.ask.begins_with}}
@@ -344,7 +347,7 @@ class StreamAnswer(Answer):
         if finished is not None:
             entry["finish_reason"] = visible_reason(finished, calls)
             entry["stop_reason"] = finished.stop_reason
-        if self.ask.return_token_ids:
+        if self._shows_ids:
             entry["token_ids"] = token_ids.tolist()
         event = self._event([entry], self._usage_so_far(choice, len(choice.token_ids)))
         self._emit(choice, event, ended=finished is not None)

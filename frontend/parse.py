@@ -3,21 +3,17 @@
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from meshlm.frontend import limits, reasoning
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import check_shapes, of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
-    ASKS_FOR_NOTHING,
     MAX_SEQUENCES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
-    NEEDLESS,
-    NOT_SUPPORTED,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -28,7 +24,6 @@ from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, TextParams
 
-Body = TypeVar("Body", bound=Struct)
 MAX_ID_DIGITS = 10
 
 
@@ -48,7 +43,7 @@ class Ask(NamedTuple):
     echo: bool  # a completion's prompt is part of its answer
     logprobs: int  # that the client reads; -1: none
     prompt_logprobs: int
-    return_token_ids: bool
+    return_token_ids: bool  # the prompt's, and the answer's unless they are hidden
     priority: int
     cache_salt: str
     timeout_s: float
@@ -66,55 +61,10 @@ class Ask(NamedTuple):
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
 
-
-def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-    """The body as its Struct, and the names of fields that nobody knows."""
-    try:
-        raw = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise HttpError(400, f"the body is not valid JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {_bad_byte(body)}") from None
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply") from None
-    if not isinstance(raw, dict):
-        raise HttpError(400, f"the body must be a JSON object, got {type(raw).__name__}")
-    try:
-        value = msgspec.convert(raw, kind, strict=False)  # 16.0 and "16" are numbers here, as for vLLM
-    except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$.")
-        param = path.rstrip("`")
-        if not path and "required field" in what:
-            param = what.rpartition("`")[0].rpartition("`")[2]
-        raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
-    for name, given in raw.items():
-        if isinstance(given, str) and getattr(value, name, given) is None:
-            raise HttpError(400, f"{name}: the text {given!r} is no null", name)
-    return value, _unknown(raw, kind)
-
-
-def _unknown(raw: dict[str, Any], kind: type[Struct]) -> tuple[str, ...]:
-    """The names of the fields that nobody knows. HttpError for those that are known and not supported."""
-    found = sorted(raw.keys() - set(kind.__struct_fields__))
-    for name in found:
-        if name in NOT_SUPPORTED and raw[name] is not None and not _asks_for_nothing(name, raw[name]):
-            raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
-    if isinstance(options := raw.get("stream_options"), dict):
-        found += sorted(f"stream_options.{name}" for name in options.keys() - set(StreamOptions.__struct_fields__))
-    return tuple(name for name in found if name not in NOT_SUPPORTED and name not in NEEDLESS)
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    neutral = ASKS_FOR_NOTHING.get(name)
-    return not value if neutral is None else value in neutral
-
-
-def _bad_byte(body: bytes) -> int:
-    """Where the first byte is that is not UTF-8; msgspec counts from the beginning of the string it stands in."""
-    try:
-        return len(body.decode())
-    except UnicodeDecodeError as error:
-        return error.start
+    @property
+    def hides_tokens(self) -> bool:
+        """Logprobs and ids of the answer would tell the reasoning that is left out."""
+        return self.begins_with_reasoning and not self.include_reasoning
 
 
 def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> Ask:

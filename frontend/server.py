@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshlm.frontend import limits, openapi, parse, prompts, retry, submits
+from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NOT_SERVED, HttpError
@@ -152,7 +152,7 @@ class Routes:
         return _json({"server_load": await self._backend.load()})
 
     async def tokenize(self, request: Request) -> Response:
-        body, unknown = parse.decode(await self._body(request), TokenizeRequest)
+        body, unknown = bodies.decode(await self._body(request), TokenizeRequest)
         self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
         prompt = prompts.of_tokenize(body, self._backend.config.server)
@@ -166,7 +166,7 @@ class Routes:
         return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        body, unknown = parse.decode(await self._body(request), DetokenizeRequest)
+        body, unknown = bodies.decode(await self._body(request), DetokenizeRequest)
         self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
         limits.check_detokenize(len(body.tokens), self._backend.resolved)
@@ -180,14 +180,14 @@ class Routes:
 
     async def completions(self, request: Request) -> Response | None:
         raw = await self._body(request)
-        body, unknown = parse.decode(raw, CompletionRequest)
+        body, unknown = bodies.decode(raw, CompletionRequest)
         model = self._check_model(body.model)
         ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server)
         return await self._generate(request, ask, model, "cmpl-", self._again(request, raw))
 
     async def chat(self, request: Request) -> Response | None:
         raw = await self._body(request)
-        body, unknown = parse.decode(raw, ChatRequest)
+        body, unknown = bodies.decode(raw, ChatRequest)
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server)
         return await self._generate(request, ask, model, "chatcmpl-", self._again(request, raw))

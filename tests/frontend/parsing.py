@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_models import resolved_of, spec_of
 
-from meshlm.frontend import parse
+from meshlm.frontend import bodies, parse
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
@@ -23,9 +23,9 @@ ENDPOINTS = ("text", "chat")
 def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED, server: ServerConfig = SERVER) -> Ask:
     """What the endpoint's route does with a body."""
     if endpoint == "text":
-        completion, unknown = parse.decode(body, CompletionRequest)
+        completion, unknown = bodies.decode(body, CompletionRequest)
         return parse.completion(completion, unknown, resolved, server)
-    chat, unknown = parse.decode(body, ChatRequest)
+    chat, unknown = bodies.decode(body, ChatRequest)
     return parse.chat(chat, unknown, resolved, server)
 
 

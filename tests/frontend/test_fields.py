@@ -16,7 +16,7 @@ from request_fields import (
     VLLM_TOKENIZE,
 )
 
-from meshlm.frontend import parse
+from meshlm.frontend import bodies
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import (
     ASKS_FOR_NOTHING,
@@ -120,7 +120,7 @@ def test_needless_fields_change_nothing_and_are_no_news(endpoint: str) -> None:
 def test_unknown_fields_of_the_small_routes_are_told(
     kind: type[Struct], body: dict[str, object], unknown: tuple[str, ...]
 ) -> None:
-    assert parse.decode(json.dumps(body).encode(), kind)[1] == unknown
+    assert bodies.decode(json.dumps(body).encode(), kind)[1] == unknown
 
 
 @pytest.mark.parametrize("strict", [None, False, True])

@@ -10,7 +10,7 @@ import pytest
 from parse_cases import CHATS, EVERY_BAD, TAKEN
 from parsing import ENDPOINTS, EOS, RESOLVED, SERVER, USER, ask, asked, body_of, refused
 
-from meshlm.frontend import parse, prompts
+from meshlm.frontend import bodies, prompts
 from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import (
@@ -193,7 +193,7 @@ def test_required(endpoint: str, field: str) -> None:
 
 
 def tokenized(**fields: object) -> TextPrompt | TokenPrompt | ChatPrompt:
-    request, unknown = parse.decode(json.dumps(fields).encode(), TokenizeRequest)
+    request, unknown = bodies.decode(json.dumps(fields).encode(), TokenizeRequest)
     assert unknown == ()
     return prompts.of_tokenize(request, SERVER)
 
@@ -237,5 +237,5 @@ def test_tokenize_refuses(fields: dict[str, object], param: str) -> None:
 @pytest.mark.parametrize("tokens", [None, "1", [-1], ["a"], [1.5], [1 << 31]])
 def test_detokenize_refuses(tokens: object) -> None:
     with pytest.raises(HttpError) as caught:
-        parse.decode(json.dumps({"tokens": tokens}).encode(), DetokenizeRequest)
+        bodies.decode(json.dumps({"tokens": tokens}).encode(), DetokenizeRequest)
     assert (caught.value.status, caught.value.param) == (400, "tokens")

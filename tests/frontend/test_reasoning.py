@@ -92,6 +92,21 @@ def test_reasoning_can_be_left_out() -> None:
     assert body(answer)["choices"][0]["message"] == {**SAID_NOTHING, "role": "assistant", "content": "b"}
 
 
+def test_reasoning_that_is_left_out_is_told_by_no_logprobs_and_ids() -> None:
+    ask = asking(True, begins_with_reasoning=True, include_reasoning=False, logprobs=0, return_token_ids=True)
+    at = [PositionLogprobs(logprob(7, -1.0, "a"), 1)]
+    answer, _ = whole(ask)
+    give(answer, 0, [7], "a</think>b", STOP, logprobs=at)
+    (choice,) = body(answer)["choices"]
+    assert (choice["logprobs"], choice["token_ids"]) == (None, None)
+    answer, events, _ = streamed(ask)
+    give(answer, 0, [7], "a", logprobs=at)
+    give(answer, 0, [8], "</think>b", STOP, logprobs=at)
+    found = [choice for chunk in chunks(events, True) for choice in chunk["choices"]]
+    assert [choice["delta"].get("content") for choice in found] == ["", "b"]
+    assert not any(choice["logprobs"] or choice["token_ids"] for choice in found)
+
+
 def test_logprobs_of_a_held_piece_are_sent() -> None:
     answer, events, _ = streamed(asking(True, begins_with_reasoning=True, logprobs=0))
     give(answer, 0, [7], "</thi", logprobs=[PositionLogprobs(logprob(7, -1.0, "</thi"), 0)])

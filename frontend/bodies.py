@@ -1,0 +1,64 @@
+"""A request body to its Struct of schema.py. Pure; HttpError says what is wrong with the JSON, or names the field at fault.
+
+Called by server.py. Numbers and truths are read as pydantic reads them for vLLM, of which msgspec has nearly the same rules.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.schema import ASKS_FOR_NOTHING, NEEDLESS, NOT_SUPPORTED, StreamOptions
+
+Body = TypeVar("Body", bound=Struct)
+
+
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The body as its Struct, and the names of fields that nobody knows."""
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {_bad_byte(body)}") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply") from None
+    if not isinstance(raw, dict):
+        raise HttpError(400, f"the body must be a JSON object, got {type(raw).__name__}")
+    try:
+        value = msgspec.convert(raw, kind, strict=False)  # 16.0 and "16" are numbers here, as for vLLM
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        param = path.rstrip("`")
+        if not path and "required field" in what:
+            param = what.rpartition("`")[0].rpartition("`")[2]
+        raise HttpError(400, f"{param}: {what}" if param else what, param.split("[")[0]) from None
+    for name in kind.__struct_fields__:
+        if isinstance(given := raw.get(name), str) and getattr(value, name) is None:
+            raise HttpError(400, f"{name}: the text {given!r} is no null", name)
+    return value, _unknown(raw, kind)
+
+
+def _unknown(raw: dict[str, Any], kind: type[Struct]) -> tuple[str, ...]:
+    """The names of the fields that nobody knows. HttpError for those that are known and not supported."""
+    found = sorted(raw.keys() - set(kind.__struct_fields__))
+    for name in found:
+        if name in NOT_SUPPORTED and raw[name] is not None and not _asks_for_nothing(name, raw[name]):
+            raise HttpError(400, f"{name}: {NOT_SUPPORTED[name]}", name)
+    if isinstance(options := raw.get("stream_options"), dict):
+        found += sorted(f"stream_options.{name}" for name in options.keys() - set(StreamOptions.__struct_fields__))
+    return tuple(name for name in found if name not in NOT_SUPPORTED and name not in NEEDLESS)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    neutral = ASKS_FOR_NOTHING.get(name)
+    return not value if neutral is None else value in neutral
+
+
+def _bad_byte(body: bytes) -> int:
+    """Where the first byte is that is not UTF-8; msgspec counts from the beginning of the string it stands in."""
+    try:
+        return len(body.decode())
+    except UnicodeDecodeError as error:
+        return error.start
