@@ -65,9 +65,15 @@ class Child:
     as long as it lives: it may have its turn before it has said anything."""
 
     def __init__(
-        self, identity: Identity, incarnation: Incarnation, config: MeshConfig, *, standby: bool = False
+        self,
+        identity: Identity,
+        incarnation: Incarnation,
+        config: MeshConfig,
+        of_workers: Mapping[str, str] | None = None,
+        *,
+        standby: bool = False,
     ) -> None:
-        """OSError when there can be no more processes."""
+        """`of_workers`: variables for those. OSError when there can be no more processes."""
         self.identity = identity
         self.incarnation = incarnation
         self.loaded = False  # of a standby: it waits for its turn
@@ -78,8 +84,10 @@ class Child:
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         for name in API_KEYS:  # secrets, which frontends have in their configuration
             environment.pop(name, None)
-        if identity.role is Role.WORKER and "OMP_WAIT_POLICY" not in environment:
-            environment.setdefault("GOMP_SPINCOUNT", SPINS)
+        if identity.role is Role.WORKER:
+            environment.update(of_workers or {})
+            if "OMP_WAIT_POLICY" not in environment:
+                environment.setdefault("GOMP_SPINCOUNT", SPINS)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_error:
             theirs.callback(os.close, config_fd := config_file(config, identity.role))
             descriptors = {"--config-fd": config_fd}

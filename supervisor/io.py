@@ -17,7 +17,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import clock, control, events, network, report, rolling, rundir
+from meshlm.supervisor import caches, clock, control, events, network, report, rolling, rundir
 from meshlm.supervisor.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.layout import identities
@@ -66,6 +66,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
+        self._lives.environment = caches.prepared(self.config, self._display.line)
         incarnation = Incarnation(time.time_ns())
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
         self._mesh = Mesh(me, incarnation, self.config, self)
@@ -327,12 +328,10 @@ class Supervisor:
             self._lives.keep_warm(wanted, self._loop.time())
 
     def _finish(self, failure: str | None) -> None:
-        if self.ended.done():
-            return
-        if failure is None:
-            self.ended.set_result(None)
-        else:
+        if failure is not None and not self.ended.done():
             self.ended.set_exception(StartError(failure))
+        elif not self.ended.done():
+            self.ended.set_result(None)
 
     # --- scaling ---
 

@@ -30,6 +30,7 @@ class Lives:
         self._config, self._do, self._lost = config, do, lost
         self._loop = asyncio.get_running_loop()
         self._children: dict[Identity, Child] = {}
+        self.environment: dict[str, str] = {}  # variables of workers
         self.ends: dict[Identity, str] = {}  # how the last life of each has ended
         self._standbys: dict[Identity, Child] = {}
         self._warm: dict[Role, Child] = {}
@@ -60,7 +61,7 @@ class Lives:
     ) -> Child | None:
         """A new process. Where the system has none to give (processes, descriptors, memory), `failed` hears why a moment later."""
         try:
-            child = Child(identity, incarnation, self._config(), standby=standby)
+            child = Child(identity, incarnation, self._config(), self.environment, standby=standby)
         except OSError as error:
             self._loop.call_soon(failed, error.strerror or str(error))
             return None

@@ -20,6 +20,7 @@ from meshlm.supervisor.errors import StartError
 
 STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
+CACHE = "cache"  # beside them, for kernels (caches.py)
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux, less the terminator
 OURS = (".sock", ".json", ".txt", ".store")
 LOCK_WAIT_S = 1.0  # somebody may just be removing what a dead mesh left
@@ -43,7 +44,7 @@ def taken(wanted: Path) -> Iterator[Path]:
         raise StartError(f"--run-dir {wanted}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
     try:
         made = not wanted.exists() or wanted.parent == base_dir(os.environ)
-        path = _made(wanted)
+        path = private(wanted)
         directory = _locked(path)
     except OSError as error:
         raise StartError(f"--run-dir {wanted}: {error.strerror}") from None
@@ -58,8 +59,8 @@ def taken(wanted: Path) -> Iterator[Path]:
         os.close(directory)
 
 
-def _made(wanted: Path) -> Path:
-    """The real path of a private directory, made where it is missing."""
+def private(wanted: Path) -> Path:
+    """The real path of a private directory, made where it is missing. StartError, OSError."""
     wanted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = wanted.parent.resolve() / wanted.name
     _check_way(path)
@@ -78,7 +79,7 @@ def _locked(path: Path) -> int:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(directory, path):
                 return directory
-            _made(path)  # the mesh that had it has just ended and removed it
+            private(path)  # the mesh that had it has just ended and removed it
         except BlockingIOError:
             if time.monotonic() > until:
                 os.close(directory)
@@ -92,7 +93,7 @@ def _opened(path: Path) -> int:
         try:
             return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:  # removed since it was checked
-            _made(path)
+            private(path)
 
 
 def _is_at(directory: int, path: Path) -> bool:
@@ -164,4 +165,4 @@ def _private_in(base: Path) -> list[Path]:
     if not os.path.lexists(base):
         return []
     check_private(base)
-    return [path for path in base.iterdir() if path.is_dir()]
+    return [path for path in base.iterdir() if path.is_dir() and path.name != CACHE]

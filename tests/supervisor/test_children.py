@@ -92,3 +92,14 @@ def test_no_key_is_in_the_environment_of_a_process(monkeypatch: pytest.MonkeyPat
     finally:
         child._end()
         os.close(child._pidfd)
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.SCHEDULER])
+def test_workers_are_told_where_kernels_are_kept(role: Role, tmp_path: Path) -> None:
+    config = MeshConfig(run=RunConfig(run_dir=str(tmp_path)))
+    child = Child(Identity(role, 0), Incarnation(1), config, {"TRITON_CACHE_DIR": "/kept/here"})
+    try:
+        assert (b"/kept/here" in Path(f"/proc/{child.pid}/environ").read_bytes()) == (role is Role.WORKER)
+    finally:
+        child._end()
+        os.close(child._pidfd)
