@@ -25,13 +25,11 @@ from meshlm.protocol.text_edge import (
     Attach,
     Delivered,
     Detach,
-    Detokenize,
     DetokenizeReply,
     PositionLogprobs,
     Rejected,
     Submit,
     TextDeltas,
-    Tokenize,
     TokenizeReply,
 )
 from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
@@ -47,7 +45,7 @@ class Detokenizer(Attempts):
         super().__init__(table, retry_window_s)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._life = life
-        self.jobs: dict[int, list[Stream] | tuple[Identity, Tokenize]] = {}
+        self.jobs: dict[int, list[Stream]] = {}
         self._next_job = 0
         self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
         self.num_tokens = 0
@@ -86,12 +84,6 @@ class Detokenizer(Attempts):
                 return self._detach(detach, event.sender, event.incarnation)
             case Attach() as attach:
                 return self._attach(attach, event.sender, event.incarnation)
-            case Tokenize() as tokenize:
-                self._next_job += 1
-                self.jobs[self._next_job] = (event.sender, tokenize)
-                return [Encode(self._next_job, tokenize.prompt)]
-            case Detokenize() as detokenize:
-                return [Send(event.sender, replies.detokenized(detokenize, self.table, self.vocab_size))]
             case Routed() as routed:
                 return self._routed(routed)
             case Refused() as refused:
@@ -136,11 +128,15 @@ class Detokenizer(Attempts):
         self.jobs[self._next_job] = streams
         return [*effects, Encode(self._next_job, submit.prompt)]
 
+    def is_wanted(self, job: int) -> bool:
+        """Whether somebody waits for this prompt still. Threads ask before they begin."""
+        return bool(self._waiting(self.jobs.get(job, ())))
+
+    def _waiting(self, streams: Iterable[Stream]) -> list[Stream]:
+        return [stream for stream in streams if self.by_id.get(stream.request_id) is stream]
+
     def _encoded(self, event: Encoded) -> list[Effect]:
-        job = self.jobs.pop(event.job)
-        if isinstance(job, tuple):
-            return [Send(job[0], replies.tokenized(job[1], event, self.table, self.max_model_len))]
-        streams = [stream for stream in job if self.by_id.get(stream.request_id) is stream]
+        streams = self._waiting(self.jobs.pop(event.job))
         if not streams:
             return []
         submit = streams[0].submit

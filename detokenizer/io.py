@@ -10,21 +10,34 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from meshlm.detokenizer import tokenizer_files
+from meshlm.detokenizer import replies, tokenizer_files
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Tick
+from meshlm.detokenizer.questions import Question, Questions
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
-from meshlm.protocol.text_edge import TokenPrompt
+from meshlm.protocol.text_edge import (
+    Cancel,
+    Detokenize,
+    DetokenizeReply,
+    Tokenize,
+    TokenizeReply,
+    TokenPrompt,
+    num_bytes_of,
+)
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.mesh import Mesh
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
+LARGE_BYTES = (
+    256 << 10
+)  # longer prompts have threads of their own: a megabyte takes seconds, and a hundred times its memory
+MAX_WAITING_BYTES = 64 << 20  # of prompts that are not encoded, beyond which new ones get 503
 BUNCH = 4  # prompts that a thread encodes before it hands them over: more wait for each other, fewer wake the loop more often
 TICK_S = 1.0
 
@@ -51,6 +64,12 @@ class DetokenizerApp:
         self._encoder: Encoder | None = None
         self._num_threads = min(MOST_ENCODE_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
+        self._large_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "encode-large")
+        self._question_thread = ThreadPoolExecutor(1, "question")
+        self._questions = Questions()
+        self._answers = False  # the thread of questions is busy
+        self._waiting: dict[int, int] = {}  # by job: bytes of a prompt that is not encoded yet
+        self._waiting_bytes = 0
         self._to_encode: deque[Encode] = deque()
         self._num_new = 0  # of those, since the threads were called last
         self._early: list[Event] = []  # what peers said before start() ran
@@ -71,6 +90,7 @@ class DetokenizerApp:
         self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
         self._core.max_deaths = allowed(mesh.config.run.max_restarts)
         self._do_all(self._early)
+        self._next_question()
         self._tick()
         self.flush()
         return {"vocabulary": f"{vocab_size} tokens"}
@@ -97,10 +117,28 @@ class DetokenizerApp:
             case Encode(prompt=TokenPrompt()):
                 self._do(self._encode(effect))  # nothing that would take long
             case Encode():
-                self._to_encode.append(effect)
-                self._num_new += 1
+                self._encode_later(effect)
             case _:
                 self._send(effect.to, effect.message)
+
+    def _encode_later(self, ask: Encode) -> None:
+        size = num_bytes_of(ask.prompt)
+        if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
+            error = RequestError(ErrorKind.OVERLOADED, "too many prompts wait to be tokenized; try again")
+            self._do(Encoded(ask.job, error=error))
+            return
+        self._waiting[ask.job] = size
+        self._waiting_bytes += size
+        if size > LARGE_BYTES:
+            self._large_threads.submit(self._encode_large, ask)
+        else:
+            self._to_encode.append(ask)
+            self._num_new += 1
+
+    def _encoded(self, events: list[Encoded]) -> None:
+        for event in events:
+            self._waiting_bytes -= self._waiting.pop(event.job)
+            self._do(event)
 
     def _send(self, to: Identity, message: Struct) -> None:
         assert self._mesh is not None
@@ -131,15 +169,23 @@ class DetokenizerApp:
         """In a thread: until nothing waits."""
         assert self._mesh is not None
         while self._to_encode:
-            events: list[Event] = []
+            events: list[Encoded] = []
             with contextlib.suppress(IndexError):  # another thread took the last one
                 while len(events) < BUNCH:
                     events.append(self._encode(self._to_encode.popleft()))
-            self._mesh.call_soon_threadsafe(self._do_all, events)
+            self._mesh.call_soon_threadsafe(self._encoded, events)
+
+    def _encode_large(self, ask: Encode) -> None:
+        """In a thread for large prompts."""
+        assert self._mesh is not None
+        self._mesh.call_soon_threadsafe(self._encoded, [self._encode(ask)])
 
     def _encode(self, ask: Encode) -> Encoded:
         """In any thread."""
         assert self._encoder is not None
+        assert self._core is not None
+        if not self._core.is_wanted(ask.job):  # its client left
+            return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
         try:
             return Encoded(ask.job, self._encoder.encode(ask.prompt))
         except RequestError as error:
@@ -148,7 +194,44 @@ class DetokenizerApp:
             text = f"the prompt cannot be encoded: {error}"
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
 
+    # --- questions ---
+
+    def _question(self, peer: Identity, message: Tokenize | Detokenize) -> None:
+        if (refusal := self._questions.add(peer, message)) is not None:
+            self._send(peer, refusal)
+        self._next_question()
+
+    def _next_question(self) -> None:
+        if not self._answers and self._core is not None and (question := self._questions.take()) is not None:
+            self._answers = True
+            self._question_thread.submit(self._answer, question)
+
+    def _answer(self, question: Question) -> None:
+        """In the thread of questions."""
+        assert self._mesh is not None
+        assert self._encoder is not None
+        assert self._core is not None
+        core, ask = self._core, question.message
+        try:
+            reply = replies.answer(ask, self._encoder, core.table, core.vocab_size, core.max_model_len)
+        except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
+            kind = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
+            reply = kind(ask.handle, error=f"the text cannot be tokenized: {error}", param="prompt")
+        self._mesh.call_soon_threadsafe(self._answered, question.sender, reply)
+
+    def _answered(self, to: Identity, reply: TokenizeReply | DetokenizeReply) -> None:
+        self._answers = False
+        self._send(to, reply)
+        self._next_question()
+
     def on_message(self, peer: Identity, message: Struct) -> None:
+        match message:
+            case Tokenize() | Detokenize():
+                self._question(peer, message)
+                return
+            case Cancel():
+                self._questions.cancel(peer, message.handle)
+                return
         life = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
         self._do(Received(peer, life, message))
 
@@ -156,6 +239,7 @@ class DetokenizerApp:
         self._do(PeerUp(peer, incarnation))
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        self._questions.lost(peer)
         self._do(PeerLost(peer, incarnation))
 
     def flush(self) -> None:
@@ -174,4 +258,6 @@ class DetokenizerApp:
 
     async def stop(self) -> None:
         self._to_encode.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._questions = Questions()
+        for threads in (self._threads, self._large_threads, self._question_thread):
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -3,10 +3,12 @@
 from array import array
 
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Encoded
+from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.stream import Stream
 from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Accepted, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.runtime.errors import RequestError
 
 
 def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> Accepted:
@@ -24,18 +26,30 @@ def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> 
     return Accepted(handles, len(prompt), ids, text, first, arrival_s, num_told)
 
 
-def tokenized(ask: Tokenize, event: Encoded, table: TokenTable, max_model_len: int) -> TokenizeReply:
-    if event.error is not None:
-        return TokenizeReply(ask.handle, error=event.error.message, param=event.error.param)
-    assert event.token_ids is not None
-    strings = tuple(map(table.name, event.token_ids)) if ask.want_strings else ()
-    return TokenizeReply(ask.handle, event.token_ids.tobytes(), strings, max_model_len)
+def answer(
+    ask: Tokenize | Detokenize, encoder: Encoder, table: TokenTable, vocab_size: int, max_model_len: int
+) -> TokenizeReply | DetokenizeReply:
+    """In a thread: a long text takes seconds."""
+    try:
+        if isinstance(ask, Tokenize):
+            return _tokenized(ask, encoder, table, max_model_len)
+        return _detokenized(ask, table, vocab_size)
+    except RequestError as error:
+        reply = TokenizeReply if isinstance(ask, Tokenize) else DetokenizeReply
+        return reply(ask.handle, error=error.message, param=error.param, kind=error.kind)
 
 
-def detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:
+def _tokenized(ask: Tokenize, encoder: Encoder, table: TokenTable, max_model_len: int) -> TokenizeReply:
+    token_ids = encoder.encode(ask.prompt)
+    strings = tuple(map(table.name, token_ids)) if ask.want_strings else ()
+    return TokenizeReply(ask.handle, token_ids.tobytes(), strings, max_model_len)
+
+
+def _detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:
     ids = unpack_i32(ask.token_ids).tolist()
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:
         text = f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}"
-        return DetokenizeReply(ask.handle, error=text, param="tokens")
-    return DetokenizeReply(ask.handle, table.tokenizer.decode(ids, skip_special_tokens=False))
+        raise RequestError(ErrorKind.INVALID, text, "tokens")
+    (text,) = table.tokenizer.decode_batch([ids], skip_special_tokens=False)  # it lets go of the interpreter's lock
+    return DetokenizeReply(ask.handle, text)

@@ -11,9 +11,11 @@ from msgspec import Struct
 from meshlm import __version__
 from meshlm.frontend import http, request_metrics
 from meshlm.frontend.answers import Answer
+from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import Ask
 from meshlm.frontend.server import Routes
 from meshlm.protocol.control_edge import (
     AskStats,
@@ -28,6 +30,7 @@ from meshlm.protocol.control_edge import (
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
 from meshlm.protocol.text_edge import (
     Accepted,
+    Cancel,
     Detokenize,
     DetokenizeReply,
     Rejected,
@@ -76,6 +79,7 @@ class FrontendApp:
         self.num_open = 0
         self._ticks = 0
         self._unknown_seen: set[str] = set()
+        self._budget = Budget(0)
         self._asking = asyncio.Lock()  # for fresh figures
         self._answered = asyncio.Event()  # they came
 
@@ -87,6 +91,7 @@ class FrontendApp:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
         self._desk.num_detokenizers = mesh.config.server.detokenizers
+        self._budget = Budget(mesh.config.server.max_concurrent_bytes)
         self._desk.max_deaths = allowed(mesh.config.run.max_restarts)
         if why := shared_metrics.prepare(mesh.config.run.run_dir, mesh.config.parallel.data_parallel_size):
             mesh.log.warning("metrics are of this frontend alone", reason=why)
@@ -185,6 +190,13 @@ class FrontendApp:
             self.num_open -= 1
         return self.not_ready_reason()
 
+    def admit(self, ask: Ask) -> int:
+        """Its cost, for `release`. HttpError when there is no room for it."""
+        return self._budget.open(ask)
+
+    def release(self, cost: int) -> None:
+        self._budget.close(cost)
+
     def new_handle(self) -> Handle:
         return self._desk.new_handle()
 
@@ -206,7 +218,9 @@ class FrontendApp:
             self._mesh.tell_supervisor(OpenRequests(self.num_open))
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+        """While it waits it counts towards the budget; when its client leaves (cancelled) its detokenizer hears so."""
         most = self._desk.max_deaths
+        size = self._budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids)
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 for _ in range(most):
@@ -214,6 +228,8 @@ class FrontendApp:
                         return reply  # else its detokenizer died: another one knows the same
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
+        finally:
+            self._budget.close_question(size)
         raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
 
     async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
@@ -231,6 +247,8 @@ class FrontendApp:
             raise HttpError(400, str(error), "tokens" if isinstance(message, Detokenize) else "prompt") from None
         finally:
             del self._asked[message.handle]
+            if not future.done() or future.cancelled():
+                self._send([Send(target, Cancel(message.handle))])
 
     async def _any_detokenizer(self) -> Identity:
         """Wait for one, HOLD_S at most: the only one may be the one that died."""

@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt, num_bytes_of
 
 MAX_LISTED_IDS = 1 << 18  # of logit_bias, allowed_token_ids and stop_token_ids together, times the sequences
 MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times the sequences
-MAX_PROMPT_BYTES = 32 << 20  # of one prompt's text, or of a chat's messages, tools and template
+MIN_PROMPT_BYTES = (
+    1 << 20
+)  # of one prompt's text, or of a chat's messages, tools and template; a longer context allows more ...
+BYTES_PER_TOKEN = 16  # ... so much for each of its tokens: a tokenizer takes a hundred times a text's bytes, and seconds for a megabyte
 MAX_PROMPT_IDS = 1 << 22  # of one prompt that is to be truncated
 MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is more
 
@@ -51,13 +54,15 @@ def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
             if len(ids) // 4 > most:
                 text = f"{len(ids) // 4} tokens; this model's maximum context length is {resolved.max_model_len} tokens"
                 _refuse("prompt", text, most)
-        case TextPrompt(text=text):
-            if (size := len(text.encode())) > MAX_PROMPT_BYTES:
-                _refuse("prompt", f"{size} bytes", MAX_PROMPT_BYTES)
-        case ChatPrompt():
-            size = sum(map(len, (prompt.messages_json, prompt.tools_json, prompt.template_kwargs_json)))
-            if (size := size + len(prompt.chat_template.encode())) > MAX_PROMPT_BYTES:
-                _refuse("messages", f"{size} bytes with tools and template", MAX_PROMPT_BYTES)
+        case TextPrompt() | ChatPrompt():
+            most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
+            if (size := num_bytes_of(prompt)) > most:
+                is_text = isinstance(prompt, TextPrompt)
+                _refuse(
+                    "prompt" if is_text else "messages",
+                    f"{size} bytes" + ("" if is_text else " with tools and template"),
+                    most,
+                )
 
 
 def check_detokenize(num_ids: int, resolved: Resolved) -> None:

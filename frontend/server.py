@@ -57,6 +57,8 @@ class Backend(Protocol):
 
     draws: random.Random  # of seeds, for requests without one
 
+    def admit(self, ask: parse.Ask) -> int: ...
+    def release(self, cost: int) -> None: ...
     def new_handle(self) -> Handle: ...
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
     def close(self, choices: list[Choice]) -> None: ...
@@ -151,30 +153,46 @@ class Routes:
     async def load(self, request: Request) -> Response:
         return _json({"server_load": await self._backend.load()})
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: Request) -> Response | None:
         body, unknown = bodies.decode(await self._body(request), TokenizeRequest)
         self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
         prompt = prompts.of_tokenize(body, self._backend.config.server)
         limits.check_prompt(prompt, False, self._backend.resolved)
-        reply = await self._backend.ask(Tokenize(self._backend.new_handle(), prompt, bool(body.return_token_strs)))
+        question = Tokenize(self._backend.new_handle(), prompt, bool(body.return_token_strs))
+        if (reply := await self._ask(request, question)) is None:
+            return None
         assert isinstance(reply, TokenizeReply)
-        if reply.error:
-            raise HttpError(400, reply.error, reply.param)
         ids = memoryview(reply.token_ids).cast("i").tolist()
         strings = list(reply.strings) if body.return_token_strs else None
         return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, request: Request) -> Response | None:
         body, unknown = bodies.decode(await self._body(request), DetokenizeRequest)
         self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
         limits.check_detokenize(len(body.tokens), self._backend.resolved)
-        reply = await self._backend.ask(Detokenize(self._backend.new_handle(), pack_i32(body.tokens)))
+        question = Detokenize(self._backend.new_handle(), pack_i32(body.tokens))
+        if (reply := await self._ask(request, question)) is None:
+            return None
         assert isinstance(reply, DetokenizeReply)
-        if reply.error:
-            raise HttpError(400, reply.error, reply.param)
         return _json({"prompt": reply.text})
+
+    async def _ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
+        """The tokenizer's answer; None when the client left before."""
+        asked = asyncio.ensure_future(self._backend.ask(question))
+        left = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({asked, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                return None
+            reply = await asked
+        finally:
+            asked.cancel()
+            left.cancel()
+        if reply.error:
+            raise HttpError.of(reply.kind, reply.error, reply.param)
+        return reply
 
     # --- generation ---
 
@@ -224,9 +242,18 @@ class Routes:
         self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
     ) -> Response | None:
         backend = self._backend
-        attaches = again is not None
-        if reason := backend.refusal(attaches=attaches) or await backend.wait_serving():
+        if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
+        cost = backend.admit(ask)
+        try:
+            return await self._answered(request, ask, model, prefix, again)
+        finally:
+            backend.release(cost)
+
+    async def _answered(
+        self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
+    ) -> Response | None:
+        backend = self._backend
         name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
         shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was

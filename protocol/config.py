@@ -226,6 +226,14 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[
         int, Meta(ge=1, description="tokens of a chunk of a stream; the first token and the end leave at once")
     ] = 1
+    max_concurrent_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="bytes of open requests (prompts, times their choices) per frontend beyond which it answers 503",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
     max_logprobs: Annotated[int, Meta(ge=-1, description="largest logprobs / top_logprobs; -1: the vocabulary")] = 20
     return_tokens_as_token_ids: Annotated[
         bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")

@@ -39,6 +39,18 @@ class ChatPrompt(Struct, frozen=True, tag="chat"):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
+def num_bytes_of(prompt: Prompt) -> int:
+    """What it takes on the wire and in memory, about."""
+    match prompt:
+        case TokenPrompt(token_ids=ids):
+            return len(ids)
+        case TextPrompt(text=text):
+            return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        case ChatPrompt():
+            lists = len(prompt.messages_json) + len(prompt.tools_json) + len(prompt.template_kwargs_json)
+            return lists + len(prompt.chat_template.encode("utf-8", "surrogatepass"))
+
+
 class TextParams(Struct, frozen=True, omit_defaults=True):
     """What the detokenizer does with the output, beyond decoding it."""
 
@@ -155,7 +167,13 @@ class Detokenize(Struct, frozen=True, tag="detokenize"):
     token_ids: bytes
 
 
-FrontendToDetokenizer = Delivered | Submit | Abort | Detach | Attach | Tokenize | Detokenize
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """Nobody waits for the answer to this Tokenize or Detokenize any more."""
+
+    handle: Handle
+
+
+FrontendToDetokenizer = Cancel | Delivered | Submit | Abort | Detach | Attach | Tokenize | Detokenize
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):
@@ -216,6 +234,7 @@ class TokenizeReply(Struct, frozen=True, tag="tokenized"):
     max_model_len: int = 0
     error: str = ""
     param: str = ""
+    kind: ErrorKind = ErrorKind.INVALID  # of the error
 
 
 class DetokenizeReply(Struct, frozen=True, tag="detokenized"):
@@ -223,6 +242,7 @@ class DetokenizeReply(Struct, frozen=True, tag="detokenized"):
     text: str = ""
     error: str = ""
     param: str = ""
+    kind: ErrorKind = ErrorKind.INVALID  # of the error
 
 
 DetokenizerToFrontend = Accepted | Rejected | TextDeltas | TokenizeReply | DetokenizeReply

@@ -14,7 +14,7 @@ from meshlm.frontend.io import FULL, FrontendApp
 from meshlm.protocol.control_edge import Shutdown
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Detokenize, DetokenizeReply, Submit, TextPrompt
+from meshlm.protocol.text_edge import Abort, Cancel, Detokenize, DetokenizeReply, Submit, TextPrompt
 from meshlm.runtime.deaths import MAX_DEATHS
 from meshlm.runtime.errors import LinkDown, LinkFull
 
@@ -212,3 +212,23 @@ async def test_a_server_that_ends_by_itself_ends_the_process(error: OSError | No
         await asyncio.wait({serving})
         app._served(serving)
         assert bool(mesh.failure) == (not asked or error is not None)
+
+
+async def test_a_question_whose_client_left_is_cancelled() -> None:
+    app, mesh = started(ONE)
+    asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"1234")))
+    await mesh.next()
+    assert (app._budget.num_questions, app._budget.question_bytes) == (1, 4)
+    asked.cancel()
+    assert await mesh.next() == (ONE, Cancel(Handle(7)))
+    assert (app._budget.num_questions, app._budget.question_bytes) == (0, 0)
+
+
+async def test_an_answered_question_is_not_cancelled() -> None:
+    app, mesh = started(ONE)
+    asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"")))
+    await mesh.next()
+    app.on_message(ONE, DetokenizeReply(Handle(7), "text"))
+    await asyncio.wait_for(asked, LIMIT_S)
+    assert mesh.sent.empty()
+    assert app._budget.num_questions == 0

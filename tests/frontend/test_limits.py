@@ -54,7 +54,8 @@ def test_a_prompt_that_no_context_holds_is_refused_before_it_travels() -> None:
 
 
 def test_a_prompts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_PROMPT_BYTES", 100)
+    monkeypatch.setattr(limits, "MIN_PROMPT_BYTES", 100)
+    monkeypatch.setattr(limits, "BYTES_PER_TOKEN", 0)
     assert ask("text", prompt="ü" * 50).prompts == [TextPrompt("ü" * 50)]
     assert refused("text", {"prompt": "ü" * 51})[1]["param"] == "prompt"
     ask("chat")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import openai
 import psutil
 import pytest
 from fake_answers import complete, reference, stream_ids
-from http_clients import error_of, metric, until
+from http_clients import connect, error_of, head, metric, until
 from serving import MESHLM, Serving, serving
 from waiting import free_port
 
@@ -328,6 +329,22 @@ def test_refused_requests_are_in_no_latency(fake: Serving) -> None:
         too_long = {"prompt": [5] * 5000, "max_tokens": 1}
         assert client.post("/v1/completions", json=too_long).status_code == 400
         assert [metric(client, name) for name in names] == before
+
+
+def test_abandoned_questions_hold_up_nobody(fake: Serving) -> None:
+    """Forty texts of a megabyte take a tokenizer most of a minute; their clients leave, and a small one is answered soon."""
+    text = {"prompt": " ".join(str(number * 7919) for number in range(150_000))[: 1 << 20]}
+    for _ in range(40):
+        with connect(fake) as sock:
+            content = json.dumps(text).encode()
+            sock.sendall(head("POST", "/tokenize", f"Content-Length: {len(content)}") + content)
+    with httpx.Client(base_url=fake.url, timeout=60) as client:
+        begun = time.monotonic()
+        small = client.post("/tokenize", json={"prompt": "Hello you"})
+        assert small.json()["count"] == 2
+        assert client.post("/v1/completions", json={"prompt": "Hello you", "max_tokens": 1}).status_code == 200
+        assert time.monotonic() - begun < 15
+        assert client.post("/tokenize", json={"prompt": text["prompt"] + "x"}).status_code == 400
 
 
 def test_output_tokens_are_counted_as_they_come() -> None:

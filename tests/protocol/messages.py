@@ -144,8 +144,9 @@ FULL: tuple[Struct, ...] = (
         first={0: token.First(16, 20, 30, 1)},
         timings_ns=(1, 2, 3),
     ),
-    text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), 2048, "no", "prompt"),
-    text.DetokenizeReply(Handle(7), "a", "no", "tokens"),
+    text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), 2048, "no", "prompt", ErrorKind.OVERLOADED),
+    text.Cancel(Handle(7)),
+    text.DetokenizeReply(Handle(7), "a", "no", "tokens", ErrorKind.OVERLOADED),
     # detokenizer <-> coordinator -> scheduler
     WORK,
     LOST,
