@@ -255,6 +255,25 @@ def test_echo(client: openai.OpenAI, greedy: Greedy) -> None:
     assert [choice.text[at:] for at in choice.logprobs.text_offset][-1] == greedy.pieces[0]
 
 
+def test_logprobs_of_characters_of_several_tokens(client: openai.OpenAI) -> None:
+    prompt = "Grüße, 世界! 🦜👩‍👩‍👧 é,"
+    for chunks in (
+        [ask(client, prompt=prompt, echo=True, max_tokens=2, logprobs=1, extra={"prompt_logprobs": 2})],
+        stream(client, prompt=prompt, echo=True, max_tokens=2, logprobs=1),
+    ):
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        text = "".join(choice.text for choice in choices)
+        found = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        tokens = [token for part in found for token in part.tokens or []]
+        offsets = [offset for part in found for offset in part.text_offset or []]
+        assert text.startswith(prompt)
+        assert "".join(tokens) == text
+        assert offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
+        assert "\ufffd" not in text
+        if len(chunks) == 1:
+            assert len(extra_of(choices[0], "prompt_logprobs")) == len(tokens) - 2
+
+
 def test_return_token_ids(client: openai.OpenAI, greedy: Greedy) -> None:
     chunks = stream(client, extra={"return_token_ids": True})
     assert [i for chunk in chunks for choice in chunk.choices for i in extra_of(choice, "token_ids")] == greedy.ids[:16]
