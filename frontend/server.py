@@ -244,6 +244,9 @@ class Routes:
         backend = self._backend
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
+        if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
+            salt = submits.salt_of(request.headers.get("authorization", ""), ask.cache_salt)
+            ask = ask._replace(cache_salt=salt)
         cost = backend.admit(ask)
         try:
             return await self._answered(request, ask, model, prefix, again)

@@ -3,6 +3,7 @@
 Without an Idempotency-Key names and seeds are drawn here; with one they are made from it, and so the same each time.
 """
 
+import hashlib
 import random
 import time
 import uuid
@@ -76,6 +77,12 @@ def build(
         answer.choices += choices
         found.append((choices, submit))
     return found
+
+
+def salt_of(authorization: str, cache_salt: str) -> str:
+    """The salt of the prefixes of one API key: `cached_tokens`, and the time to the first token, tell it nothing of another key's."""
+    digest = hashlib.sha256(b"\0".join((authorization.removeprefix("Bearer ").encode(), cache_salt.encode())))
+    return digest.hexdigest()[:32]
 
 
 def dp_rank(headers: Mapping[str, str]) -> int:

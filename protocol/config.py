@@ -87,6 +87,10 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     ) = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
+    prefix_caching_per_key: Annotated[
+        bool,
+        Meta(description="with several API keys: reuse those of the same key only, so that no key learns of another's"),
+    ] = True
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):

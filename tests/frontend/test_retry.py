@@ -15,7 +15,7 @@ from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.submits import build as build_submits
-from meshlm.frontend.submits import position
+from meshlm.frontend.submits import position, salt_of
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextDeltas, TextPrompt
@@ -96,6 +96,12 @@ def test_names_of_requests_are_the_same_each_time() -> None:
     assert [submit.request_ids for submit in first] == [submit.request_ids for submit in second]
     assert len({name for submit in first for name in submit.request_ids}) == 4
     assert [submit.retry.cuts for submit in second if submit.retry] == [(1, 0), (2, 7)]
+
+
+def test_a_key_s_prefixes_have_a_salt_of_their_own() -> None:
+    salts = [salt_of("Bearer a", ""), salt_of("Bearer b", ""), salt_of("Bearer a", "x"), salt_of("Bearer a\0x", "")]
+    assert len(set(salts)) == 4
+    assert salts[0] == salt_of("a", ""), "however the key is sent"
 
 
 # --- ids of events ---

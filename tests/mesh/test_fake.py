@@ -183,11 +183,20 @@ def test_too_little_memory_says_what_would_fit(device: str) -> None:
 
 
 def test_api_key_guards_all_but_the_probes() -> None:
-    with serving("--device", "fake", "--api-key", "secret") as server:
+    """And one key learns nothing of what another one has asked, from how much of its prompt is cached."""
+    with serving("--device", "fake", "--api-key", "secret", "other") as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         headers = {"Authorization": "Bearer secret"}
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+
+        def cached(key: str, **fields: object) -> int:
+            body = {"prompt": list(range(300, 364)), "max_tokens": 1, **fields}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+            return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [cached("secret"), cached("other"), cached("other", cache_salt="mine")] == [0, 0, 0]
+        assert [cached("secret"), cached("other"), cached("other", cache_salt="mine")] == [48, 48, 48]
 
 
 BAD = [
