@@ -7,7 +7,6 @@ logged, printed or sent.
 import json
 import os
 import stat
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -30,8 +29,8 @@ class Keys(NamedTuple):
 def load(path: str) -> Keys:
     """Read a key file. KeyFileError unless it is its owner's alone and holds a pair that belongs together."""
     try:
-        info = os.stat(path)
-        text = Path(path).read_text("ascii")
+        with open(path, encoding="ascii") as file:
+            info, text = os.fstat(file.fileno()), file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no key file"
         raise KeyFileError(f"--key-file {path}: {reason}") from None

@@ -73,9 +73,9 @@ class Supervisor:
         self._mesh.on_refused = self._refused
         try:
             await self._mesh.open()
-        except ProcessFatal as error:
+            await self._status.open(self._run_dir)
+        except (ProcessFatal, OSError) as error:
             raise StartError(str(error)) from None
-        await self._status.open(self._run_dir)
         if self._network is not None:
             self._network.begin()
         else:

@@ -30,7 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    run_dir = status.find(arguments.port, arguments.run_dir)
+    run_dir = status.find(arguments.port, arguments.run_dir, or_root=False)  # who has it says what runs
     role = Role(arguments.role)
     identity = Identity(role, _free_index(run_dir, role, arguments.index))
     mesh, config = control.attach(run_dir)

@@ -3,8 +3,10 @@
 Torch is not imported here: `meshlm serve` must answer a wrong flag at once.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
+import os
 import socket
 from pathlib import Path
 from typing import Literal
@@ -124,21 +126,25 @@ def _dtype(config: MeshConfig, device: Device, of_model: str) -> Literal["float3
     return wanted  # type: ignore[return-value]
 
 
-def claim_port(host: str, port: int) -> socket.socket:
-    """Hold the port until the frontends listen on it. StartError when somebody has it.
+def claim_port(host: str, port: int) -> contextlib.ExitStack:
+    """Hold the port for this mesh until the stack is closed. StartError when somebody has it.
 
-    The first bind, without SO_REUSEPORT, fails for any other listener; the second lets our frontends in beside us.
+    The first bind, without SO_REUSEPORT, fails for any other listener; the second lets our frontends in beside us. Until they listen
+    neither would keep out a second mesh of this user, which then shared the port: the name does.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = host or "0.0.0.0"
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
-        held = socket.socket(family, socket.SOCK_STREAM)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((address, port))
-    except OSError as error:
-        raise StartError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    return held
+    with contextlib.ExitStack() as claims:
+        try:
+            name = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            name.bind(f"\0meshlm-{os.getuid()}-{address}-{port}")
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+            held = claims.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((address, port))
+        except OSError as error:
+            raise StartError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        return claims.pop_all()

@@ -39,7 +39,7 @@ def base_dir(environment: Mapping[str, str]) -> Path:
 def taken(wanted: Path) -> Iterator[Path]:
     """This run directory, empty and locked, by its real path; what is in it is removed in the end, and with it the directory where
     it was made here. StartError when another mesh runs there, when others could get into it, or when its path is too long."""
-    longest = wanted / "coordinator-0000.sock"
+    longest = wanted.parent.resolve() / wanted.name / "coordinator-0000.sock"
     if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
         raise StartError(f"--run-dir {wanted}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
     try:
@@ -49,7 +49,10 @@ def taken(wanted: Path) -> Iterator[Path]:
     except OSError as error:
         raise StartError(f"--run-dir {wanted}: {error.strerror}") from None
     try:
-        _empty(directory)
+        try:
+            _empty(directory)
+        except OSError as error:
+            raise StartError(f"--run-dir {wanted}: {error.filename}: {error.strerror}") from None
         yield path
     finally:
         with contextlib.suppress(OSError):  # the next start says what is wrong there
@@ -102,12 +105,15 @@ def _is_at(directory: int, path: Path) -> bool:
     return False
 
 
-def check_private(path: Path) -> None:
-    """StartError unless `path` is a directory of ours that nobody else can enter, and nobody else can replace."""
+def check_private(path: Path, *, or_root: bool = False) -> None:
+    """StartError unless `path` is a directory of ours that nobody else can enter, and nobody else can replace. `or_root`: root may ask
+    another user's mesh."""
     try:
         info = path.stat(follow_symlinks=False)
     except OSError as error:
         raise StartError(f"run directory {path}: {error.strerror}") from None
+    if or_root and os.getuid() == 0 and stat.S_ISDIR(info.st_mode):
+        return
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise StartError(f"run directory {path} must be a directory of yours with mode 0700")
     _check_way(path.parent.resolve() / path.name)

@@ -30,6 +30,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(0)
+    )  # until the supervisor has its own: nothing runs, what was made is removed
     config = flags.build(vars(arguments), arguments.config, vllm_env.settings_of(os.environ))
     if config.run.log_format == "json":
         streams.json_from_here()
@@ -88,8 +91,9 @@ async def _serve(config: MeshConfig, display: StartDisplay) -> None:
         else:
             supervisor.kill()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # `nohup` has it ignored
+            loop.add_signal_handler(number, on_signal)
     assert config.resolved is not None
     display.line(f"starting {config.resolved.served_names[0]} on {config.resolved.device} in {config.resolved.dtype}")
     try:

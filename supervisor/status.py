@@ -38,10 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def find(port: int | None, run_dir: str | None) -> Path:
-    """The run directory of the mesh that is meant: the only one that answers, or the one of this port."""
+def find(port: int | None, run_dir: str | None, *, or_root: bool = True) -> Path:
+    """The run directory of the mesh that is meant: the only one that answers, or the one of this port. `or_root`: as root, another
+    user's too."""
     if run_dir:
-        rundir.check_private(Path(run_dir))
+        rundir.check_private(Path(run_dir), or_root=or_root)
         return Path(run_dir)
     alive: dict[int, Path] = {}
     for path in rundir.running(rundir.base_dir(os.environ)):

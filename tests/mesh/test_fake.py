@@ -288,9 +288,11 @@ def test_the_supervisor_takes_all_with_it() -> None:
         assert b"secret-9" not in b"".join(file.read_bytes() for file in left)
 
 
-def test_a_mesh_that_has_stopped_leaves_nothing() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_mesh_that_has_stopped_leaves_nothing(number: signal.Signals) -> None:
     with serving("--device", "fake") as server:
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
+        server.wait_for("stopping: up to 30 s", limit_s=10)
         assert server.process.wait(timeout=30) == 0
         assert list(Path(server.run_dir).iterdir()) == []
 
@@ -368,6 +370,24 @@ def test_output_tokens_are_counted_as_they_come() -> None:
             for _ in range(20):
                 next(events)
             assert 20 <= counted(server) < 2000
+
+
+def test_a_node_that_is_stopped_while_it_looks_for_its_head_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert subprocess.run([MESHLM, "keys", str(tmp_path / "keys")], cwd="/", check=False).returncode == 0
+    command = [MESHLM, "serve", "--headless", "--join", "tcp://head.invalid:5000", "--key-file", str(tmp_path / "keys")]
+    command += ["--device", "fake", "-dp", "2", "--data-parallel-start-rank", "1", "--run-dir", str(run_dir)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/") as node:
+        try:
+            assert node.stderr is not None
+            assert "waiting for the head" in node.stderr.readline()
+            assert run_dir.is_dir()
+            node.terminate()
+            assert node.wait(timeout=10) == 0
+            assert node.stderr.read() == ""
+        finally:
+            node.kill()
+    assert not run_dir.exists()
 
 
 def test_every_line_is_json_where_that_is_wanted() -> None:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import free_port
 
-from meshlm.supervisor import rundir
+from meshlm.supervisor import resolve, rundir, status
 from meshlm.supervisor.errors import StartError
 
 NOBODY = 65_534 if os.getuid() != 65_534 else 65_533
@@ -119,6 +120,7 @@ def test_a_second_mesh_is_refused_and_does_no_harm(tmp_path: Path, monkeypatch: 
 
 def test_of_those_that_start_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundir, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(rundir, "base_dir", lambda environment: tmp_path)  # else the one that made it removes it
     together, inside, got, ended = threading.Barrier(8), threading.Barrier(8), [], []
 
     def start() -> None:
@@ -171,3 +173,31 @@ def test_what_dead_meshes_left_is_removed(tmp_path: Path) -> None:
         rundir.remove_dead(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["8000", "kept"]
         assert rundir.running(tmp_path) == [alive]
+
+
+@as_root
+def test_root_may_ask_another_users_mesh_but_not_run_what_it_says(tmp_path: Path) -> None:
+    """As with the systemd unit, whose user is made up."""
+    tmp_path.chmod(0o700)
+    os.chown(tmp_path, NOBODY, NOBODY)
+    assert status.find(None, str(tmp_path)) == tmp_path
+    with pytest.raises(StartError, match="must be a directory of yours"):
+        status.find(None, str(tmp_path), or_root=False)
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path) -> None:
+    """As on a disk that has become read-only."""
+    tmp_path.chmod(0o700)
+    (tmp_path / "worker-0.sock").mkdir()
+    with pytest.raises(StartError, match=r"worker-0\.sock: "):
+        take(tmp_path)
+
+
+def test_a_port_is_for_one_mesh_before_anybody_listens() -> None:
+    port = free_port()
+    with (
+        resolve.claim_port("127.0.0.1", port),
+        pytest.raises(StartError, match=f"--port {port}: Address already in use"),
+    ):
+        resolve.claim_port("127.0.0.1", port)
+    resolve.claim_port("127.0.0.1", port).close()
