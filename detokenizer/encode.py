@@ -16,7 +16,7 @@ REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
-)  # its names in messages; templates read the first or the second
+)  # its names in messages; a template may read any of them
 ContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -84,7 +84,7 @@ class Encoder:
         found["content"] = self._content(found.get("content"), template)
         reasoning = next((found[name] for name in REASONING if name in found), None)
         if reasoning is not None:
-            found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+            found = {"thinking": reasoning, "reasoning": reasoning, **found, "reasoning_content": reasoning}
         calls = found.get("tool_calls")
         if isinstance(calls, list):
             found["tool_calls"] = [_call(call) for call in calls]

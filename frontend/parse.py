@@ -189,9 +189,12 @@ def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset
 
 
 def _continued(message: dict[str, Any]) -> str:
-    """The text of an assistant's message, for an answer that shows it with what follows."""
-    content = message.get("content")
-    return content if message["role"] == "assistant" and isinstance(content, str) else ""
+    """The text of an assistant's message, for an answer that shows it with what follows; parts are lines, as for the template."""
+    content = message.get("content") if message["role"] == "assistant" else None
+    if isinstance(content, list):
+        texts = [part if isinstance(part, str) else part.get("text", part.get("refusal", "")) for part in content]
+        return "\n".join(texts)
+    return content or ""
 
 
 def _ask(

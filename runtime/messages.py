@@ -11,7 +11,9 @@ from meshlm.runtime.errors import RequestError
 
 NEED_CONTENT = ("user", "system", "developer", "tool", "function")
 # What an assistant's message may have said instead of a content.
-INSTEAD = ("tool_calls", "function_call", "refusal", "reasoning", "reasoning_content")
+INSTEAD = ("tool_calls", "refusal", "reasoning", "reasoning_content")
+# OpenAI's fields of an assistant's message that templates do not know: they would be lost.
+NOT_READ = {"function_call": "send tool_calls, its newer name", "audio": "only text is supported"}
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> where its text is
 
 
@@ -33,6 +35,9 @@ def _check_message(message: dict[str, Any], where: str) -> None:
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content", "refusal"):
         if not isinstance(message.get(name), str | None):
             raise _wrong(f"{where}.{name}: must be a string")
+    for name, why in NOT_READ.items():
+        if message.get(name):
+            raise _wrong(f"{where}.{name}: not supported; {why}")
     if role == "tool" and not message.get("tool_call_id"):
         raise _wrong(f"{where}.tool_call_id: a message of role 'tool' names the call that it answers")
     _check_calls(message.get("tool_calls"), f"{where}.tool_calls")

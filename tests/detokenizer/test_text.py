@@ -222,12 +222,13 @@ def test_arguments_that_are_no_json_are_refused(loaded: tokenizer_files.LoadedTo
     assert error.value.param == "messages"
 
 
-def test_empty_tool_calls_are_none_and_reasoning_has_the_name_that_templates_know(
-    loaded: tokenizer_files.LoadedTokenizer,
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_empty_tool_calls_are_none_and_reasoning_has_the_names_that_templates_know(
+    loaded: tokenizer_files.LoadedTokenizer, name: str
 ) -> None:
-    message = {"role": "assistant", "content": "", "tool_calls": [], "reasoning": "so"}
-    show = "{{ messages[0].tool_calls is defined }} {{ messages[0].reasoning_content }}"
-    assert Encoder(loaded, {"default": show}).render(ChatPrompt(msgspec.json.encode([message]))) == "False so"
+    message = {"role": "assistant", "content": "", "tool_calls": [], name: "so"}
+    show = "{{ messages[0].tool_calls is defined }} {{ messages[0].reasoning_content }} {{ messages[0].reasoning }}"
+    assert Encoder(loaded, {"default": show}).render(ChatPrompt(msgspec.json.encode([message]))) == "False so so"
 
 
 def test_arguments_that_are_no_text_are_refused(loaded: tokenizer_files.LoadedTokenizer) -> None:

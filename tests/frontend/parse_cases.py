@@ -7,6 +7,7 @@ from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
 
 TOOL = {"function": {"name": "f"}, "a": 1}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARTS = [{"type": "text", "text": "So"}, "be"]
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 # --- what is taken ---
@@ -126,6 +127,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("chat", {"include_reasoning": False}, "include_reasoning", False),
     ("chat", {"echo": True}, "begins_with", ""),
     ("chat", {"echo": True, "messages": [USER, {"role": "assistant", "content": "So"}]}, "begins_with", "So"),
+    ("chat", {"echo": True, "messages": [USER, {"role": "assistant", "content": PARTS}]}, "begins_with", "So\nbe"),
     ("chat", {}, "is_chat", True),
     ("chat", {}, "max_tokens", None),  # whatever the context leaves
     ("chat", {"max_completion_tokens": 3, "max_tokens": 9}, "max_tokens", 3),
@@ -309,6 +311,8 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
                 [USER, {"role": "tool", "content": "3", "tool_call_id": 3}],
                 [{"role": "user", "content": "a", "name": 3}],
                 [USER, {"role": "assistant", "content": "a", "reasoning": ["a"]}],
+                [USER, {"role": "assistant", "function_call": CALL["function"]}],
+                [USER, {"role": "assistant", "content": "a", "audio": {"id": "1"}}],
                 [USER, {"role": "assistant", "tool_calls": "f"}],
                 [USER, {"role": "assistant", "tool_calls": ["f"]}],
                 [USER, {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}],
@@ -342,7 +346,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "reasoning_effort": [3, {}, "", "huge"],
             "include_reasoning": [None, 2, "yes"],
             "parallel_tool_calls": [2, "yes"],
-            "chat_template_kwargs": ["a", [], 3],
+            "chat_template_kwargs": ["a", [], 3, {"messages": []}, {"tools": []}, {"add_generation_prompt": False}],
             "add_generation_prompt": [None, 2, "yes"],
             "continue_final_message": [None, 2, "yes"],
         },
