@@ -154,7 +154,9 @@ class FrontendApp:
             return "this server is draining and takes no new requests (meshlm drain)"
         if self._stats.serving and not self._desk.load:
             return "no detokenizer can be reached"
-        return "" if self._stats.serving else self._stats.reason
+        if not self._stats.serving:
+            return self._stats.reason
+        return self._mesh.blocked if self._mesh is not None else ""
 
     def refusal(self, *, attaches: bool) -> str:
         """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.channels import WhenFull
-from meshlm.protocol.frames import Header, Kind, data_lane, pack, pack_numbers
+from meshlm.protocol.frames import HEADER_BYTES, Header, Kind, data_lane, pack, pack_numbers
 from meshlm.protocol.ids import Identity, Incarnation
 
 HELLO_EVERY_S = 0.05  # at first; a peer that does not answer is greeted ever less often
@@ -27,6 +27,8 @@ IMPATIENT_S = 0.2  # with hellos rarer than this nothing depends on the answer c
 ACK_EVERY = 32  # data frames without an ack of ours going out
 ACK_AFTER_S = 0.4  # and at the latest: well before the peer's replay
 REPLAY_AFTER_S = 1.0  # without progress of the peer's acks
+MAX_REPLAYS = 5  # that the peer answered without taking a frame: then it never will
+BLOCKED_REPLAYS = 2  # and it is said that something is wrong
 KEEPALIVES = 6  # acks in the time after which silence means loss, whatever else is sent
 RIVAL = "is in this mesh already, on another node"
 MAX_QUIET_STEP = 0.1  # of that time counts between two ticks: more means that we slept, not the peer
@@ -141,6 +143,8 @@ class Session:
         self._acked_to_peer = 0
         self._acked_at = now
         self._progress_at = now
+        self._num_replays = 0  # that the peer answered, since it took a frame
+        self._awaits_answer = False
         self.wire.clear()
 
     def send(self, body: bytes, now: float) -> None:
@@ -200,6 +204,7 @@ class Session:
                 self._put(Kind.ACK)
             if self._unacked and now - self._progress_at >= REPLAY_AFTER_S:
                 self._progress_at = now
+                self._awaits_answer = True
                 # It may be a new life of the peer that listens there now, and nobody told us of the old one's end.
                 self._put(Kind.HELLO, self._hello_body)
                 self.wire.extend(frame for _, frame in self._unacked)
@@ -220,6 +225,21 @@ class Session:
     def silent(self) -> bool:
         """Nothing came for too long."""
         return self.silence_s > 0.0 and self.state is SessionState.OPEN and self.silence_s < self._quiet_s
+
+    @property
+    def stuck(self) -> bool:
+        """The peer lives and hears us, but does not take the next frame, however often it is sent."""
+        return self._num_replays >= MAX_REPLAYS
+
+    @property
+    def blocked(self) -> bool:
+        """It is about to be `stuck`."""
+        return self._num_replays >= BLOCKED_REPLAYS
+
+    @property
+    def held_up(self) -> memoryview:
+        """The message that the peer should take next; empty when there is none."""
+        return memoryview(self._unacked[0][1])[HEADER_BYTES:] if self._unacked else memoryview(b"")
 
     @property
     def impatient(self) -> bool:
@@ -281,6 +301,8 @@ class Session:
         if header.kind is Kind.HELLO:
             self._put(Kind.WELCOME, self._hello_body)
         if header.receiver_incarnation == self.life:  # else it counts what an earlier session brought
+            if self._awaits_answer and header.kind is Kind.WELCOME:
+                self._num_replays, self._awaits_answer = self._num_replays + 1, False
             self._on_ack(header.ack, now)
         return opened
 
@@ -307,7 +329,7 @@ class Session:
         unacked = self._unacked
         while unacked and unacked[0][0] <= ack:
             unacked.popleft()
-            self._progress_at = now
+            self._progress_at, self._num_replays = now, 0
         while self._queued and len(unacked) < self._window:
             self._transmit(self._queued.popleft(), now)
 

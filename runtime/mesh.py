@@ -7,15 +7,14 @@ methods in the event loop; never calls it from another thread.
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
-import zmq
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
-from meshlm.protocol.channels import BY_DIRECTION, MAX_MESSAGE_BYTES, WhenFull, are_linked
+from meshlm.protocol.channels import MAX_MESSAGE_BYTES, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
 from meshlm.protocol.frames import HEADER_BYTES, LANE_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
@@ -30,11 +29,12 @@ from meshlm.protocol.session import (
     Refused,
     Rival,
     SendQueueFull,
-    Session,
     SessionState,
 )
+from meshlm.runtime import descriptors
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
-from meshlm.runtime.link import Inbox, Outbox
+from meshlm.runtime.link import Inbox
+from meshlm.runtime.links import Links, Listener, Peer, what_is
 from meshlm.runtime.logs import Limited
 from meshlm.runtime.remote import Remote
 
@@ -44,24 +44,6 @@ TICK_CONNECTING_S = 0.02  # while a session is not open yet
 
 _encode = msgspec.msgpack.Encoder().encode
 _log = structlog.get_logger()
-
-
-class Listener(Protocol):
-    """What a Mesh calls. Every App is one."""
-
-    def on_message(self, peer: Identity, message: Struct) -> None: ...
-    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None: ...
-    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...
-    def flush(self) -> None: ...
-
-
-class _Peer:
-    """One link: its session, its outgoing socket, its decoder."""
-
-    __slots__ = ("decode", "outbox", "session")
-
-    def __init__(self, session: Session, outbox: Outbox, decode: Callable[[memoryview], Struct]) -> None:
-        self.session, self.outbox, self.decode = session, outbox, decode
 
 
 class Mesh:
@@ -77,13 +59,14 @@ class Mesh:
         self.supervisor = Identity(Role.SUPERVISOR, config.node.index if config.node else 0)
         self._listener = listener
         self._run_dir = Path(config.run.run_dir)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers: dict[Identity, _Peer] = {}
-        self._lanes: dict[bytes, _Peer] = {}  # by how the frames of their sessions begin
+        self._context = descriptors.context(identity, config)
+        self._lanes: dict[bytes, Peer] = {}  # by how the frames of their sessions begin
         self._epoch = (Incarnation(0), Epoch(0))
         self._remote = Remote.of(identity, config)
         self._limited = Limited(self.log)
-        self._hello = Hello("", "")  # until `open`
+        self._links = Links(identity, incarnation, config, self._context, self._remote, self._limited)
+        self._peers = self._links.peers
+        self.blocked = ""  # which peer does not take what it is sent, though it answers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: Inbox | None = None
         self._timer: asyncio.Handle | None = None
@@ -96,13 +79,14 @@ class Mesh:
     async def open(self) -> None:
         """Bind the inbox and begin to look for the supervisor and the coordinator."""
         self._loop = asyncio.get_running_loop()
+        descriptors.claim(self.identity, self.config)
         if self._remote is not None:
             self._remote.open(self._context, self._on_remote_frame, self._listener.flush, self.log)
-        self._hello = self._own_hello()
-        self._inbox = Inbox(self._context, self._hello.address, self._on_frame, self._listener.flush)
+        self._links.hello = self._own_hello()
+        self._inbox = Inbox(self._context, self._links.hello.address, self._on_frame, self._listener.flush)
         self._inbox.start(self._loop)
         for peer, address in self._well_known().items():
-            self._connect(peer, address)
+            self._links.connect(peer, address)
         self._tick()
 
     def _own_hello(self) -> Hello:
@@ -232,14 +216,14 @@ class Mesh:
             if link is None:
                 if header.kind is not Kind.HELLO:
                     raise FrameError(f"from {header.sender}, which never said hello")
-                link = self._connect(header.sender, self.address_of(header.sender))
+                link = self._let_in(header.sender, self.address_of(header.sender))
         except FrameError as error:
             self._limited.warning("frame dropped", reason=str(error), size=len(frame))
             return
         assert self._loop is not None
         outcome = link.session.receive(header, body, self._loop.time())
         if type(outcome) is Opened:
-            self._retarget(link, outcome.hello.tcp)  # before the welcome leaves
+            self._links.retarget(link, outcome.hello.tcp)  # before the welcome leaves
         if link.session.wire:
             link.outbox.flush(link.session.wire)
         if outcome is not None:
@@ -256,13 +240,13 @@ class Mesh:
                 header, body = unpack(frame)
                 if header.kind is not Kind.HELLO or header.receiver != self.identity or header.sender in self._peers:
                     raise FrameError(f"from {header.sender} for {header.receiver}, which never said hello there")
-                self._connect(header.sender, self._remote.stranger(header.sender, body))
+                self._let_in(header.sender, self._remote.stranger(header.sender, body))
             except FrameError as error:
                 self._limited.warning("frame dropped", reason=str(error), size=len(frame), remote=True)
                 return
         self._on_frame(frame)
 
-    def _on_news(self, sender: Identity, link: _Peer, outcome: Outcome) -> None:
+    def _on_news(self, sender: Identity, link: Peer, outcome: Outcome) -> None:
         match outcome:
             case Delivered():
                 self._deliver(sender, link, outcome.body)
@@ -280,12 +264,14 @@ class Mesh:
                 if self._remote is not None and outcome.hello.tcp and self._loop is not None:
                     self._remote.refuse(outcome, self._loop.time())
 
-    def _deliver(self, sender: Identity, link: _Peer, body: memoryview) -> None:
+    def _deliver(self, sender: Identity, link: Peer, body: memoryview) -> None:
         try:
             message = link.decode(body)
         except BAD_BODY as error:
             self._limited.error("message dropped", peer=str(sender), reason=str(error))
             return
+        if link.expires_at and self.identity.role in (Role.COORDINATOR, Role.SUPERVISOR):
+            link.expires_at = 0.0  # they name others, and nobody names any to them
         if type(message) is control.Members:
             self._on_members(message)
             return
@@ -295,7 +281,7 @@ class Mesh:
                 return
         self._listener.on_message(sender, message)
 
-    def _on_opened(self, sender: Identity, link: _Peer, opened: Opened) -> None:
+    def _on_opened(self, sender: Identity, link: Peer, opened: Opened) -> None:
         self._lanes = {peer.session.lane: peer for peer in self._peers.values() if peer.session.lane}
         if opened.replaced is not None:
             self._listener.on_peer_down(sender, opened.replaced, "replaced by a new process")
@@ -308,7 +294,7 @@ class Mesh:
     def _join(self) -> None:
         if self.identity.role in (Role.COORDINATOR, Role.SUPERVISOR) or COORDINATOR not in self.peers(Role.COORDINATOR):
             return
-        hello = self._hello
+        hello = self._links.hello
         member = control.Member(self.identity, self.incarnation, hello.address, self.ready, hello.tcp, hello.node)
         self.send(COORDINATOR, control.Join(member))
 
@@ -316,30 +302,21 @@ class Mesh:
         if (epoch := (self.incarnation_of(COORDINATOR), members.epoch)) <= self._epoch:
             return
         self._epoch = epoch
+        self._links.newcomers.name(frozenset(member.identity for member in members.members))
         for member in members.members:
             link = self._peers.get(member.identity)
             if link is None:
                 if are_linked(self.identity, member.identity, self.config.parallel.workers_per_rank):
-                    self._connect(member.identity, self._address_of_member(member))
+                    self._meet(member)
             elif member.incarnation > link.session.peer_incarnation:
-                self._retarget(link, member.tcp)
+                self._links.retarget(link, member.tcp)
 
-    def _address_of_member(self, member: control.Member) -> str:
-        if self._remote is None:
-            return member.address
-        return self._remote.route(member.node, member.address, member.tcp)
-
-    def _retarget(self, link: _Peer, address: str) -> None:
-        """A new life of a process of another node has another port."""
-        if self._remote is None or not link.outbox.address.startswith("tcp:") or address in ("", link.outbox.address):
-            return
+    def _meet(self, member: control.Member) -> None:
         try:
-            outbox = self._remote.outbox(address)
+            self._links.connect(member.identity, self._links.address_of_member(member))
+            self._greet()
         except FrameError as error:
-            self._limited.warning("address ignored", peer=str(link.session.peer), reason=str(error))
-            return
-        link.outbox.close()
-        link.outbox = outbox
+            self._limited.error("no link", peer=str(member.identity), reason=str(error))
 
     def _on_died(self, died: control.Died) -> None:
         if (link := self._peers.get(died.identity)) is None:
@@ -349,56 +326,61 @@ class Mesh:
             link.outbox.pending.clear()
             self._listener.on_peer_down(died.identity, life, "the process died")
 
-    def _drop(self, link: _Peer, reason: str) -> None:
+    def _drop(self, link: Peer, reason: str) -> None:
         """What is between us is lost, whether or not the peer lives; if it does, a new session with it opens."""
         life = link.session.peer_incarnation
         if link.session.lose():
             link.outbox.pending.clear()
             if self._remote is not None:  # by its name again: it may come back at another address
-                self._retarget(link, self._remote.well_known().get(link.session.peer, ""))
+                self._links.retarget(link, self._remote.well_known().get(link.session.peer, ""))
             self.log.error("peer dropped", peer=str(link.session.peer), reason=reason)
             self._listener.on_peer_down(link.session.peer, life, reason)
 
-    def _connect(self, peer: Identity, address: str) -> _Peer:
-        """Start a link. FrameError when this process has no business with that role."""
-        outgoing = BY_DIRECTION.get((self.identity.role, peer.role))
-        incoming = BY_DIRECTION.get((peer.role, self.identity.role))
-        if outgoing is None or incoming is None:
-            raise FrameError(f"from {peer}, with which {self.identity} has no channel")
-        remote = self._remote if address.startswith("tcp:") else None
-        outbox = remote.outbox(address) if remote else Outbox(self._context, address)
-        session = Session(
-            self.identity,
-            self.incarnation,
-            peer,
-            self._hello,
-            outgoing.window,
-            outgoing.max_queued,
-            outgoing.when_full,
-            remote.silence_s if remote else 0.0,
-        )
-        if self._timer is not None and not self._closed and self._loop is not None:
-            self._timer.cancel()  # a new peer is greeted at once
-            self._timer = self._loop.call_soon(self._tick)
-        if remote:
-            remote.add(session)
-        self._peers[peer] = link = _Peer(session, outbox, msgspec.msgpack.Decoder(incoming.messages).decode)
+    def _let_in(self, peer: Identity, address: str) -> Peer:
+        """Start a link that the peer asked for. FrameError when it may not."""
+        assert self._loop is not None
+        link = self._links.let_in(peer, address, self._loop.time())
+        self._greet()
         return link
+
+    def _greet(self) -> None:
+        """A new peer is greeted at once."""
+        if self._timer is not None and not self._closed and self._loop is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_soon(self._tick)
+
+    def _forget(self, link: Peer) -> None:
+        """Nobody named this newcomer, so it goes again; if it lives, it comes again."""
+        self._lanes.pop(link.session.lane, None)
+        self._links.forget(link)
+        if link.session.state is SessionState.OPEN:
+            self._listener.on_peer_down(link.session.peer, link.session.peer_incarnation, "nobody knows it")
 
     def _tick(self) -> None:
         assert self._loop is not None
         usual_s = TICK_S if self._remote is None else TICK_REMOTE_S
         # First: without ticks nothing is acknowledged any more.
         self._timer = self._loop.call_later(usual_s, self._tick)
-        now, impatient = self._loop.time(), False
+        now, impatient, self.blocked = self._loop.time(), False, ""
         for link in list(self._peers.values()):
             session = link.session
+            if link.expires_at and now >= link.expires_at:
+                link.expires_at = 0.0
+                if session.peer in self._links.newcomers.here:
+                    self._forget(link)
+                    continue
             session.tick(now)
             if session.state is not SessionState.OPEN:
                 impatient |= session.impatient
             elif session.silent:
                 self._drop(link, f"silent for {session.silence_s:g} s (--peer-timeout)")
                 self._listener.flush()
+            elif session.stuck:
+                self._limited.error("frame never taken", peer=str(session.peer), **what_is(session.held_up))
+                self._drop(link, "it does not take a message, however often that is sent")
+                self._listener.flush()
+            elif session.blocked:
+                self.blocked = f"{session.peer} does not take what it is sent"
             if link.outbox.pending:
                 session.wire.clear()  # the same is waiting already, and one hello is enough
             if session.wire or link.outbox.pending:

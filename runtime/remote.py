@@ -133,6 +133,9 @@ class Remote:
     def add(self, session: Session) -> None:
         self.sessions[sender_key(session.peer)] = session
 
+    def forget(self, peer: Identity) -> None:
+        self.sessions.pop(sender_key(peer), None)
+
     def refuse(self, rival: Rival, now: float) -> None:
         """Tell a process that claims another's place, as soon as it is connected."""
         told = any(old.hello.tcp == rival.hello.tcp for _, old, _ in self._notices)

@@ -12,26 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from meshes import LIMIT_S, Deaf
 from msgspec import Struct
 
-from meshlm.protocol.channels import MAX_MESSAGE_BYTES
+from meshlm.protocol import session as session_module
+from meshlm.protocol.channels import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, RunConfig
 from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime import mesh as mesh_module
 from meshlm.runtime.errors import MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-
-LIMIT_S = 10
-
-
-class Deaf:
-    """An App that nobody tells anything."""
-
-    def on_message(self, peer: Identity, message: Struct) -> None: ...
-    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None: ...
-    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...
-    def flush(self) -> None: ...
 
 
 def mesh_of(config: MeshConfig, role: Role = Role.SUPERVISOR) -> Mesh:
@@ -77,7 +68,7 @@ async def test_a_turn_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: py
     mesh = mesh_of(MeshConfig(run=RunConfig(run_dir=str(tmp_path))))
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
     await mesh.open()
-    broken: Any = SimpleNamespace(session=SimpleNamespace(tick=fail))
+    broken: Any = SimpleNamespace(session=SimpleNamespace(tick=fail), expires_at=0.0)
     mesh._peers[Identity(Role.WORKER)] = broken
     for _ in range(3):
         await asyncio.wait_for(turns.get(), LIMIT_S)
@@ -128,3 +119,41 @@ async def test_a_message_that_no_frame_holds_is_not_sent(tmp_path: Path) -> None
         supervisor.send(frontend.identity, Profiled(3))
         told = [await asyncio.wait_for(inbox.messages.get(), LIMIT_S) for _ in range(2)]
         assert [message.handle for message in told if isinstance(message, Profiled)] == [2, 3]
+
+
+async def test_a_link_on_which_nothing_moves_is_told_and_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However such a frame came into the session: the peer's socket refuses it each time, and answers the hello before it."""
+    monkeypatch.setattr(mesh_module, "MAX_MESSAGE_BYTES", 1 << 30)
+    monkeypatch.setattr(session_module, "REPLAY_AFTER_S", 0.2)
+    monkeypatch.setattr(mesh_module, "TICK_S", 0.02)
+    logged: asyncio.Queue[tuple[str, dict[str, object]]] = asyncio.Queue()
+    async with pair(tmp_path) as (supervisor, frontend, inbox):
+        log = SimpleNamespace(error=lambda event, **fields: logged.put_nowait((event, fields)))
+        monkeypatch.setattr(supervisor, "_limited", log)
+        ticks: asyncio.Queue[str] = asyncio.Queue()
+
+        def tick() -> None:
+            Mesh._tick(supervisor)
+            ticks.put_nowait(supervisor.blocked)
+
+        monkeypatch.setattr(supervisor, "_tick", tick)
+        size = MAX_FRAME_BYTES
+        supervisor.send(frontend.identity, Profiled(1, error="x" * size))
+        async with asyncio.timeout(LIMIT_S):
+            while (blocked := await ticks.get()) == "":
+                pass
+            event, fields = await logged.get()
+        assert event == "frame never taken"
+        assert (fields["peer"], fields["message"]) == ("frontend/0", "profiled")
+        assert size < int(str(fields["size"])) < size + 100
+        assert blocked == "frontend/0 does not take what it is sent"
+        assert await asyncio.wait_for(inbox.peers.get(), LIMIT_S) == supervisor.identity, "no new session"
+        async with asyncio.timeout(LIMIT_S):
+            while supervisor.blocked or not supervisor.peers(Role.FRONTEND):
+                await ticks.get()
+        supervisor.send(frontend.identity, Profiled(2))
+        told = await asyncio.wait_for(inbox.messages.get(), LIMIT_S)
+        assert isinstance(told, Profiled)
+        assert told.handle == 2

@@ -15,6 +15,7 @@ from network import Inbox, Outbox, running
 from meshlm.coordinator import io as coordinator_io
 from meshlm.detokenizer import io as detokenizer_io
 from meshlm.frontend import io as frontend_io
+from meshlm.runtime import links as links_module
 from meshlm.runtime import mesh as mesh_module
 from meshlm.runtime import remote as remote_module
 from meshlm.scheduler_proc import io as scheduler_io
@@ -73,8 +74,8 @@ def simulated() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, fake in (
             (mesh_module, "Inbox", Inbox),
-            (mesh_module, "Outbox", Outbox),
-            (mesh_module, "zmq", SimpleNamespace(Context=object)),
+            (links_module, "Outbox", Outbox),
+            (mesh_module, "descriptors", SimpleNamespace(context=lambda *_: None, claim=lambda *_: None)),
             (mesh_module, "TICK_S", 0.2),
             (mesh_module, "TICK_REMOTE_S", 0.2),  # a fifth of the time is ticks in which nothing is due
             (mesh_module, "TICK_CONNECTING_S", 0.03),
@@ -89,7 +90,8 @@ def simulated() -> Iterator[None]:
             (worker_io, "time", _Clock),
             (membership, "time", _Clock),
             (membership, "POLL_S", 0.0),
-            (mesh_module, "msgspec", fast),
+            (links_module, "msgspec", fast),
+            (links_module, "zmq", SimpleNamespace(ZMQError=OSError)),
             (mesh_module, "_log", _Log()),
             (detokenizer_io, "tokenizer_files", SimpleNamespace(load=lambda path: LOADED)),
             (detokenizer_io, "TokenTable", lambda loaded: TABLE),

@@ -1,0 +1,132 @@
+"""The links of a Mesh: how they begin, where they lead, which of them go again; and what a Mesh tells its App. Used by mesh.py."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from meshlm.protocol import control_edge as control
+from meshlm.protocol.channels import BY_DIRECTION
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.frames import FrameError
+from meshlm.protocol.ids import Identity, Incarnation
+from meshlm.protocol.session import BAD_BODY, Hello, Session
+from meshlm.runtime.link import Outbox
+from meshlm.runtime.logs import Limited
+from meshlm.runtime.newcomers import EXPIRES_S, Newcomers
+from meshlm.runtime.remote import Remote
+
+
+class Listener(Protocol):
+    """What a Mesh calls. Every App is one."""
+
+    def on_message(self, peer: Identity, message: Struct) -> None: ...
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None: ...
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Peer:
+    """Its session, its outgoing socket, its decoder."""
+
+    __slots__ = ("decode", "expires_at", "outbox", "session")
+
+    def __init__(self, session: Session, outbox: Outbox, decode: Callable[[memoryview], Struct]) -> None:
+        self.session, self.outbox, self.decode = session, outbox, decode
+        self.expires_at = 0.0  # of a newcomer that nobody has named yet; 0: it stays
+
+
+class _Tag(Struct):
+    type: str = ""
+
+
+_decode_tag = msgspec.msgpack.Decoder(_Tag).decode
+
+
+def what_is(body: memoryview) -> dict[str, object]:
+    """A message for the log: its tag and its size."""
+    try:
+        tag = _decode_tag(body).type
+    except BAD_BODY:
+        tag = ""
+    return {"message": tag, "size": len(body)}
+
+
+class Links:
+    """`peers` by name. `hello` is what sessions begin with; set once the process knows where it listens."""
+
+    def __init__(
+        self,
+        me: Identity,
+        incarnation: Incarnation,
+        config: MeshConfig,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        remote: Remote | None,
+        log: Limited,
+    ) -> None:
+        self._me, self._incarnation, self._context, self._remote, self._log = me, incarnation, context, remote, log
+        self.peers: dict[Identity, Peer] = {}
+        self.newcomers = Newcomers(me, config)
+        self.hello = Hello("", "")
+
+    def connect(self, peer: Identity, address: str) -> Peer:
+        """Start a link. FrameError when this process has no business with that role."""
+        outgoing = BY_DIRECTION.get((self._me.role, peer.role))
+        incoming = BY_DIRECTION.get((peer.role, self._me.role))
+        if outgoing is None or incoming is None:
+            raise FrameError(f"from {peer}, with which {self._me} has no channel")
+        remote = self._remote if address.startswith("tcp:") else None
+        try:
+            outbox = remote.outbox(address) if remote else Outbox(self._context, address)
+        except zmq.ZMQError as error:
+            raise FrameError(f"no link to {peer}: {error.strerror}") from None
+        session = Session(
+            self._me,
+            self._incarnation,
+            peer,
+            self.hello,
+            outgoing.window,
+            outgoing.max_queued,
+            outgoing.when_full,
+            remote.silence_s if remote else 0.0,
+        )
+        if remote:
+            remote.add(session)
+        self.peers[peer] = link = Peer(session, outbox, msgspec.msgpack.Decoder(incoming.messages).decode)
+        return link
+
+    def let_in(self, peer: Identity, address: str, now: float) -> Peer:
+        """Start a link that the peer asked for. FrameError when it may not."""
+        stays = self.newcomers.may_stay(peer)
+        link = self.connect(peer, address)
+        if not stays:
+            self.newcomers.here.add(peer)
+            link.expires_at = now + EXPIRES_S
+        return link
+
+    def forget(self, link: Peer) -> None:
+        """As if it had never been."""
+        peer = link.session.peer
+        self.newcomers.here.discard(peer)
+        del self.peers[peer]
+        if self._remote is not None:
+            self._remote.forget(peer)
+        link.outbox.close()
+
+    def address_of_member(self, member: control.Member) -> str:
+        """Where this process reaches it."""
+        return member.address if self._remote is None else self._remote.route(member.node, member.address, member.tcp)
+
+    def retarget(self, link: Peer, address: str) -> None:
+        """A new life of a process of another node has another port."""
+        if self._remote is None or not link.outbox.address.startswith("tcp:") or address in ("", link.outbox.address):
+            return
+        try:
+            outbox = self._remote.outbox(address)
+        except FrameError as error:
+            self._log.warning("address ignored", peer=str(link.session.peer), reason=str(error))
+            return
+        link.outbox.close()
+        link.outbox = outbox
