@@ -35,7 +35,7 @@ PLAYED = {  # whom we play towards each process
     Role.DETOKENIZER: Role.FRONTEND,
     Role.COORDINATOR: Role.FRONTEND,
     Role.SCHEDULER: Role.DETOKENIZER,
-    Role.WORKER: Role.SCHEDULER,
+    Role.WORKER: Role.COORDINATOR,  # other ranks' schedulers are not heard
 }
 CHILDREN = [role for role in Role if role is not Role.SUPERVISOR]
 
