@@ -96,8 +96,7 @@ def main(
     if threading.active_count() > 1:
         # An interpreter that ends waits for threads: for a long prompt that is being encoded, say. While a daemon's is in a
         # library's C++ code it takes the process down with an abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        streams.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -201,11 +200,11 @@ class _Process:
                 break
             await asyncio.sleep(LAST_WORDS_S / 10)
         else:
-            print(f"{self._identity}: {message}", file=sys.stderr)
+            streams.complain(f"{self._identity}: {message}")
         self._mesh.tell_supervisor(control.Failed(message))
         await asyncio.sleep(LAST_WORDS_S)
         await self._mesh.close()
-        sys.stderr.flush()
+        streams.flush()
         os._exit(1)  # threads of a failed start must not hold the process
 
     def _on_signal(self) -> None:

@@ -92,9 +92,15 @@ def json_from_here(process: str = "supervisor") -> None:
         sys.stderr = JsonLines(sys.stderr, process)
 
 
-def complain(text: str) -> None:
-    """An error of a command, on stderr."""
+def complain(text: str, level: str = "error") -> None:
+    """A line of a command for its user, on stderr; nothing fails where nobody can read it. `level` is for collectors."""
     if isinstance(sys.stderr, JsonLines):
-        sys.stderr.say(text, "error")
+        sys.stderr.say(text, level)
     else:
-        print(text, file=sys.stderr)
+        print(text, file=forgiving(sys.stderr), flush=True)
+
+
+def flush() -> None:
+    """What was said last leaves, where it can: a process that ends at once does not do that by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        forgiving(stream).flush()

@@ -11,7 +11,7 @@ import sys
 from typing import NoReturn
 
 from meshlm import __version__
-from meshlm.runtime.streams import complain, json_from_here, open_closed
+from meshlm.runtime.streams import complain, flush, json_from_here, open_closed
 from meshlm.supervisor import flag_help
 from meshlm.supervisor.config_file import expand
 from meshlm.supervisor.errors import StartError, UsageError
@@ -44,7 +44,9 @@ class _OneLineParser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 1 the mesh failed, 2 wrong usage, 130 interrupted."""
     open_closed()
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    code = run(sys.argv[1:] if argv is None else argv)
+    flush()
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:

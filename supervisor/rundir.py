@@ -115,7 +115,7 @@ def check_private(path: Path, *, or_root: bool = False) -> None:
     if or_root and os.getuid() == 0 and stat.S_ISDIR(info.st_mode):
         return
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise StartError(f"run directory {path} must be a directory of yours with mode 0700")
+        raise StartError(f"run directory {path} must be a directory of yours with mode 0700; --run-dir chooses another")
     _check_way(path.parent.resolve() / path.name)
 
 

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.run.log_format == "json":
         streams.json_from_here()
     if idle := vllm_env.without_effect(os.environ):
-        print(f"meshlm: {idle}", file=sys.stderr)
+        streams.complain(f"meshlm: {idle}", "warning")
     config = with_keys(config)
     layout.check(config)
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`

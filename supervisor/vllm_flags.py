@@ -8,11 +8,11 @@ import argparse
 import difflib
 import json
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from meshlm.runtime.streams import complain
 from meshlm.supervisor.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
@@ -89,7 +89,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def say_needless(flag: str) -> None:
     """That it has no effect, and why nothing is lost."""
-    print(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", file=sys.stderr)
+    complain(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", "warning")
 
 
 def is_only(flag: str, value: object) -> bool:
@@ -101,7 +101,7 @@ def meant(setting: str, value: str) -> str:
     """Our name for one of vLLM's values; what is different then is said."""
     ours, different = VALUES.get(setting, {}).get(value, (value, ""))
     if different:
-        print(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", file=sys.stderr)
+        complain(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", "warning")
     return ours
 
 

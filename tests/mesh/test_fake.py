@@ -407,10 +407,10 @@ def test_every_line_is_json_where_that_is_wanted() -> None:
     assert any("is not needed" in event for event in said), "of a flag, before anything is known"
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&- <&-", "2>/dev/full", "2>/dev/full --log-format json"])
 def test_it_serves_without_standard_streams(closed: str) -> None:
     run_dir, port = tempfile.mkdtemp(prefix="mlm"), free_port()
-    serve = f'exec "$0" serve --device fake --port {port} --run-dir {run_dir} {closed}'
+    serve = f'exec "$0" serve --device fake --trust-remote-code --port {port} --run-dir {run_dir} {closed}'
     with subprocess.Popen(["sh", "-c", serve, MESHLM], cwd="/") as server:
         try:
             until(lambda: Path(run_dir, "status.sock").exists() and is_ready(Path(run_dir)), limit_s=60)
