@@ -148,7 +148,9 @@ class Routes:
         return _json({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
-        return _json(model_card(self._check_model(request.path_params["model"]), self._backend.resolved))
+        if not (name := request.path_params["model"]):  # a slash too many
+            return await self.models(request)
+        return _json(model_card(self._check_model(name), self._backend.resolved))
 
     async def load(self, request: Request) -> Response:
         return _json({"server_load": await self._backend.load()})
@@ -218,7 +220,7 @@ class Routes:
 
     def _check_model(self, model: str | None) -> str:
         names = self._backend.resolved.served_names
-        if model is not None and model not in names:
+        if model and model not in names:  # an empty name is none, as for vLLM
             text = f"The model `{model}` does not exist; this server has: {', '.join(names)}"
             raise HttpError(404, text, "model", "not_found_error")
         return model or names[0]

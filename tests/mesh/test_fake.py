@@ -300,8 +300,13 @@ def test_a_mesh_that_has_stopped_leaves_nothing(number: signal.Signals) -> None:
 def test_small_paths(fake: Serving) -> None:
     with httpx.Client(base_url=fake.url) as client:
         (listed,) = client.get("/v1/models").json()["data"]
+        (again,) = client.get("/v1/models/").json()["data"]
+        assert again["id"] == listed["id"]
+        nameless = client.post("/v1/completions", json={"model": "", "prompt": "a", "max_tokens": 1})
+        assert nameless.json()["model"] == listed["id"]
         one = client.get(f"/v1/models/{listed['id']}").json()
-        assert {**one, "created": 0} == {**listed, "created": 0}
+        clocks = {"created": 0, "permission": []}
+        assert {**one, **clocks} == {**listed, **clocks}
         assert client.get("/v1/models/nobody/nothing").status_code == 404
         assert client.get("/load").json()["server_load"] >= 0
         absent = client.post("/v1/embeddings", json={"input": "x"})
