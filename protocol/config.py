@@ -368,6 +368,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     chat_templates: dict[str, str]  # Jinja sources by name; none if the model has none
     served_names: tuple[str, ...]
     generation_defaults: dict[str, float | int]  # temperature, top_p, top_k, min_p, repetition_penalty, max_tokens
+    max_output_tokens: int | None = None  # that no request passes, by a generation config that the user gave
     load_format: Literal["safetensors", "gguf", "pt", "dummy"]
     device: Literal["cpu", "cuda", "fake"]
     dtype: Literal["float32", "float16", "bfloat16"]

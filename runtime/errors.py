@@ -7,6 +7,10 @@ class ProcessFatal(Exception):
     """Ends this process; the text is one line for the user."""
 
 
+class ModelFilesError(Exception):
+    """The model cannot be used; one line that names the flag or file."""
+
+
 class RequestError(Exception):
     """Ends one request. `param` names the field at fault, "" if none."""
 

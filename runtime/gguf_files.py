@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshlm.protocol.model import ModelSpec, RopeSpec
+from meshlm.runtime import gguf_keys
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 MAX_ROPE_FACTORS = 1024
+READABLE_TYPES = frozenset((0, 1, 2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 30, 34, 35, 39))
+"""Types of tensors that can be decoded, by ggml's numbers: floats, Q4_0 to Q6_K, IQ, TQ and MXFP4."""
 _ALIGNMENT = 32  # of tensor data, unless general.alignment says otherwise
 # What bytes that mean something else may raise: too few of them, an array in an array in an array, text or a list for a number.
 _UNREADABLE = (struct.error, OSError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError)
@@ -107,6 +110,8 @@ def _tensors(cursor: _Cursor, count: int, align: int) -> dict[str, GGUFTensor]:
     found = {}
     for _ in range(count):
         name = cursor.string()
+        if name in found:
+            raise ValueError(f"tensor {name} twice")
         shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))
         found[name] = GGUFTensor(shape, cursor.scalar("I"), cursor.scalar("Q"))
     begin = -(-cursor.at // align) * align  # of the data
@@ -116,11 +121,12 @@ def _tensors(cursor: _Cursor, count: int, align: int) -> dict[str, GGUFTensor]:
 _VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")}
 
 
-def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
-    """The model's shape, and the metadata outside the vocabulary (bos and eos ids, chat template, name). GGUFError."""
+def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any], tuple[str, ...]]:
+    """The model's shape, the metadata outside the vocabulary (bos and eos ids, chat template), and notes for the user. GGUFError."""
     fields, tensors = read_header(path, lambda name: name not in _VOCABULARY)
     try:
-        return _spec(path, fields, tensors), fields
+        spec = _spec(path, fields, tensors)
+        return spec, fields, tuple(f"{path}: {note}" for note in _notes(path, fields, tensors, spec))
     except GGUFError:
         raise
     except _UNREADABLE as error:
@@ -163,6 +169,30 @@ def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) ->
     )
 
 
+def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], spec: ModelSpec) -> tuple[str, ...]:
+    """GGUFError for what would change the model's answers, or cannot be read."""
+    kind = fields["general.architecture"]
+    try:
+        notes = gguf_keys.check(fields, kind)
+    except ValueError as error:
+        raise GGUFError(f"{path}: {error}") from None
+    same = {
+        "rope.dimension_count": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+    }
+    for key, wanted in same.items():
+        if fields.get(f"{kind}.{key}", wanted) != wanted:
+            raise GGUFError(
+                f"{path}: metadata {kind}.{key} is {fields[f'{kind}.{key}']}; only {wanted} is supported here"
+            )
+    bad = [(name, tensor.ggml_type) for name, tensor in tensors.items() if tensor.ggml_type not in READABLE_TYPES]
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise GGUFError(f"{path}: tensor {bad[0][0]} has type {bad[0][1]}, which cannot be read{more}")
+    return notes
+
+
 def _rope_factors(path: Path, tensors: dict[str, GGUFTensor]) -> tuple[float, ...]:
     """By what each frequency is divided. Llama 3.1's files say their scaling so, and in no metadata."""
     tensor = tensors.get("rope_freqs.weight")
@@ -189,6 +219,8 @@ def _rope(path: Path, get: Callable[..., Any], context: int, factors: tuple[floa
         )
     if kind in ("none", ""):
         return RopeSpec(rope_theta=theta)
+    if kind not in ("linear", "yarn"):
+        raise GGUFError(f"{path}: rope.scaling.type {kind} is not supported; supported: none, linear, yarn")
     return RopeSpec(
         rope_type=kind,
         rope_theta=theta,

@@ -8,13 +8,15 @@ import hashlib
 import importlib.metadata
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.runtime import model_files
+from meshlm.runtime import generation_config, model_files
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.supervisor import layout, parallel
 from meshlm.supervisor.errors import StartError, UsageError
 
@@ -36,11 +38,13 @@ def resolve(config: MeshConfig) -> MeshConfig:
             revision=config.model.revision,
             download_dir=config.model.download_dir,
         )
-        generation_defaults = model_files.generation_defaults(
-            files.generation_defaults, config.model.generation_config, config.model.override_generation_config
+        generation = generation_config.chosen(
+            files.generation, config.model.generation_config, config.model.override_generation_config
         )
-    except model_files.ModelFilesError as error:
+    except ModelFilesError as error:
         raise UsageError(str(error)) from None
+    for note in (*files.notes, *generation.notes):
+        print(f"meshlm: {note}", file=sys.stderr)
     if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
         raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
@@ -68,14 +72,15 @@ def resolve(config: MeshConfig) -> MeshConfig:
         tokenizer_path=str(files.tokenizer_path),
         chat_templates=files.chat_templates,
         served_names=config.model.served_model_name or (files.name,),
-        generation_defaults=generation_defaults,
+        generation_defaults=generation.defaults,
+        max_output_tokens=generation.max_output_tokens,
         load_format=files.load_format,
         device=device,
         dtype=_dtype(config, device, files.spec.dtype),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        eos_token_ids=files.eos_token_ids,
+        eos_token_ids=generation.eos_token_ids,
         digest="",
     )
     config = msgspec.structs.replace(config, resolved=resolved)
@@ -120,7 +125,7 @@ def _device(config: MeshConfig) -> Device:
 def _dtype(config: MeshConfig, device: Device, of_model: str) -> Literal["float32", "float16", "bfloat16"]:
     wanted = DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
     if wanted == "auto":
-        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model == "float32" else of_model)
+        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model in ("float32", "float64") else of_model)
     if wanted not in ("float32", "float16", "bfloat16"):
         raise UsageError(f"--dtype {wanted}: float32, float16 or bfloat16")
     return wanted  # type: ignore[return-value]

@@ -112,7 +112,7 @@ def starts(llama: Path) -> Iterator[dict[str, Future[str]]]:
     memory = (str(llama), "--device", "cpu", "--kv-cache-memory", "64K", "--max-model-len", "256")
     with ThreadPoolExecutor(2) as pool:
         yield {
-            "cut weights": pool.submit(refused, FAILED, str(cut), "--device", "cpu"),
+            "cut weights": pool.submit(refused, USAGE, str(cut), "--device", "cpu"),
             "other weights": pool.submit(refused, FAILED, str(other), "--device", "cpu"),
             "no tokenizer": pool.submit(refused, FAILED, str(no_tokenizer), "--device", "fake"),
             "bad tokenizer": pool.submit(refused, FAILED, str(bad_tokenizer), "--device", "fake"),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from meshlm.protocol.model import RopeSpec
-from meshlm.runtime.gguf_files import GGUFError, read_header, read_spec
-from meshlm.runtime.model_files import ModelFilesError, resolve_model
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.gguf_files import READABLE_TYPES, GGUFError, read_header, read_spec
+from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.layers.rope import rope_table
 
 U32, F32, TEXT, ARRAY = 4, 6, 8, 9
@@ -27,7 +28,9 @@ def number(value: int) -> Value:
     return U32, struct.pack("<I", value)
 
 
-def header(changes: dict[str, Value], shape: tuple[int, ...] = (32, 7), factors: tuple[float, ...] = ()) -> bytes:
+def header(
+    changes: dict[str, Value], shape: tuple[int, ...] = (32, 7), factors: tuple[float, ...] = (), kind: int = 0
+) -> bytes:
     fields: dict[str, Value] = {"general.architecture": (TEXT, text("llama"))}
     sizes = {"embedding_length": 32, "context_length": 64, "feed_forward_length": 64, "block_count": 1}
     fields |= {f"llama.{name}": number(size) for name, size in sizes.items()}
@@ -36,7 +39,7 @@ def header(changes: dict[str, Value], shape: tuple[int, ...] = (32, 7), factors:
     found = b"GGUF" + struct.pack("<IQQ", 3, 1 + bool(factors), len(fields))
     found += b"".join(text(name) + struct.pack("<I", kind) + value for name, (kind, value) in fields.items())
     found += text("token_embd.weight") + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
-    found += struct.pack("<IQ", 0, 0)
+    found += struct.pack("<IQ", kind, 0)
     if factors:
         found += text("rope_freqs.weight") + struct.pack("<IQIQ", 1, len(factors), 0, 0)
         found += bytes(-len(found) % 32) + struct.pack(f"<{len(factors)}f", *factors)
@@ -45,14 +48,14 @@ def header(changes: dict[str, Value], shape: tuple[int, ...] = (32, 7), factors:
 
 def test_the_shape(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(header({}))
-    spec, _ = read_spec(tmp_path / "m.gguf")
+    spec, _, _ = read_spec(tmp_path / "m.gguf")
     assert (spec.vocab_size, spec.hidden_size, spec.head_dim, spec.num_key_value_heads) == (7, 32, 8, 2)
 
 
 def test_factors_of_rotation(tmp_path: Path) -> None:
     """As Llama 3.1's files have them."""
     (tmp_path / "m.gguf").write_bytes(header({}, factors=(1.0, 1.0, 2.5, 8.0)))
-    spec, _ = read_spec(tmp_path / "m.gguf")
+    spec, _, _ = read_spec(tmp_path / "m.gguf")
     table, plain = rope_table(spec, 64), rope_table(replace(spec, rope=RopeSpec()), 64)
     assert torch.equal(table[:, [0, 1, 4, 5]], plain[:, [0, 1, 4, 5]])
     assert torch.allclose(table[::8, 3], plain[:8, 3], atol=1e-6)
@@ -78,6 +81,19 @@ def test_factors_of_rotation(tmp_path: Path) -> None:
         (header({}, factors=(1.0, 2.0)), "2 factors of rotation; there are 4 frequencies"),
         (header({}, factors=(1.0, 0.0, 2.0, 3.0)), "rope_freqs.weight holds what is no positive number"),
         (header({}, factors=(1.0, 1.0, 2.0, 3.0))[:-2], "metadata of another kind"),
+        (header({"llama.rope.dimension_count": number(4)}), "llama.rope.dimension_count is 4; only 8 is supported"),
+        (header({"llama.attention.value_length": number(4)}), "llama.attention.value_length is 4; only 8"),
+        (header({"llama.vocab_size": number(9)}), "llama.vocab_size is 9; only 7"),
+        (header({"llama.expert_count": number(8)}), "llama.expert_count 8 changes what the model computes"),
+        (header({"llama.attention.sliding_window": number(5)}), "llama.attention.sliding_window 5 changes"),
+        (header({"llama.attention.causal": (7, b"\0")}), "llama.attention.causal False changes"),
+        (header({"llama.attention.scale": (F32, struct.pack("<f", 0.5))}), "llama.attention.scale 0.5 changes"),
+        (header({"llama.rope.scaling.type": (TEXT, text("longrope"))}), "rope.scaling.type longrope is not supported"),
+        (header({"llama.new_kind_of_scale": number(2)}), "llama.new_kind_of_scale 2 changes"),
+        (header({"general.type": (TEXT, text("adapter"))}), "general.type is 'adapter'; a model is"),
+        (header({"general.architecture": (TEXT, text("gemma"))}), "architecture 'gemma' is not supported"),
+        (header({"split.count": (2, struct.pack("<H", 3))}), "it is one of 3 files; merge them"),
+        (header({}, kind=24), "tensor token_embd.weight has type 24, which cannot be read"),
         (header({"llama.attention.key_length": number(7)}), "head_dim 7 of which 7 are rotated; an even number"),
     ],
 )
@@ -86,6 +102,21 @@ def test_what_cannot_be_is_one_line(content: bytes, said: str, tmp_path: Path) -
     with pytest.raises(ModelFilesError, match=said) as error:
         resolve_model(str(tmp_path / "m.gguf"))
     assert "\n" not in str(error.value)
+
+
+def test_metadata_that_asks_for_nothing(tmp_path: Path) -> None:
+    changes = {"llama.expert_count": number(0), "llama.rope.scaling.attn_factor": (F32, struct.pack("<f", 1.0))}
+    changes |= {"general.sampling.top_k": number(5), "maker.version": number(3), "llama.attention.causal": (7, b"\1")}
+    (tmp_path / "m.gguf").write_bytes(header(changes))
+    sampling, unknown = sorted(resolve_model(str(tmp_path / "m.gguf")).notes)
+    assert "general.sampling.top_k" in sampling
+    assert "unknown metadata is ignored: maker.version" in unknown
+
+
+def test_types_that_are_said_to_be_readable_can_be_decoded() -> None:
+    from gguf import quants
+
+    assert {kind.value for kind in quants._type_traits} | {0, 1} >= READABLE_TYPES
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -1,60 +1,21 @@
-"""What a model's files say: the sampling defaults of requests that say nothing, and what is wrong with a file, in one line."""
+"""What a model's files say, and what is wrong with one of them, in one line."""
 
 import fnmatch
 import json
 from pathlib import Path
 
 import pytest
+from model_folders import CONFIG, folder_with, safetensors
 
 from meshlm.runtime import chat_templates
-from meshlm.runtime.model_files import ModelFilesError, generation_defaults, resolve_model
-
-OF_MODEL: dict[str, float | int] = {"temperature": 0.6, "top_k": 20}
-
-
-def test_whose_defaults(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5, "max_new_tokens": 9, "do_sample": True}))
-    assert generation_defaults(OF_MODEL, "auto", "") == OF_MODEL
-    assert generation_defaults(OF_MODEL, "vllm", "") == generation_defaults(OF_MODEL, "meshlm", "") == {}
-    assert generation_defaults(OF_MODEL, str(tmp_path), "") == {"top_p": 0.5, "max_tokens": 9}
-    changed = generation_defaults(OF_MODEL, "auto", '{"temperature": 0, "max_new_tokens": 7}')
-    assert changed == {"temperature": 0, "top_k": 20, "max_tokens": 7}
-
-
-@pytest.mark.parametrize("override", ["{", "[]", '{"temperatur": 1}', '{"temperature": "hot"}', '{"top_k": true}'])
-def test_what_is_no_default_is_refused(override: str) -> None:
-    with pytest.raises(ModelFilesError, match="--override-generation-config: "):
-        generation_defaults(OF_MODEL, "auto", override)
-
-
-def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ModelFilesError, match="--generation-config"):
-        generation_defaults(OF_MODEL, "/nowhere", "")
-
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": 4,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-}
-
-
-def folder_with(folder: Path, **files: object) -> str:
-    """A model's folder. Bytes are written as they are, all else as JSON."""
-    for name, content in {"config.json": CONFIG, "model.safetensors": b"", **files}.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    return str(folder)
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files import resolve_model
 
 
 @pytest.mark.parametrize(("eos", "ids"), [(None, ()), (2, (2,)), ([2, 7], (2, 7))])
 def test_which_tokens_end_a_text(tmp_path: Path, eos: object, ids: tuple[int, ...]) -> None:
     found = resolve_model(folder_with(tmp_path, **{"config.json": {**CONFIG, "eos_token_id": eos}}))
-    assert found.eos_token_ids == ids
+    assert found.generation.eos_token_ids == ids
 
 
 @pytest.mark.parametrize(
@@ -63,6 +24,9 @@ def test_which_tokens_end_a_text(tmp_path: Path, eos: object, ids: tuple[int, ..
         ("config.json", {**CONFIG, "eos_token_id": "</s>"}, "eos_token_id must be a token id"),
         ("config.json", {**CONFIG, "eos_token_id": [1, "x"]}, "eos_token_id must be a token id"),
         ("config.json", {**CONFIG, "architectures": 5}, "architecture 5 is not supported"),
+        ("config.json", {**CONFIG, "rope_scaling": {"x": [float("nan")]}}, "x is nan; it must be a finite number"),
+        ("config.json", {**CONFIG, "num_hidden_layers": 1 << 40}, "it may be 8192 at most"),
+        ("modules.json", [{"type": "sentence_transformers.models.Pooling"}], "it is an embedding model"),
         ("config.json", b"[" * 5000 + b"]" * 5000, "recursion"),
         ("generation_config.json", {"temperature": "hot"}, "generation_config.json: temperature must be a number"),
         ("generation_config.json", {"top_k": [1]}, "generation_config.json: top_k must be a number"),
@@ -145,7 +109,7 @@ def test_weights_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wei
         calls.append(allow_patterns)
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         if any(fnmatch.fnmatch(weights, pattern) for pattern in allow_patterns):
-            (tmp_path / weights).touch()
+            (tmp_path / weights).write_bytes(safetensors())
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
@@ -153,14 +117,17 @@ def test_weights_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wei
     assert len(calls) == asked
 
 
+def test_flags_of_the_hub_without_effect_are_said(tmp_path: Path) -> None:
+    assert "--revision has no effect" in resolve_model(folder_with(tmp_path), revision="main").notes[-1]
+
+
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "1e999"])
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "hidden_size"])
 def test_a_number_that_is_none_is_named(tmp_path: Path, key: str, word: str) -> None:
     """JSON has no such numbers, but Python writes and reads them."""
-    text = json.dumps({**CONFIG, key: 7777}).replace("7777", word)
-    (tmp_path / "config.json").write_text(text)
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelFilesError, match=rf"{key.removeprefix('rope_')} is (nan|inf)"):
+    folder_with(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: 7777}).replace("7777", word))
+    with pytest.raises(ModelFilesError, match=rf"{key} is (nan|inf)"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "generation_config.json").write_text(f'{{"temperature": {word}}}')

@@ -107,23 +107,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     content = wrong.read_bytes()
     assert content.count(b"blk.2.ffn_down") == 1
     wrong.write_bytes(content.replace(b"blk.2.ffn_down", b"blk.2.ffn_what"))
-    with pytest.raises(ProcessFatal, match=r"weights are missing for layers\.2\.mlp\.down\.weight"):
+    with pytest.raises(ProcessFatal, match=r"1 tensor that LlamaForCausalLM .* does not have: blk\.2\.ffn_what"):
         load(wrong)
-
-
-@pytest.mark.parametrize(
-    ("gone", "parameter"),
-    [("blk.1.attn_v", "layers.1.attention.qkv"), ("blk.0.ffn_up", "layers.0.mlp.gate_up")],
-)
-def test_a_part_that_the_file_has_not(gone: str, parameter: str, tmp_path: Path) -> None:
-    """The last part of a parameter: nothing stands behind it that would lie at the wrong row."""
-    path = tmp_path / "m.gguf"
-    write_gguf(path, {"": "Q4_1"})
-    content, name = path.read_bytes(), gone.encode()
-    assert content.count(name) == 1
-    path.write_bytes(content.replace(name, name[:-1] + b"?"))
-    with pytest.raises(ProcessFatal, match=rf"weights are missing for {parameter}\.weight"):
-        load(path)
 
 
 @pytest.mark.parametrize("shape", [(), (0, 16), (32, 0), (32, 1 << 32, 1 << 32), (32, 1 << 63), (31, 1)])

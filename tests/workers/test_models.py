@@ -11,8 +11,8 @@ from gguf_models import write_gguf
 from small_models import SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.model_files import ModelFilesError, resolve_model
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import CompiledParts, use_cache
@@ -137,7 +137,7 @@ def test_truncated_safetensors_is_named(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ProcessFatal, match=r"model\.safetensors.*cut short"):
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors.*cut short"):
         load(tmp_path)
 
 
@@ -148,9 +148,12 @@ def test_all_files_are_looked_at_before_the_first_is_read(tmp_path: Path) -> Non
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     last = max(tmp_path.glob("*.safetensors"))
+    spec = resolve_model(str(tmp_path)).spec
     last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(ModelFilesError, match=f"{last.name}.*cut short"):
+        resolve_model(str(tmp_path))
     with pytest.raises(ProcessFatal, match=f"{last.name}.*cut short"):
-        next(sources(tmp_path, "safetensors", resolve_model(str(tmp_path)).spec, torch.device("cpu"), 0))
+        next(sources(tmp_path, "safetensors", spec, torch.device("cpu"), 0))
 
 
 def test_all_tensors_of_a_gguf_file_are_held_against_its_size_before_the_first_is_read(tmp_path: Path) -> None:

@@ -32,11 +32,14 @@ _GGUF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
 _GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class Encoded:
     """See `meshlm.workers.weights.sources.Source`. Reads from the mapped file."""
+
+    dtype = "F32"  # what decoding gives
 
     def __init__(self, path: Path, mapped: np.memmap[Any, Any], tensor: GGUFTensor, head_dim: int) -> None:
         self._path, self.ggml_type, self._head_dim = path, tensor.ggml_type, head_dim
@@ -111,30 +114,30 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Encoded]
         mapped: np.memmap[Any, Any] = np.memmap(path, np.uint8, mode="c")  # torch wants to be allowed to write
     except (GGUFError, OSError, ValueError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
-    named = ((_gguf_name(name), tensor) for name, tensor in tensors.items())
     yield from [
-        (name, Encoded(path, mapped, tensor, spec.head_dim if _permuted(name, spec) else 0))
-        for name, tensor in named
-        if name is not None
+        (ours, Encoded(path, mapped, tensor, spec.head_dim if _permuted(ours, spec) else 0))
+        for ours, tensor in (
+            (_gguf_name(name), tensor) for name, tensor in tensors.items() if not _NEEDLESS.fullmatch(name)
+        )
     ]
 
 
-def _gguf_name(name: str) -> str | None:
-    """ggml's tensor name as Hugging Face's; None for tables that we compute ourselves."""
+def _gguf_name(name: str) -> str:
+    """ggml's tensor name as Hugging Face's; one that no model here has stays as it is."""
     stem, _, kind = name.rpartition(".")
     if stem in _GGUF_TOP:
         return f"{_GGUF_TOP[stem]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     if match and match[2] in _GGUF_LAYER:
         return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{kind}"
-    return None
+    return name
 
 
 def _permuted(name: str, spec: ModelSpec) -> bool:
     """llama.cpp stores q and k of the llama family for rotating neighbours; we rotate halves."""
     if spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return False
-    return name.split(".")[-2] in ("q_proj", "k_proj")
+    return name.endswith((".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias"))
 
 
 def _unpermute(values: Tensor, head_dim: int) -> Tensor:

@@ -1,21 +1,23 @@
 """Fills a model with weights and reports how far it is."""
 
 import math
-import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
+from meshlm.runtime.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
+from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.kept import Kept, keep
-from meshlm.workers.weights.places import Place, place
+from meshlm.workers.weights.places import place
 from meshlm.workers.weights.sources import Source, sources
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -31,16 +33,15 @@ def load_model(
     try:
         with torch.device("meta"):
             model = model_class(spec)(spec, resolved.max_model_len, shard)
-        tensors: Iterable[tuple[str, Source]] = sources(
-            Path(resolved.model_path), resolved.load_format, spec, device, seed
-        )
+        tensors = partial(sources, Path(resolved.model_path), resolved.load_format, spec, device, seed)
+        check_tensors(tensors(), resolved)
         kept: dict[str, Kept] = {}
         if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
-            tensors = list(tensors)
-            kept = keep(model, tensors)
+            kept = keep(model, tensors())
         memory.check_weights(weight_bytes(model), device)
         _make_tensors(model, device)
-        _fill(model, resolved, tensors, kept, progress)
+        _fill(model, resolved, tensors(), kept, progress)
+        check_finite(model, resolved.model_path)
     finally:
         torch.set_default_dtype(default)
     model.prepare(device, dtype)
@@ -74,7 +75,7 @@ def _fill(
     for name, source in tensors:
         if _take_kv_scale(name, source, model):
             continue
-        found = _place(name, source, resolved, model)
+        found = place(name, resolved.spec, model.shard)
         if found is None or found.end == found.begin:
             continue
         slot = slots[found.parameter]
@@ -89,35 +90,14 @@ def _fill(
         progress(round(done), total)
     incomplete = [name for name, left in missing.items() if left]
     if incomplete:
-        raise ProcessFatal(f"{resolved.model_path}: weights are missing for {', '.join(sorted(incomplete)[:3])} ...")
-
-
-def _place(name: str, source: Source, resolved: Resolved, model: Decoder) -> Place | None:
-    """Where the tensor goes, if anywhere. ProcessFatal when it is none of this model's."""
-    try:
-        found = place(name, resolved.spec, model.shard)
-    except KeyError:
-        raise _foreign(resolved, name) from None
-    if found is None:
-        return None
-    if found.parameter not in dict(model.named_parameters()):
-        raise _foreign(resolved, name)
-    if source.shape != found.shape:
         raise ProcessFatal(
-            f"{resolved.model_path}: tensor {name} has shape {source.shape}, the configuration says {found.shape}"
+            f"{resolved.model_path}: the files changed while {', '.join(sorted(incomplete)[:3])} ... were read"
         )
-    return found
-
-
-def _foreign(resolved: Resolved, name: str) -> ProcessFatal:
-    return ProcessFatal(
-        f"{resolved.model_path}: tensor {name} does not belong to {resolved.spec.architecture} of this configuration"
-    )
 
 
 def _take_kv_scale(name: str, source: Source, model: Decoder) -> bool:
     """A scale of an FP8 cache (k_scale, v_scale of self_attn, its attn or its projections) goes to its layer."""
-    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale", name)
+    match = SCALE_OF_KV_CACHE.fullmatch(name)
     if match is None:
         return False
     mine = model.shard.layers(model.spec.num_hidden_layers)

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.checkpoint_files import weight_files
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.weights.encoded import encoded_tensors
 
 DUMMY_STD = 0.02
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Source(Protocol):
     """One tensor of a model."""
 
     shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
         """Indices begin to end of dimension `dim`. ProcessFatal names a file that cannot be read."""
@@ -39,9 +42,9 @@ def sources(
     """(name, tensor) of all weights; a tensor can be read until the next one is asked for. ProcessFatal."""
     match load_format:
         case "safetensors":
-            return _safetensors(path, device)
+            return _safetensors(_files(path, load_format), device)
         case "pt":
-            return _pickled(path)
+            return _pickled(_files(path, load_format))
         case "gguf":
             return encoded_tensors(path, spec)
         case "dummy":
@@ -49,12 +52,19 @@ def sources(
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
 
 
+def _files(path: Path, load_format: str) -> tuple[Path, ...]:
+    try:
+        return weight_files(path, load_format).files
+    except ModelFilesError as error:
+        raise ProcessFatal(str(error)) from None
+
+
 class _Slice:
     """Of a safetensors file."""
 
     def __init__(self, opened: Any, name: str) -> None:
         self._opened, self._name, self._slice = opened, name, opened.get_slice(name)
-        self.shape = tuple(self._slice.get_shape())
+        self.shape, self.dtype = tuple(self._slice.get_shape()), str(self._slice.get_dtype())
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
         found: Tensor = self._slice[begin:end] if dim == 0 else self._slice[:, begin:end]
@@ -65,8 +75,7 @@ class _Slice:
         return found
 
 
-def _safetensors(path: Path, device: torch.device) -> Iterator[tuple[str, Source]]:
-    files = sorted(path.glob("*.safetensors"))
+def _safetensors(files: tuple[Path, ...], device: torch.device) -> Iterator[tuple[str, Source]]:
     for file in files:  # minutes may pass before the last is reached, and reading past a mapped file's end is SIGBUS
         with _opened(file, torch.device("cpu")):
             pass
@@ -94,6 +103,9 @@ class Mapped:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self.shape = tuple(tensor.shape)
+        self.dtype = (
+            _DTYPES.get(tensor.dtype, str(tensor.dtype)) if tensor.layout == torch.strided else str(tensor.layout)
+        )
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
         return self._tensor.narrow(dim, begin, end - begin)
@@ -102,14 +114,18 @@ class Mapped:
         return self._tensor
 
 
-def _pickled(path: Path) -> Iterator[tuple[str, Source]]:
-    files = sorted(path.glob("*.bin")) or sorted(path.glob("*.pt"))
+def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
     for file in files:
         try:
-            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise ProcessFatal(f"{file}: cannot be read ({str(error).splitlines()[0]})") from None
-        yield from ((name, Mapped(tensor)) for name, tensor in state.items() if isinstance(tensor, Tensor))
+        if not isinstance(state, dict):
+            raise ProcessFatal(f"{file}: it holds a {type(state).__name__}, not names of tensors")
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise ProcessFatal(f"{file}: {name} is a {type(tensor).__name__}, not a tensor")
+            yield str(name), Mapped(tensor)
 
 
 class _Random:
@@ -117,6 +133,7 @@ class _Random:
 
     def __init__(self, name: str, shape: tuple[int, ...], device: torch.device, seed: int) -> None:
         self._name, self.shape, self._device, self._seed = name, shape, device, seed
+        self.dtype = "F32"
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
         shape, salt = list(self.shape), self._name

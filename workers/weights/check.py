@@ -1,0 +1,86 @@
+"""Whether a checkpoint holds the tensors that the model has: all of them, none else, each of its shape, of a type that can be read.
+
+Called by load.py before the first weight is read: what is found here would else be garbage, or an error after minutes of loading.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.config import Resolved
+from meshlm.runtime.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needless
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.sources import Source, shapes
+
+_SAMPLE = 16
+"""Rows of the embedding that are compared with those of an output projection that should be the same tensor."""
+
+
+def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> None:
+    """ProcessFatal names how many tensors are at fault, and the first of them."""
+    spec, where = resolved.spec, resolved.model_path
+    expected = {_short(name): shape for name, shape in shapes(spec)}
+    found: dict[str, tuple[int, ...]] = {}
+    twice, foreign, types = [], [], []
+    samples: dict[str, Tensor] = {}
+    for name, source in tensors:
+        short = _short(name)
+        if short == "lm_head.weight" and spec.tie_word_embeddings:
+            expected[short] = expected["embed_tokens.weight"]
+        if short not in expected:
+            if not is_needless(name) and not SCALE_OF_KV_CACHE.fullmatch(name):
+                foreign.append(name)
+            continue
+        if short in found:
+            twice.append(name)
+        found[short] = source.shape
+        if source.dtype not in FLOATS:
+            types.append(f"{name} ({source.dtype})")
+        elif (
+            spec.tie_word_embeddings
+            and short in ("lm_head.weight", "embed_tokens.weight")
+            and source.shape == expected[short]
+        ):
+            samples[short] = _sample(source)
+    shown = {
+        short: f"{short} {found[short]} instead of {expected[short]}"
+        for short in found
+        if found[short] != expected[short]
+    }
+    _refuse(where, types, "of a type that is not read (quantised checkpoints are not supported, GGUF files apart)")
+    _refuse(where, foreign, f"that {spec.architecture} of this configuration does not have")
+    _refuse(where, twice, "twice")
+    _refuse(where, list(shown.values()), "of another shape than the configuration says")
+    _refuse(where, sorted(expected.keys() - found.keys()), "missing")
+    if len(samples) == 2 and not torch.equal(samples["lm_head.weight"], samples["embed_tokens.weight"]):
+        raise ProcessFatal(f"{where}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight")
+
+
+def check_finite(model: Decoder, where: str) -> None:
+    """One bad number in the weights makes every answer garbage. ProcessFatal.
+
+    A sum is one pass over the memory and makes no copy; only one that is not finite itself is looked at again.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or bool(parameter.sum(dtype=torch.float32).isfinite()):
+            continue
+        if not bool(parameter.isfinite().all()):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ProcessFatal(f"{where}: the weights of {name} hold NaN or infinity in {dtype}")
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _sample(source: Source) -> Tensor:
+    rows = source.shape[0]
+    return torch.cat([source.part(0, row, row + 1).cpu() for row in range(0, rows, max(1, rows // _SAMPLE))])
+
+
+def _refuse(where: str, names: list[str], what: str) -> None:
+    if names:
+        tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+        raise ProcessFatal(f"{where}: {tensors} {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
