@@ -18,7 +18,7 @@ from typing import Any
 
 from meshlm import LLM, SamplingParams
 from meshlm.protocol.text_edge import TextDeltas
-from meshlm.supervisor.bench.data import sharegpt
+from meshlm.supervisor.bench.data import Reading, sharegpt
 
 IDS, WORDS = 512, 170  # tokens of a prompt of ids, words of one of text
 
@@ -123,7 +123,7 @@ def main() -> None:
             for seed in range(arguments.rounds + 1):  # the first warms up
                 prompts = make_prompts(kind, count, seed)
                 if kind == "text" and arguments.sharegpt:
-                    samples = sharegpt(arguments.sharegpt, count, llm.encode, None, seed)
+                    samples = sharegpt(Reading(arguments.sharegpt, count, seed), llm.encode, None)
                     prompts = [f"{seed} {sample.prompt}" for sample in samples]  # no prefix is cached
                 runs.append(burst(llm, prompts, arguments.tokens, pids))
             results.append({"kind": kind, "prompts": count, **medians(runs[1:])})

@@ -2,6 +2,7 @@
 client is all it needs."""
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -25,8 +26,9 @@ class Server(NamedTuple):
     base: str  # what stands before /chat/completions
     key: str
 
-    def request(self, method: str, path: str, body: Json | None = None) -> http.client.HTTPResponse:
-        """The answer's status is 200. StartError."""
+    @contextlib.contextmanager
+    def request(self, method: str, path: str, body: Json | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The answer, whose status is 200. StartError, for what goes wrong while it is read too."""
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=600)
         headers = {"Content-Type": "application/json"}
@@ -37,12 +39,17 @@ class Server(NamedTuple):
             response = connection.getresponse()
             if response.status != 200:
                 raise StartError(_error_text(response.read()) or f"{self}: HTTP {response.status}")
-        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a header that cannot be sent
-            raise self.failure(error) from None
-        return response
-
-    def failure(self, error: Exception) -> StartError:
-        return StartError(f"no answer from {self}: {error}")
+            yield response
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # or it is no OpenAI's
+            raise StartError(f"no answer from {self}{path}: {str(error) or type(error).__name__}") from None
+        finally:
+            connection.close()
 
     def __str__(self) -> str:
         return f"http{'s' * self.is_tls}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{self.base}"
@@ -81,11 +88,8 @@ def model_of(server: Server, arguments: argparse.Namespace) -> str:
     """--model-name, or the server's first."""
     if arguments.model_name:
         return str(arguments.model_name)
-    response = server.request("GET", "/models")
-    try:
+    with server.request("GET", "/models") as response:
         return str(json.loads(response.read())["data"][0]["id"])
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise server.failure(error) from None
 
 
 def prompts(once: str | None) -> Iterator[str]:
@@ -135,22 +139,14 @@ def show(
 
 def _events(server: Server, path: str, body: Json) -> Iterator[Json]:
     with server.request("POST", path, body) as response:
-        try:
-            for line in response:
-                data = line.decode().removeprefix("data:").strip()
-                if not data or data == "[DONE]" or not line.startswith(b"data:"):
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise StartError(_error_text(data.encode()) or "the server gave up")
-                yield event
-        except (
-            OSError,
-            http.client.HTTPException,
-            ValueError,
-            TypeError,
-        ) as error:  # such as an answer that breaks off
-            raise server.failure(error) from None
+        for line in response:
+            data = line.decode().removeprefix("data:").strip()
+            if not data or data == "[DONE]" or not line.startswith(b"data:"):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise StartError(_error_text(data.encode()) or "the server gave up")
+            yield event
 
 
 def _error_text(body: bytes) -> str:

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshlm.runtime.streams import complain
@@ -44,10 +44,10 @@ class _Needless(_Flag):
 
 
 class _Absent(_Flag):
-    """Ends with what to do instead."""
+    """Ends with what to do instead, its const."""
 
     def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> NoReturn:
-        parser.error(f"{flag}: {ABSENT[flag]}")
+        parser.error(f"{flag}: {self.const}")
 
 
 class _Only(_Flag):
@@ -72,9 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for flag, (count, _) in NEEDLESS.items():
         if flag not in taken:
             parser.add_argument(flag, action=_Needless, nargs=count or 0, **hidden)
-    for flag in ABSENT:
-        if flag not in taken:
-            parser.add_argument(flag, action=_Absent, nargs="*", **hidden)
+    refuse(parser, ABSENT)
     for flag in ONLY:
         if flag not in taken:
             parser.add_argument(flag, action=_Only, **hidden)
@@ -85,6 +83,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         opposite = "--no-" + flag.removeprefix("--")
         if flag.startswith("--") and not flag.startswith("--no-") and opposite not in taken:
             parser.add_argument(opposite, action=_Nothing, nargs=0, **hidden)
+
+
+def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
+    """Flags that end with what to do instead."""
+    for flag, reason in reasons.items():
+        if flag not in parser._option_string_actions:
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(flag, action=_Absent, nargs="*", const=reason, dest=argparse.SUPPRESS, **hidden)
 
 
 def say_needless(flag: str) -> None:

@@ -1,17 +1,21 @@
-"""What benchmarks send: random token ids, or conversations of ShareGPT."""
+"""What benchmarks send: made of random token ids, or read from a file, by vLLM's rules. A tokenizer is what the caller brings."""
 
 import json
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from meshlm.supervisor.errors import UsageError
 
 MIN_LEN, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # what vLLM's sampler of ShareGPT keeps
-
-
 CHUNK = 500  # texts tokenized at a time
+POEM = "Pick as many lines as you can from these poem lines:\n"  # of the sonnet data set
+TRIES = 100  # of a sonnet's prompt that is too long
+
+
 Encode = Callable[[list[str]], list[list[int]]]
 
 
@@ -23,56 +27,223 @@ class Sample(NamedTuple):
     output_len: int
 
 
-def random_ids(
-    count: int, input_len: int, output_len: int, vocab_size: int, seed: int, range_ratio: float = 0.0
-) -> list[Sample]:
-    """Prompts of random ids. Lengths vary uniformly by +- range_ratio."""
+class Texts(Protocol):
+    """The served model's tokenizer."""
+
+    def encode(self, texts: list[str]) -> list[list[int]]: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+    def chat(self, text: str) -> list[int]:
+        """A user's message in the chat template, with what begins the answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of requests: input_len is what stands behind the prefix. The ratios say how far lengths are from the mean, both ways."""
+
+    input_len: int
+    output_len: int
+    prefix_len: int = 0
+    input_ratio: float = 0.0
+    output_ratio: float = 0.0
+
+
+def random_ids(count: int, lengths: Lengths, vocab_size: int, seed: int) -> list[Sample]:
+    """Prompts of random ids behind one prefix that all share."""
     source = random.Random(seed)
 
-    def length(mean: int) -> int:
-        return source.randint(max(1, int(mean * (1 - range_ratio))), max(1, int(mean * (1 + range_ratio))))
+    def around(mean: int, ratio: float) -> int:
+        return source.randint(max(1, math.floor(mean * (1 - ratio))), max(1, math.ceil(mean * (1 + ratio))))
 
-    low = min(1000, vocab_size // 2)  # past the special ids of most vocabularies
+    prefix = _ids(source, lengths.prefix_len, vocab_size)
     samples = []
     for _ in range(count):
-        prompt = [source.randrange(low, vocab_size) for _ in range(length(input_len))]
-        samples.append(Sample(prompt, len(prompt), length(output_len)))
+        prompt = prefix + _ids(source, around(lengths.input_len, lengths.input_ratio), vocab_size)
+        samples.append(Sample(prompt, len(prompt), around(lengths.output_len, lengths.output_ratio)))
     return samples
 
 
-def sharegpt(path: str, count: int, encode: Encode, output_len: int | None, seed: int) -> list[Sample]:
-    """First question of each conversation; the output is as long as the answer was."""
+def _ids(source: random.Random, count: int, vocab_size: int) -> list[int]:
+    low = min(1000, vocab_size // 2)  # past the special ids of most vocabularies
+    return [source.randrange(low, vocab_size) for _ in range(count)]
+
+
+def repeated_prefixes(count: int, prefixes: int, lengths: Lengths, vocab_size: int, seed: int) -> list[Sample]:
+    """count // prefixes requests with each of so many random prefixes, shuffled."""
+    if count < prefixes:
+        raise UsageError(f"--num-prompts {count}: at least --prefix-repetition-num-prefixes ({prefixes})")
+    source = random.Random(seed)
+    samples = []
+    for _ in range(prefixes):
+        prefix = _ids(source, lengths.prefix_len, vocab_size)
+        for _ in range(count // prefixes):
+            prompt = prefix + _ids(source, lengths.input_len, vocab_size)
+            samples.append(Sample(prompt, len(prompt), lengths.output_len))
+    source.shuffle(samples)
+    return samples
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a file's samples are chosen."""
+
+    path: str
+    count: int
+    seed: int
+    shuffle: bool = True
+    oversample: bool = True
+
+    def filled(self, samples: list[Sample]) -> list[Sample]:
+        """As many as are wanted, some of them again where there are too few."""
+        if not samples:
+            raise self.error("no usable entry")
+        missing = max(0, self.count - len(samples)) if self.oversample else 0
+        return [*samples, *random.Random(self.seed).choices(samples, k=missing)] if missing else samples
+
+    def shuffled(self, entries: list[Any]) -> list[Any]:
+        if self.shuffle:
+            random.Random(self.seed).shuffle(entries)
+        return entries
+
+    def error(self, why: object) -> UsageError:
+        return UsageError(f"--dataset-path {self.path}: {' '.join(str(why).split())}")
+
+    def text(self) -> str:
+        try:
+            return Path(self.path).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise self.error(getattr(error, "strerror", None) or error) from None
+
+
+def sharegpt(reading: Reading, encode: Encode, output_len: int | None) -> list[Sample]:
+    """First question of each conversation; the output is as long as the answer was, unless output_len says."""
     try:
-        conversations = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--dataset-path {path}: {error}") from None
-    pairs = [
-        (entry["conversations"][0]["value"], entry["conversations"][1]["value"])
-        for entry in conversations
-        if len(entry.get("conversations", [])) >= 2
-    ]
-    random.Random(seed).shuffle(pairs)
+        conversations = [entry["conversations"] for entry in json.loads(reading.text()) if "conversations" in entry]
+        pairs = [(turns[0]["value"], turns[1]["value"]) for turns in conversations if len(turns) >= 2]
+    except (ValueError, LookupError, TypeError) as error:
+        raise reading.error(f"not a JSON list of ShareGPT's conversations: {error!r}") from None
+    return reading.filled(_of_pairs(reading, reading.shuffled(pairs), encode, output_len))
+
+
+def _of_pairs(reading: Reading, pairs: list[tuple[str, str]], encode: Encode, output_len: int | None) -> list[Sample]:
     samples: list[Sample] = []
     for begin in range(0, len(pairs), CHUNK):
+        if len(samples) == reading.count:
+            break
         part = pairs[begin : begin + CHUNK]
-        questions, answers = encode([question for question, _ in part]), encode([answer for _, answer in part])
+        questions = encode([question for question, _ in part])
+        answers = encode([answer for _, answer in part]) if output_len is None else questions
         for (question, _), ids, reply in zip(part, questions, answers, strict=True):
-            length = output_len or len(reply)
-            fits = MIN_LEN <= len(ids) <= MAX_PROMPT and length >= MIN_LEN and len(ids) + length <= MAX_TOTAL
-            if fits and len(samples) < count:
+            length = len(reply) if output_len is None else output_len
+            long_enough = len(ids) >= MIN_LEN and (output_len is not None or length >= MIN_LEN)
+            if long_enough and len(ids) <= MAX_PROMPT and len(ids) + length <= MAX_TOTAL:
                 samples.append(Sample(question, len(ids), length))
-    if not samples:
-        raise UsageError(f"--dataset-path {path}: no usable conversation")
+            if len(samples) == reading.count:
+                break
     return samples
 
 
-def percentiles(values: list[float], wanted: list[float]) -> dict[float, float]:
-    """By linear interpolation, as numpy's default."""
-    ordered = sorted(values)
-    found = {}
-    for percent in wanted:
-        place = (len(ordered) - 1) * percent / 100
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        found[percent] = ordered[below] + (ordered[above] - ordered[below]) * (place - below) if ordered else 0.0
-    return found
+def sonnet(reading: Reading, texts: Texts, lengths: Lengths, as_text: bool) -> list[Sample]:
+    """Lines of a poem, chosen by chance, about as many as fill input_len; the first prefix_len tokens are the same in all. as_text: for
+    a chat, whose server has the template."""
+    lines = [line for line in reading.text().splitlines(keepends=True) if line.strip()]
+    if not lines:
+        raise reading.error("no line of text")
+    per_line = sum(map(len, texts.encode(lines))) / len(lines)
+    base = len(texts.chat(POEM))
+    if lengths.input_len <= base:
+        raise UsageError(f"--sonnet-input-len {lengths.input_len}: more than the {base} tokens around the lines")
+    wanted = max(round((lengths.input_len - base) / per_line), 1)
+    prefix = lines[: max(round((lengths.prefix_len - base) / per_line), 0)]
+    source = random.Random(reading.seed)
+    samples: list[Sample] = []
+    too_long = 0
+    while len(samples) < reading.count:
+        prompt = POEM + "".join(prefix + source.choices(lines, k=max(0, wanted - len(prefix))))
+        ids = texts.chat(prompt)
+        if len(ids) <= lengths.input_len:
+            samples.append(Sample(prompt if as_text else ids, len(ids), lengths.output_len))
+        elif (too_long := too_long + 1) >= TRIES * reading.count:
+            raise reading.error(f"its lines are too long for --sonnet-input-len {lengths.input_len}")
+    return samples
+
+
+def custom(reading: Reading, texts: Texts, output_len: int | None, template: bool) -> list[Sample]:
+    """A JSON object a line, with `prompt` and, without output_len, `output_tokens`. template: the prompt is a user's message."""
+    if not reading.path.endswith(".jsonl"):
+        raise reading.error("must be a .jsonl file, a JSON object with `prompt` a line")
+    found: list[tuple[str, int]] = []
+    for number, line in enumerate(reading.text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            length = int(entry["output_tokens"]) if output_len is None else output_len
+            if not isinstance(entry["prompt"], str) or length < 1:
+                raise ValueError("`prompt` must be text, and `output_tokens` at least 1")
+            found.append((entry["prompt"], length))
+        except (ValueError, LookupError, TypeError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else error
+            raise reading.error(f"line {number}: {what}") from None
+    found = reading.shuffled(found)
+    found = found[: reading.count] if reading.count > 0 else found
+    if template:
+        templated = [(texts.chat(prompt), length) for prompt, length in found]
+        return reading.filled([Sample(ids, len(ids), length) for ids, length in templated])
+    lens = [len(ids) for ids in texts.encode([prompt for prompt, _ in found])]
+    plain = zip(found, lens, strict=True)
+    return reading.filled([Sample(prompt, prompt_len, length) for (prompt, length), prompt_len in plain])
+
+
+def hugging_face(
+    reading: Reading, encode: Encode, rows: Iterable[dict[str, Any]], output_len: int | None, default_len: int = 128
+) -> list[Sample]:
+    """Rows of a data set of the hub: the first column that is known is the prompt."""
+    found: list[tuple[str, str]] = []
+    for row in rows:
+        if len(found) == reading.count:
+            break
+        found.append(_question(row, reading))
+    prompts = encode([question for question, _ in found])
+    answers = encode([answer for _, answer in found]) if output_len is None else prompts
+    samples = []
+    for (question, answer), ids, reply in zip(found, prompts, answers, strict=True):
+        length = output_len if output_len is not None else len(reply) if answer else default_len
+        samples.append(Sample(question, len(ids), max(1, length)))
+    return reading.filled(samples)
+
+
+def _question(row: dict[str, Any], reading: Reading) -> tuple[str, str]:
+    """The first question of a row, and its answer where there is one."""
+    for name in ("conversations", "conversation", "messages", "turns"):
+        if isinstance(turns := row.get(name), list) and turns:
+            said = [
+                turn if isinstance(turn, str) else str(turn.get("value") or turn.get("content") or "") for turn in turns
+            ]
+            answer = "" if name == "turns" or len(said) < 2 else said[1]
+            return said[0], answer
+    for question, answer in (
+        ("prompt", "canonical_solution"),
+        ("question", "answer"),
+        ("problem", "solution"),
+        ("instruction", "output"),
+        ("input", "output"),
+        ("text", ""),
+    ):
+        if isinstance(row.get(question), str):
+            return row[question], str(row.get(answer) or "")
+    raise reading.error(f"none of its columns is a known one: {', '.join(row)}")
+
+
+def rows_of_hub(path: str, subset: str | None, split: str | None, stream: bool) -> Any:
+    """The rows of a data set of Hugging Face's hub. UsageError says what is missing."""
+    try:
+        import datasets  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        raise UsageError("--dataset-name hf: it needs a package; pip install datasets") from None
+    try:
+        return datasets.load_dataset(path, name=subset, split=split or "train", streaming=stream)
+    except (OSError, ValueError, RuntimeError, LookupError) as error:  # of the hub, the network or the file
+        raise UsageError(
+            f"--dataset-path {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from None

@@ -1,12 +1,14 @@
 """`meshlm bench latency`: one batch of equal requests, wall time of the whole batch."""
 
 import argparse
-import json
 import time
 from pathlib import Path
 
-from meshlm.supervisor import flags
-from meshlm.supervisor.bench.data import percentiles, random_ids
+from meshlm.supervisor import flags, vllm_flags
+from meshlm.supervisor.bench import results
+from meshlm.supervisor.bench.data import Lengths, random_ids
+from meshlm.supervisor.bench.metrics import percentiles
+from meshlm.supervisor.bench.serve_flags import at_least
 from meshlm.supervisor.llm import LLM, SamplingParams
 
 PERCENTILES = [10.0, 25.0, 50.0, 75.0, 90.0, 99.0]
@@ -24,21 +26,33 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--profile", action="store_true", help="after measuring, one more iteration into a trace")
     parser.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
     parser.add_argument("--output-json", help="file for the results")
+    parser.add_argument("--disable-detokenize", action="store_true", help="token ids alone")
+    vllm_flags.refuse(parser, {"--use-beam-search": "beam search is not there"})
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    at_least(1, arguments, "input_len", "output_len", "batch_size", "n", "num_iters")
+    at_least(0, arguments, "num_iters_warmup")
+    if arguments.output_json:
+        results.claim("--output-json", Path(arguments.output_json))
     names = {setting.name for setting in flags.settings()}
     settings = {"enable_prefix_caching": False, **{k: v for k, v in vars(arguments).items() if k in names}}
     if arguments.profile:
         settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
     llm = LLM(**settings)
     vocab_size = llm.vocab_size
-    params = SamplingParams(n=arguments.n, temperature=1.0, max_tokens=arguments.output_len, ignore_eos=True)
+    params = SamplingParams(
+        n=arguments.n,
+        temperature=1.0,
+        max_tokens=arguments.output_len,
+        ignore_eos=True,
+        detokenize=not arguments.disable_detokenize,
+    )
     latencies: list[float] = []
 
     def iterate(seed: int) -> float:
-        samples = random_ids(arguments.batch_size, arguments.input_len, 1, vocab_size, seed=seed)
+        samples = random_ids(arguments.batch_size, Lengths(arguments.input_len, 1), vocab_size, seed=seed)
         begun = time.perf_counter()
         llm.generate([s.prompt for s in samples if isinstance(s.prompt, list)], params, use_tqdm=False)
         return time.perf_counter() - begun
@@ -64,5 +78,5 @@ def run(arguments: argparse.Namespace) -> int:
             "latencies": latencies,
             "percentiles": {f"{p:.0f}": v for p, v in found.items()},
         }
-        Path(arguments.output_json).write_text(json.dumps(result, indent=1))
+        results.write(Path(arguments.output_json), result)
     return 0

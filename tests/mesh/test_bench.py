@@ -23,7 +23,24 @@ def test_a_run_and_its_result(fake: Serving, tmp_path: Path, capsys: pytest.Capt
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (5, 0, 20)
 
 
-@pytest.mark.parametrize("words", ["--base-url https://x", "--base-url x:1", "--percentile-metrics speed"])
+def test_texts_are_counted_by_the_mesh_itself(
+    fake: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "poem.txt").write_text("Shall I compare thee to a summer's day?\n" * 20)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Hello", "output_tokens": 3}\n')
+    for words in (
+        f"--dataset-name sonnet --dataset-path {tmp_path / 'poem.txt'} --output-len 3",
+        f"--dataset-name custom --dataset-path {tmp_path / 'mine.jsonl'} --custom-output-len -1",
+        "--backend openai-chat --random-input-len 9 --random-output-len 3",
+    ):
+        saved = f"--save-result --result-dir {tmp_path} --result-filename found.json"
+        line = f"bench serve --base-url {fake.url} --num-prompts 3 --ignore-eos {saved} {words}"
+        assert cli.run(line.split()) == 0
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert (found["completed"], found["total_output_tokens"]) == (3, 9), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["--base-url x:1", "--percentile-metrics speed"])
 def test_what_it_cannot_do_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench", "serve", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err

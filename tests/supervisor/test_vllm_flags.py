@@ -75,7 +75,7 @@ def known(command: str) -> set[str]:
     return set(found._option_string_actions)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "complete"])
+@pytest.mark.parametrize("command", ["serve", "chat", "complete", "bench serve", "bench throughput", "bench latency"])
 def test_every_flag_of_vllm_is_known(command: str) -> None:
     assert sorted(set(NAMES[command]) - known(command)) == []
 

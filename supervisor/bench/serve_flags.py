@@ -1,0 +1,272 @@
+"""The flags of `vllm bench serve`, and what is wrong with their values before anything is sent. Used by serve.py."""
+
+import argparse
+import json
+import math
+import uuid
+from typing import Any
+
+from meshlm.supervisor import vllm_flags
+from meshlm.supervisor.bench import data
+from meshlm.supervisor.bench.metrics import METRICS
+from meshlm.supervisor.errors import UsageError
+
+DATASETS = ("random", "prefix_repetition", "sharegpt", "sonnet", "custom", "hf")
+ENDPOINTS = {"openai-chat": "/v1/chat/completions"}
+SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_MEDIA = "only text is sent"
+_OTHER = f"the data sets are {', '.join(DATASETS)}"
+_TRACE = "--request-rate, --burstiness and --ramp-up-strategy say when requests are sent"
+_PLOTS = "--save-detailed writes what a plot needs"
+# Flags of vLLM's that are refused, and what to do instead.
+ABSENT = {
+    **dict.fromkeys(("--enable-multimodal-chat", "--custom-ensure-client-side-data"), _MEDIA),
+    **dict.fromkeys(("--asr-max-audio-len-sec", "--asr-min-audio-len-sec"), _MEDIA),
+    **dict.fromkeys(("--random-mm-base-items-per-request", "--random-mm-num-mm-items-range-ratio"), _MEDIA),
+    **dict.fromkeys(("--random-mm-limit-mm-per-prompt", "--random-mm-bucket-config"), _MEDIA),
+    **dict.fromkeys(("--spec-bench-output-len", "--spec-bench-category", "--bfcl-categories"), _OTHER),
+    **dict.fromkeys(("--blazedit-min-distance", "--blazedit-max-distance"), _OTHER),
+    **dict.fromkeys(("--speed-bench-dataset-subset", "--speed-bench-output-len", "--speed-bench-category"), _OTHER),
+    **dict.fromkeys(("--timed-trace-chunk-hash-size", "--timed-trace-sec-multiplier"), _TRACE),
+    **dict.fromkeys(("--timed-trace-label-timestamp", "--timed-trace-label-input-length"), _TRACE),
+    **dict.fromkeys(("--timed-trace-label-output-length", "--timed-trace-label-hash-ids"), _TRACE),
+    **dict.fromkeys(("--self-timed", "--no-self-timed"), _TRACE),
+    **dict.fromkeys(("--plot-timeline", "--timeline-itl-thresholds", "--plot-dataset-stats"), _PLOTS),
+    **dict.fromkeys(("--lora-modules", "--lora-assignment"), "LoRA adapters are not there yet"),
+    **dict.fromkeys(("--random-batch-size", "--no-reranker"), "generation is the only task"),
+    "--use-beam-search": "beam search is not there",
+    "--hf-name": "a row's columns say how it is read",
+}
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    """What `bench serve` and `bench throughput` share."""
+    parser.add_argument("--dataset-path", help="a file, or with hf a name on the hub")
+    parser.add_argument("--no-oversample", action="store_true", help="send no entry of a file twice")
+    parser.add_argument("--num-prompts", type=int, default=1000)
+    parser.add_argument("--input-len", type=int, help="of random and sonnet")
+    parser.add_argument("--output-len", type=int, help="of all data sets")
+    parser.add_argument("--random-input-len", type=int, default=1024)
+    parser.add_argument("--random-output-len", type=int, default=128)
+    parser.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
+    ratio = 'how far lengths are from the mean, both ways: 0.3, or \'{"input": 0.3, "output": 0.5}\''
+    parser.add_argument("--random-range-ratio", default="0.0", help=ratio.replace("%", "%%"))
+    parser.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
+    parser.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
+    parser.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
+    parser.add_argument("--prefix-repetition-output-len", type=int, default=128)
+    parser.add_argument("--hf-subset")
+    parser.add_argument("--hf-split", help="default: train")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Names, meanings and defaults are vLLM's."""
+    parser.add_argument("--backend", default="openai", choices=["openai", "openai-chat", "vllm"])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--base-url", help="http://HOST:PORT or https://, instead of --host and --port")
+    parser.add_argument("--endpoint", help="default: /v1/completions, or with openai-chat /v1/chat/completions")
+    parser.add_argument("--insecure", action="store_true", help="do not check the certificate of https")
+    parser.add_argument("--header", nargs="*", metavar="KEY=VALUE", help="of each request")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--model", help="default: the server's first")
+    parser.add_argument("--served-model-name", help="its name in requests, where that is another")
+    parser.add_argument(
+        "--tokenizer", help="folder, tokenizer.json or name on the hub; default: the server's /tokenize"
+    )
+    parser.add_argument("--dataset-name", default="random", choices=DATASETS)
+    add_dataset_flags(parser)
+    parser.add_argument("--disable-shuffle", action="store_true", help="take a file's entries in their order")
+    parser.add_argument("--skip-chat-template", action="store_true", help="custom: send prompts as they are")
+    parser.add_argument("--chat-template-kwargs", type=_json_object, help="JSON, for that template")
+    parser.add_argument("--sharegpt-output-len", type=int)
+    parser.add_argument("--custom-output-len", type=int, default=256, help="-1: each entry's output_tokens")
+    parser.add_argument("--hf-output-len", type=int)
+    parser.add_argument("--no-stream", action="store_true", help="hf: download the data set whole")
+    parser.add_argument("--sonnet-input-len", type=int, default=550)
+    parser.add_argument("--sonnet-output-len", type=int, default=150)
+    parser.add_argument("--sonnet-prefix-len", type=int, default=200)
+    parser.add_argument("--vocab-size", type=int, default=32000, help="random ids are below this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-warmups", type=int, default=0, help="requests before those that are measured")
+    parser.add_argument("--ready-check-timeout-sec", type=int, default=0, help="how long to wait for a first answer")
+    parser.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
+    parser.add_argument(
+        "--burstiness", type=float, default=1.0, help="1: a Poisson process; below: in bursts; above: evenly"
+    )
+    parser.add_argument("--ramp-up-strategy", choices=["linear", "exponential"])
+    parser.add_argument("--ramp-up-start-rps", type=int)
+    parser.add_argument("--ramp-up-end-rps", type=int)
+    parser.add_argument("--max-concurrency", type=int)
+    parser.add_argument("--ignore-eos", action="store_true", help="always so with random")
+    for name in SAMPLING:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
+    parser.add_argument("--logprobs", type=int, help="how many to ask for, per token")
+    parser.add_argument("--extra-body", type=_json_object, help="JSON object, in each request")
+    parser.add_argument("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-")
+    parser.add_argument("--profile", action="store_true", help="POST /start_profile and /stop_profile around it")
+    parser.add_argument("--percentile-metrics", default="ttft,tpot,itl", help=", ".join(METRICS))
+    parser.add_argument("--metric-percentiles", default="99", help="such as 50,90,99")
+    parser.add_argument("--goodput", nargs="+", metavar="KEY:VALUE", help="milliseconds for ttft, tpot or e2el")
+    parser.add_argument("--label", help="of the results")
+    parser.add_argument("--metadata", nargs="*", metavar="KEY=VALUE", help="into the result")
+    parser.add_argument("--save-result", action="store_true")
+    parser.add_argument("--save-detailed", action="store_true", help="with what was measured of each request")
+    parser.add_argument("--append-result", action="store_true", help="to the file, on a line of its own")
+    parser.add_argument("--result-dir", default="")
+    parser.add_argument("--result-filename")
+    for flag in (
+        "--trust-remote-code",
+        "--disable-tqdm",
+        "--skip-tokenizer-init",
+    ):  # there is neither code, bar nor tokenizer
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer-mode", choices=["auto", "hf"], help=argparse.SUPPRESS)
+    vllm_flags.refuse(parser, ABSENT)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """UsageError names the flag."""
+    arguments.endpoint = arguments.endpoint or ENDPOINTS.get(arguments.backend, "/v1/completions")
+    at_least(1, arguments, "vocab_size", "max_concurrency", "sharegpt_output_len", "hf_output_len")
+    at_least(1, arguments, "sonnet_input_len", "sonnet_output_len")
+    at_least(0, arguments, "sonnet_prefix_len", "num_warmups", "ready_check_timeout_sec", "logprobs")
+    for name in ("request_rate", "burstiness"):
+        if not getattr(arguments, name) > 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be more than 0")
+    _check_ramp_up(arguments)
+    if is_chat(arguments) != (arguments.backend == "openai-chat"):
+        raise UsageError(f"--endpoint {arguments.endpoint}: does not go with --backend {arguments.backend}")
+    check_dataset(arguments)
+
+
+def at_least(least: int, arguments: argparse.Namespace, *names: str) -> None:
+    """UsageError names the flag that is less."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: at least {least}")
+
+
+def check_dataset(arguments: argparse.Namespace) -> None:
+    """Whether the data set has its file, and --input-len and --output-len in the place of its own flags."""
+    at_least(1, arguments, "input_len", "output_len", "random_input_len", "random_output_len")
+    at_least(
+        1, arguments, "prefix_repetition_num_prefixes", "prefix_repetition_output_len", "prefix_repetition_suffix_len"
+    )
+    at_least(0, arguments, "random_prefix_len", "prefix_repetition_prefix_len")
+    name = arguments.dataset_name
+    if name != "custom":  # of which 0 is all
+        at_least(1, arguments, "num_prompts")
+    if name in ("random", "prefix_repetition") and arguments.dataset_path is not None:
+        raise UsageError(f"--dataset-path {arguments.dataset_path}: --dataset-name {name} reads no file")
+    if name not in ("random", "prefix_repetition") and not arguments.dataset_path:
+        raise UsageError(f"--dataset-path: needed with --dataset-name {name}")
+    for general, own in (("input_len", ("random", "sonnet")), ("output_len", DATASETS)):
+        if getattr(arguments, general) is not None:
+            for one in own:
+                setattr(arguments, f"{one}_{general}", getattr(arguments, general))
+
+
+def _check_ramp_up(arguments: argparse.Namespace) -> None:
+    start, end = arguments.ramp_up_start_rps, arguments.ramp_up_end_rps
+    if arguments.ramp_up_strategy is None:
+        return
+    if arguments.request_rate != math.inf:
+        raise UsageError("--ramp-up-strategy: not with --request-rate; the rate is what it changes")
+    if start is None or end is None or not 0 < start <= end:
+        raise UsageError("--ramp-up-strategy: needs --ramp-up-start-rps of at least 1 and --ramp-up-end-rps of no less")
+
+
+def ratios(text: str) -> tuple[float, float]:
+    """--random-range-ratio: of inputs and of outputs."""
+    try:
+        found = json.loads(text)
+        both = (found["input"], found["output"]) if isinstance(found, dict) else (found, found)
+        given = tuple(float(ratio) for ratio in both)
+    except (ValueError, LookupError, TypeError):
+        given = (-1.0, -1.0)
+    if not all(0 <= ratio < 1 for ratio in given):
+        raise UsageError(f'--random-range-ratio {text}: must be from 0 to below 1, or {{"input": 0.3, "output": 0.5}}')
+    return given[0], given[1]
+
+
+def random_lengths(arguments: argparse.Namespace) -> data.Lengths:
+    """Of --dataset-name random."""
+    lens = (arguments.random_input_len, arguments.random_output_len, arguments.random_prefix_len)
+    return data.Lengths(*lens, *ratios(arguments.random_range_ratio))
+
+
+def prefix_repetition(arguments: argparse.Namespace, vocab_size: int, seed: int) -> list[data.Sample]:
+    """--dataset-name prefix_repetition."""
+    suffix_len, prefix_len = arguments.prefix_repetition_suffix_len, arguments.prefix_repetition_prefix_len
+    lengths = data.Lengths(suffix_len, arguments.prefix_repetition_output_len, prefix_len)
+    return data.repeated_prefixes(
+        arguments.num_prompts, arguments.prefix_repetition_num_prefixes, lengths, vocab_size, seed
+    )
+
+
+def pairs(flag: str, words: list[str] | None) -> dict[str, str]:
+    """KEY=VALUE words."""
+    found: dict[str, str] = {}
+    for word in words or []:
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"{flag} {word}: must be KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def goodput(words: list[str] | None) -> dict[str, float]:
+    """Milliseconds by metric."""
+    found: dict[str, float] = {}
+    for word in words or []:
+        name, _, text = word.partition(":")
+        limit = _number(text)
+        if name not in ("ttft", "tpot", "e2el") or limit is None or not limit >= 0:
+            raise UsageError(f"--goodput {word}: must be ttft, tpot or e2el, a colon and milliseconds, like ttft:200")
+        found[name] = limit
+    return found
+
+
+def metrics(arguments: argparse.Namespace) -> tuple[list[str], list[float]]:
+    """--percentile-metrics and --metric-percentiles."""
+    wanted = arguments.percentile_metrics.split(",")
+    if unknown := [name for name in wanted if name not in METRICS]:
+        raise UsageError(f"--percentile-metrics: {unknown[0]!r} is none of {', '.join(METRICS)}")
+    percents = [_number(text) for text in arguments.metric_percentiles.split(",")]
+    if not all(percent is not None and 0 <= percent <= 100 for percent in percents):
+        raise UsageError(f"--metric-percentiles {arguments.metric_percentiles}: numbers from 0 to 100, like 50,90,99")
+    return wanted, [percent for percent in percents if percent is not None]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def body(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What every request says beside its prompt and length."""
+    found: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    found["ignore_eos"] = arguments.ignore_eos or arguments.dataset_name == "random"
+    found |= {name: getattr(arguments, name) for name in SAMPLING if getattr(arguments, name) is not None}
+    if arguments.logprobs is not None:
+        chat = {"logprobs": True, "top_logprobs": arguments.logprobs}
+        found |= chat if is_chat(arguments) else {"logprobs": arguments.logprobs}
+    return {**found, **(arguments.extra_body or {})}
+
+
+def is_chat(arguments: argparse.Namespace) -> bool:
+    """Whether requests have messages."""
+    return "chat" in arguments.endpoint
