@@ -8,6 +8,8 @@ token (TTFT) of what was served, the share that got 503 and how soon, and the re
 measured twice: by the client, from the end of its connect, and by the frontend, from the first byte of the head that it reads (its
 histogram meshlm:request_refusal_seconds, so the figure is the upper end of a bucket); what lies between them waits in the kernel for
 the frontend, or for the client. The client is one process on the same machine, so its own CPU is part of what the mesh competes with.
+
+With --attacks it is attacked.py instead: honest streams beside hostile clients.
 """
 
 import argparse
@@ -196,6 +198,12 @@ def free_port() -> int:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--attacks"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from attacked import main as attacked
+
+        attacked(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals at each level")
     parser.add_argument("--step-ms", type=float, default=10.0)
