@@ -20,7 +20,7 @@ from meshlm.protocol.ids import Identity, Role
 
 
 class WhenFull(Enum):
-    """What sending does when `window` messages are unacknowledged and `max_queued` wait behind them."""
+    """What sending does when `window` messages are unacknowledged and `max_queued` wait behind them, or they have `max_bytes`."""
 
     REFUSE = "refuse"  # raise LinkFull: the sender answers its request with 503
     DROP_PEER = "drop peer"  # the peer does not read: treat it as dead
@@ -36,7 +36,13 @@ class Channel(NamedTuple):
     max_queued: int  # messages waiting for credit
     when_full: WhenFull
 
+    @property
+    def max_bytes(self) -> int:
+        """Of messages that are not acknowledged: what can be refused is refused sooner than a peer is taken for dead."""
+        return MAX_REFUSED_BYTES if self.when_full is WhenFull.REFUSE else MAX_QUEUED_BYTES
 
+
+MAX_REFUSED_BYTES, MAX_QUEUED_BYTES = 256 << 20, 512 << 20
 MAX_FRAME_BYTES = 64 << 20  # anything longer is refused by the socket (ZMQ_MAXMSGSIZE)
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - HEADER_BYTES  # and before that by the sender (Mesh.send)
 

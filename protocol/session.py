@@ -16,7 +16,7 @@ from enum import Enum
 import msgspec
 from msgspec import Struct
 
-from meshlm.protocol.channels import WhenFull
+from meshlm.protocol.channels import MAX_QUEUED_BYTES, WhenFull
 from meshlm.protocol.frames import HEADER_BYTES, Header, Kind, data_lane, pack, pack_numbers
 from meshlm.protocol.ids import Identity, Incarnation
 
@@ -115,6 +115,7 @@ class Session:
         max_queued: int,
         when_full: WhenFull,
         silence_s: float = 0.0,
+        max_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         """With `silence_s` the caller reports frames by `heard`, and the peer is `silent` after so long without."""
         self.me, self.incarnation, self.peer = me, incarnation, peer
@@ -128,7 +129,7 @@ class Session:
         self.lane = b""  # how the peer's DATA frames of this session begin; b"" without a session
         self._own_lane = b""  # and ours
         self._hello_body, self._digest = _encode(hello), hello.digest
-        self._window, self._max_queued, self._when_full = window, max_queued, when_full
+        self._window, self._max_queued, self._max_bytes, self._when_full = window, max_queued, max_bytes, when_full
         self._hello_at = -1e9
         self._hello_every_s = HELLO_EVERY_S
         self.silence_s, self._quiet_s = silence_s, 0.0
@@ -139,6 +140,7 @@ class Session:
         self._next_seq = 1
         self._unacked: deque[tuple[int, bytes]] = deque()
         self._queued: deque[bytes] = deque()
+        self.num_bytes = 0  # of messages that are not acknowledged
         self._received = 0
         self._acked_to_peer = 0
         self._acked_at = now
@@ -149,12 +151,15 @@ class Session:
 
     def send(self, body: bytes, now: float) -> None:
         """Number the message and put it on the wire, or behind the window. SendQueueFull when neither has room."""
+        if self.num_bytes >= self._max_bytes:
+            raise SendQueueFull(self._when_full)
         if len(self._unacked) < self._window and not self._queued:
             self._transmit(body, now)
         elif len(self._queued) < self._max_queued:
             self._queued.append(body)
         else:
             raise SendQueueFull(self._when_full)
+        self.num_bytes += len(body)
 
     def receive(self, header: Header, body: memoryview, now: float) -> Outcome:
         """What a frame of this peer means. Never raises for what the peer sent."""
@@ -328,7 +333,8 @@ class Session:
     def _on_ack(self, ack: int, now: float) -> None:
         unacked = self._unacked
         while unacked and unacked[0][0] <= ack:
-            unacked.popleft()
+            _, frame = unacked.popleft()
+            self.num_bytes -= len(frame) - HEADER_BYTES
             self._progress_at, self._num_replays = now, 0
         while self._queued and len(unacked) < self._window:
             self._transmit(self._queued.popleft(), now)
@@ -356,6 +362,8 @@ class Session:
             "unacked frames are not consecutive"
         )
         assert len(numbers) <= self._window, "more in flight than the window"
+        held = sum(len(frame) - HEADER_BYTES for _, frame in self._unacked) + sum(map(len, self._queued))
+        assert self.num_bytes == held, "bytes are lost"
         assert not self._queued or len(numbers) == self._window, "queued although the window has room"
         assert self._acked_to_peer <= self._received
         assert self.state is SessionState.OPEN or not numbers, "frames in flight without a session"

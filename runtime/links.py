@@ -91,6 +91,7 @@ class Links:
             outgoing.max_queued,
             outgoing.when_full,
             remote.silence_s if remote else 0.0,
+            outgoing.max_bytes,
         )
         if remote:
             remote.add(session)

@@ -434,3 +434,24 @@ def test_a_peer_that_is_only_slow_is_not_stuck() -> None:
         net.ends[A].tick(net.now)
         net.ends[A].wire.clear()
     assert not net.ends[A].blocked
+
+
+def test_bytes_fill_a_queue_too() -> None:
+    """Large messages that the peer does not acknowledge: refused at the limit, and taken again when it has read."""
+    a = Session(A, Incarnation(1), B, Hello("d", "ipc://x"), 8, 1000, WhenFull.REFUSE, max_bytes=100)
+    network = Network(a, make(B, A))
+    network.settle()
+    a.send(b"x" * 60, network.now)
+    a.send(b"x" * 60, network.now)  # what is over the limit is one message at most
+    with pytest.raises(SendQueueFull):
+        a.send(b"", network.now)
+    assert a.num_bytes == 120
+    network.settle()
+    assert a.num_bytes == 0
+    for _ in range(12):  # more than the window
+        a.send(b"x" * 9, network.now)
+    with pytest.raises(SendQueueFull):
+        a.send(b"", network.now)
+    network.settle()
+    assert a.num_bytes == 0
+    assert len(network.got[B]) == 14
