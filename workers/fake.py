@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import room
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
-from meshlm.workers.rows import RowTable, StepArrays
+from meshlm.workers.rows import I32, RowTable, StepArrays
 
 _FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
@@ -36,6 +37,20 @@ def expected_token(tokens: list[int], vocab_size: int) -> int:
     for token in tokens:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
     return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
+
+
+def _columns(token_ids: I32, width: int, vocab_size: int) -> LogprobColumns:
+    """The token is the likeliest, at -1, and those after it follow, at -2, -3 ..."""
+    top = (token_ids[:, None] + np.arange(width, dtype=np.int32)) % vocab_size
+    likely = np.broadcast_to(-1 - np.arange(width, dtype=np.float32), top.shape)
+    count = len(token_ids)
+    return LogprobColumns(
+        width,
+        np.full(count, -1, np.float32).tobytes(),
+        np.ones(count, np.int32).tobytes(),
+        top.astype(np.int32).tobytes(),
+        likely.tobytes(),
+    )
 
 
 class FakeEngine:
@@ -82,11 +97,31 @@ class FakeEngine:
                 session=plan.session,
                 step=plan.step,
                 token_ids=token_ids.tobytes(),
+                logprobs=self._logprobs(arrays, token_ids),
+                prompt_logprobs=self._prompt_logprobs(arrays),
                 received_ns=received_ns,
                 launched_ns=launched,
                 done_ns=time.monotonic_ns(),
             )
         )
+
+    def _logprobs(self, arrays: StepArrays, token_ids: I32) -> dict[int, LogprobColumns]:
+        wanted = {}
+        for nth, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
+            width = self._rows.sampling[int(arrays.rows[place])].logprobs
+            if width >= 0:
+                wanted[place] = _columns(token_ids[nth : nth + 1], width, self._vocab_size)
+        return wanted
+
+    def _prompt_logprobs(self, arrays: StepArrays) -> dict[int, LogprobColumns]:
+        """Of the prompt tokens that follow the positions of this step."""
+        wanted = {}
+        for place, (row, start, count) in enumerate(zip(arrays.rows, arrays.starts, arrays.counts, strict=True)):
+            width = self._rows.sampling[int(row)].prompt_logprobs
+            end = min(int(start + count), int(self._rows.num_prompt[row]) - 1)
+            if width >= 0 and start < end:
+                wanted[place] = _columns(self._rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
+        return wanted
 
     def _compute(self, arrays: StepArrays, has_new_rows: bool) -> NDArray[np.int32]:
         """Write every token's state, read the last one's of the rows that sample."""

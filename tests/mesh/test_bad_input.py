@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_answers import VOCAB
+from fake_answers import VOCAB, reference
 from http_clients import (
     COMPLETIONS,
     CONTEXT,
@@ -155,6 +155,49 @@ def test_wrong_fields_are_named(client: httpx.Client, param: str) -> None:
                 shown = f"{path} {json.dumps(body)[:100]}: {answer.text[:200]}"
                 assert answer.status_code == 400, shown
                 assert error_of(answer)["param"] == param, shown
+
+
+ALL = list(range(VOCAB))
+BIAS = {str(token): 0.5 for token in ALL}
+NO_FRAME: dict[str, tuple[str, dict[str, object], str]] = {
+    "detokenize": (DETOKENIZE, {"tokens": [5] * 869_000}, "tokens"),
+    "bias": (COMPLETIONS, {"prompt": ["x"] * 512, "logit_bias": BIAS}, "logit_bias"),
+    "allowed": (COMPLETIONS, {"prompt": "x", "n": 64, "allowed_token_ids": ALL * 26}, "allowed_token_ids"),
+    "stop": (COMPLETIONS, {"prompt": ["x"] * 2000, "stop": ["s" * 4000] * 60}, "stop"),
+    "salt": (COMPLETIONS, {"prompt": ["x"] * 2000, "cache_salt": "s" * MB}, "cache_salt"),
+    "prompt_logprobs": (COMPLETIONS, {"prompt": [5] * 4000, "n": 16, "prompt_logprobs": 20}, "prompt_logprobs"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "param"), NO_FRAME.values(), ids=NO_FRAME)
+def test_what_no_frame_would_hold(client: httpx.Client, path: str, body: dict[str, object], param: str) -> None:
+    """Each of these froze a link for ever, and all streams on it; /health and /ready said 200."""
+    with undisturbed(client):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400, answer.text[:200]
+        assert error_of(answer)["param"] == param
+        assert "at most" in error_of(answer)["message"]
+        assert client.get("/ready").status_code == 200
+
+
+def test_long_lists_are_taken_once(client: httpx.Client) -> None:
+    """A bias for the whole vocabulary is no misuse; and all of it is looked at."""
+    with undisturbed(client):
+        body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+        lists = {"logit_bias": BIAS, "allowed_token_ids": ALL * 26}
+        answer = client.post(COMPLETIONS, json={**body, **lists})
+        assert answer.status_code == 200, answer.text[:200]
+        assert answer.json()["choices"][0]["token_ids"] == reference([5, 6], 3)
+
+
+def test_log_probabilities_of_a_whole_prompt(client: httpx.Client) -> None:
+    with undisturbed(client):
+        body = {"prompt": [5] * 4000, "n": 3, "max_tokens": 2, "prompt_logprobs": 20, "logprobs": 20}
+        answer = client.post(COMPLETIONS, json=body)
+        assert answer.status_code == 200, answer.text[:200]
+        choices = answer.json()["choices"]
+        assert [len(choice["prompt_logprobs"]) for choice in choices] == [4000] * 3
+        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [2] * 3
 
 
 @pytest.mark.parametrize(

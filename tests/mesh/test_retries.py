@@ -111,6 +111,19 @@ def kill_under(server: Serving, reader: Reader, asked: dict[str, Any], key: str)
         assert reading.result(timeout=20) is False
 
 
+def test_log_probabilities_are_told_again(two: Serving) -> None:
+    """All of them, to a connection that had a part and to one that has had none."""
+    asked = body(99, n=8, max_tokens=LONG, logprobs=20)
+    first, again = Reader(), Reader()
+    assert first.read(two, asked, "logprobs", most=200) is False
+    assert again.read(two, asked, "logprobs")
+    found: dict[int, list[str]] = {}
+    for _, data in again.parts:
+        for choice in json.loads(data)["choices"] if data[0] == "{" else ():
+            found.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"] if choice["logprobs"] else [])
+    assert [len(found[index]) for index in range(8)] == [LONG] * 8
+
+
 def test_a_stream_goes_on_after_the_last_event(two: Serving) -> None:
     whole = Reader()
     asked = body(1, max_tokens=LONG)

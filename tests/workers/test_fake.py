@@ -41,6 +41,23 @@ def test_prompt_in_chunks_and_decode() -> None:
     assert run(fake, plan([0], [20], [1], [])) == [expected_token([*tokens, *first], VOCAB)]
 
 
+def test_log_probabilities() -> None:
+    """Of the sampled token and of a prompt's, wherever its chunks end."""
+    fake, tokens = engine(), list(range(20, 40))
+    params = SamplingParams(logprobs=2, prompt_logprobs=1)
+    asks = msgspec.structs.replace(new(0, tokens, [5, 2, 7]), sampling=params)
+    first = fake.step(msgspec.structs.replace(plan([0], [0], [9], [asks]), samples=b"\x00"), 0).wait()
+    last = fake.step(plan([0], [9], [11], []), 0).wait()
+    assert not first.logprobs
+    assert ints(first.prompt_logprobs[0].top_ids) + ints(last.prompt_logprobs[0].top_ids) == tokens[1:]
+    (token,) = ints(last.token_ids)
+    assert last.logprobs[0].width == 2
+    assert ints(last.logprobs[0].top_ids) == [token, (token + 1) % VOCAB]
+    after = fake.step(plan([0], [20], [1], []), 0).wait()
+    assert list(after.logprobs) == [0]
+    assert not after.prompt_logprobs
+
+
 def test_a_prefix_computed_in_the_same_step_may_be_shared() -> None:
     tokens = list(range(20, 29))
     owner, sharer = new(0, tokens, [5, 2]), new(1, tokens, [5, 3])
