@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.answer_schema import ErrorResponse
-from meshlm.frontend.operations import EVENTS, Operation
+from meshlm.frontend.body_schema import Served, refine
+from meshlm.frontend.operations import EVENTS, Operation, Parameter
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
 Json = dict[str, Any]
@@ -24,19 +25,25 @@ REASONS = {
     503: "The server is full or not ready; try again after Retry-After seconds.",
     504: "The request's time was over.",
 }
+_EVENT: Json = {  # of a stream, field by field
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "A chunk as JSON, or [DONE]."}, "id": {"type": "string"}},
+}
 _REF = "#/components/schemas/{name}"
 
 
-def document(operations: Sequence[Operation], version: str, keys: bool) -> Json:
+def document(operations: Sequence[Operation], version: str, keys: bool, served: Served) -> Json:
     """The OpenAPI document. `keys`: all but the probes need one."""
     structs = {op.body for op in operations} | {op.answers for op in operations} | {ErrorResponse}
     kinds = [kind for kind in structs if isinstance(kind, type)]
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    refine(components, served)
     refs: dict[type, Json] = dict(zip(kinds, references, strict=True))
     paths: Json = {}
     for op in operations:
         for method in op.methods:
-            paths.setdefault(op.path, {})[method.lower()] = _operation(op, method, refs, keys)
+            paths.setdefault(op.path, {})[method.lower()] = _operation(op, method, refs, keys, served)
     found: Json = {
         "openapi": "3.1.0",
         "info": {"title": "MeshLM", "version": version, "description": _description()},
@@ -57,7 +64,7 @@ def _description() -> str:
     )
 
 
-def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool) -> Json:
+def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool, served: Served) -> Json:
     errors = {*op.errors, *((401,) if keys and not op.is_open else ())}
     found: Json = {
         "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),
@@ -69,7 +76,7 @@ def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool) -
                 "name": p.name,
                 "in": p.place,
                 "required": p.place == "path",
-                "schema": p.schema,
+                "schema": _parameter(p, served),
                 "description": p.description,
             }
             for p in op.parameters
@@ -86,6 +93,10 @@ def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool) -
     return found
 
 
+def _parameter(parameter: Parameter, served: Served) -> Json:
+    return {"enum": list(served.names)} if parameter.place == "path" else parameter.schema
+
+
 def _success(op: Operation, refs: dict[type, Json]) -> Json:
     if op.answers is None:
         return {"description": "Nothing."}
@@ -96,7 +107,7 @@ def _success(op: Operation, refs: dict[type, Json]) -> Json:
         return {"description": "The answer.", "content": content}
     return {
         "description": "The answer; with stream: true server-sent events.",
-        "content": {**content, **_text(EVENTS)},
+        "content": {**content, EVENTS: {"schema": _EVENT}},
         "headers": {
             "X-Request-Id": {"description": "The client's own, or the answer's id.", "schema": {"type": "string"}}
         },

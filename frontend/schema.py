@@ -74,12 +74,6 @@ RequestName = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]  # it comes 
 Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 0x7FFF_FFFF}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-PROMPT = {
-    "description": "Text, token ids, or a list of either.",
-    "anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}, "minItems": 1}],
-}
 TOOL_CHOICE = {"description": "To force a call is not supported.", "enum": ["none", "auto", None]}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -132,7 +126,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0: with echo, the prompt alone
-    prompt: Annotated[Any, Meta(extra_json_schema=PROMPT)] = None  # msgspec has no such union; checked in parse.py
+    prompt: Any = None  # text, token ids, or a list of either: msgspec has no such union; checked in parse.py
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None

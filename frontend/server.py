@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, submits
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
+from meshlm.frontend.body_schema import Served
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NOT_SERVED, HttpError
 from meshlm.frontend.gate import Gate
@@ -114,7 +115,17 @@ class Routes:
 
     def _document(self) -> dict[str, Any]:
         keys = bool(self._backend.config.server.api_key)
-        return openapi.document(self._operations(), self._backend.version, keys)
+        return openapi.document(self._operations(), self._backend.version, keys, self._served())
+
+    def _served(self) -> Served:
+        server, resolved = self._backend.config.server, self._backend.resolved
+        return Served(
+            resolved.served_names,
+            resolved.spec.vocab_size,
+            server.max_logprobs,
+            server.enable_auto_tool_choice,
+            server.trust_request_chat_template,
+        )
 
     async def health(self, request: Request) -> Response:
         return Response()

@@ -10,12 +10,14 @@ from answering import HELLO, OF_PROMPT, PROMPT_IDS, STOP, asking, give, whole
 from jsonschema import Draft202012Validator
 
 from meshlm.frontend import answer_schema, openapi
+from meshlm.frontend.body_schema import Served
 from meshlm.frontend.errors import NOT_SERVED, STATUS
 from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS, served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
-OPEN, KEYED = (openapi.document(served(True), "1.2", keys) for keys in (False, True))
+SERVED = Served(("tiny",), 100, 20, takes_tools=True, takes_templates=False)
+OPEN, KEYED = (openapi.document(served(True), "1.2", keys, SERVED) for keys in (False, True))
 
 
 def references(value: object) -> list[str]:
@@ -89,7 +91,7 @@ def test_the_page_shows_all_of_it_and_loads_nothing() -> None:
 
 
 def test_text_cannot_become_tags() -> None:
-    assert "<b>x" not in openapi.page(openapi.document(served(True), "<b>x", False))
+    assert "<b>x" not in openapi.page(openapi.document(served(True), "<b>x", False, SERVED))
 
 
 PLAIN: Json = {"return_token_ids": True, "logprobs": 1, "prompt_logprobs": 1}

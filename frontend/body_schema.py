@@ -1,0 +1,155 @@
+"""What the types of schema.py do not say of a body, in JSON schema: shapes of messages and tools, limits, and what this server has.
+
+Called by openapi.py. What parse.py, messages.py and prompts.py check is written down here again for readers; the test with schemathesis
+holds that requests made from it are served.
+"""
+
+from typing import Any
+
+from msgspec import Struct
+
+from meshlm.frontend.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
+from meshlm.runtime.messages import NEED_CONTENT, PARTS
+
+Json = dict[str, Any]
+_TEXT: Json = {"type": "string", "minLength": 1}
+_NULL: Json = {"type": "null"}
+
+
+class Served(Struct, frozen=True):
+    """What this server has."""
+
+    names: tuple[str, ...]
+    vocab_size: int
+    max_logprobs: int
+    takes_tools: bool
+    takes_templates: bool
+
+
+def refine(schemas: Json, served: Served) -> None:
+    """Say it of the bodies among these schemas."""
+    refined = {
+        name: _fields(served) for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
+    }
+    refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
+    for name, fields in refined.items():
+        if name in schemas:
+            properties = schemas[name]["properties"]
+            properties.update({field: schema for field, schema in fields.items() if field in properties})
+    if "ChatRequest" in schemas:
+        _describe(schemas["ChatRequest"], "stream_options needs stream: true; top_logprobs needs logprobs: true.")
+    if "CompletionRequest" in schemas:
+        schemas["CompletionRequest"]["required"] = ["prompt"]
+        text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n."
+        _describe(schemas["CompletionRequest"], text)
+    if "TokenizeRequest" in schemas:
+        schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
+    if "DetokenizeRequest" in schemas:
+        schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served, 0)
+
+
+def _describe(schema: Json, text: str) -> None:
+    schema["description"] = f"{schema.get('description', '')} {text}".strip()
+
+
+def _given(name: str, other: str) -> Json:
+    return {"required": [name], "properties": {name: {"not": _NULL}, other: _NULL}}
+
+
+def _fields(served: Served) -> Json:
+    """Of all bodies that have them."""
+    stop = {**_TEXT, "maxLength": MAX_STOP_LENGTH}
+    bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}
+    found: Json = {
+        "model": {"enum": [*served.names, None]},
+        "messages": {"type": "array", "minItems": 1, "items": _message()},
+        "tools": _or_null({"type": "array", "items": _tool(), **({} if served.takes_tools else {"maxItems": 0})}),
+        "response_format": _or_null(
+            {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}
+        ),
+        "modalities": _or_null({"type": "array", "items": {"const": "text"}}),
+        "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
+        "stop_token_ids": _or_null(_ids(served, 0)),
+        "allowed_token_ids": _or_null(_ids(served, 1)),
+        "logit_bias": _or_null(bias),
+        "truncate_prompt_tokens": _or_null(
+            {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
+        ),
+        "prompt_logprobs": _up_to(served.max_logprobs),
+        "top_logprobs": _up_to(served.max_logprobs),
+        "suffix": {"enum": ["", None]},
+    }
+    if not served.takes_templates:
+        found["chat_template"] = {"enum": ["", None]}
+    return found  # fmt: skip
+
+
+def _or_null(*kinds: Json) -> Json:
+    return {"anyOf": [*kinds, _NULL]}
+
+
+def _up_to(most: int) -> Json:
+    limit = {} if most == -1 else {"maximum": most}
+    return _or_null({"type": "integer", "minimum": 0 if most != -1 else -1, **limit})
+
+
+def _ids(served: Served, least: int) -> Json:
+    token = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
+    return {"type": "array", "items": token, **({"minItems": least} if least else {})}
+
+
+def _prompt(served: Served) -> Json:
+    ids = _ids(served, 1)
+    several = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, ids)]
+    return {"description": "Text, token ids, or a list of either.", "anyOf": [_TEXT, ids, *several]}
+
+
+def _message() -> Json:
+    parts = [
+        {"type": "object", "required": ["type", key], "properties": {"type": {"const": kind}, key: {"type": "string"}}}
+        for kind, key in PARTS.items()
+    ]
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": parts}}]}
+    roles = [role for role in NEED_CONTENT if role != "tool"]
+    others: Json = {"role": {"enum": ["assistant", *roles]}, "content": content, "name": _or_null({"type": "string"})}
+    tool: Json = {"role": {"const": "tool"}, "content": content, "tool_call_id": _TEXT}
+    return {
+        "anyOf": [
+            {"type": "object", "required": ["role", "content"], "properties": others},
+            {"type": "object", "required": ["role", "content", "tool_call_id"], "properties": tool},
+            {"type": "object", "required": ["role", "tool_calls"], "properties": _assistant(content)},
+        ]
+    }
+
+
+def _assistant(content: Json) -> Json:
+    function = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+    }
+    call = {
+        "type": "object",
+        "required": ["id", "function"],
+        "properties": {"id": {"type": "string"}, "type": {"const": "function"}, "function": function},
+    }
+    calls = {"type": "array", "minItems": 1, "items": call}
+    return {"role": {"const": "assistant"}, "content": _or_null(content), "tool_calls": calls}
+
+
+def _tool() -> Json:
+    function = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "name": _TEXT,
+            "description": _or_null({"type": "string"}),
+            "parameters": _or_null({"type": "object"}),
+            "strict": {"enum": [False, None]},
+        },
+    }
+    return {
+        "type": "object",
+        "required": ["function"],
+        "properties": {"type": {"const": "function"}, "function": function},
+    }

@@ -1,0 +1,124 @@
+"""Every route does what /openapi.json says: schemathesis makes requests of it, right ones and wrong ones, and looks at the answers."""
+
+import itertools
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from http_clients import AUTH
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, checks
+from serving import Serving
+
+pytestmark = pytest.mark.mesh
+
+EXAMPLES = {"post": 25, "get": 3}  # right and wrong ones of a route each
+MOST = {"max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0, "n": 2, "best_of": 2}
+GENERATION = ("/v1/completions", "/v1/chat/completions")
+CHECKED = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.positive_data_acceptance,
+]
+_numbers = itertools.count()
+
+
+def brief(case: Any) -> None:
+    """Few tokens and choices, so that examples are fast. What is wrong stays wrong."""
+    if not isinstance(case.body, dict) or case.path not in GENERATION:
+        return
+    for name, most in MOST.items():
+        value = case.body.get(name)
+        if type(value) in (int, float) and value > most:
+            case.body[name] = most
+    case.body.setdefault("max_tokens", MOST["max_tokens"])
+
+
+def consistent(case: Any) -> None:
+    """What JSON schema cannot say: fields that need or exclude others, JSON in text, ranks that there are, keys used once."""
+    headers = case.headers or {}
+    if "X-data-parallel-rank" in headers:
+        headers["X-data-parallel-rank"] = "0"
+    if "Idempotency-Key" in headers:
+        headers["Idempotency-Key"] = f"key {next(_numbers)}"
+    headers.pop("Last-Event-ID", None)
+    if not isinstance(case.body, dict):
+        return
+    body = case.body
+    for message in body.get("messages") or ():
+        for call in message.get("tool_calls") or ():
+            call["function"]["arguments"] = "{}"
+    if body.get("continue_final_message"):
+        body["continue_final_message"] = False
+    if case.path not in GENERATION:
+        return
+    for name in ("max_tokens", "max_completion_tokens"):
+        body[name] = body.get(name) or MOST[name]
+    body["stream"] = bool(body.get("stream")) and body.get("prompt_logprobs") is None
+    if not body["stream"]:
+        body.pop("stream_options", None)
+    if body.get("top_logprobs") is not None:
+        body["logprobs"] = True
+    body.pop("best_of", None)
+    for name in (
+        "documents",
+        "chat_template_kwargs",
+        "timeout",
+    ):  # a template may fail on any, and a short time is an error
+        body.pop(name, None)
+    if case.path == "/v1/completions":
+        body.pop("max_completion_tokens", None)
+
+
+def statuses(operation: Any, mode: GenerationMode, url: str) -> set[int]:
+    """Those of the answers to requests of this kind, each as declared."""
+    found = set[int]()
+
+    @given(case=operation.as_strategy(mode))
+    @settings(
+        max_examples=EXAMPLES[operation.method],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def ask(case: Any) -> None:
+        brief(case)
+        if mode is GenerationMode.POSITIVE:
+            consistent(case)
+        response = case.call(base_url=url, headers=AUTH)
+        found.add(response.status_code)
+        case.validate_response(response, checks=CHECKED)
+
+    ask()
+    return found
+
+
+def operations(url: str) -> list[Any]:
+    document = httpx.get(f"{url}/openapi.json", headers=AUTH).json()
+    return [found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()]
+
+
+def test_each_route_answers_as_declared(keyed: Serving) -> None:
+    for operation in operations(keyed.url):
+        expected = {404} if "profile" in operation.path else {200}
+        assert statuses(operation, GenerationMode.POSITIVE, keyed.url) == expected, operation.label
+        if len(operation.body):
+            wrong = statuses(operation, GenerationMode.NEGATIVE, keyed.url)
+            assert 400 in wrong, operation.label
+            assert max(wrong) < 500, operation.label
+
+
+def test_the_pages(keyed: Serving) -> None:
+    assert httpx.get(f"{keyed.url}/docs").status_code == 401, "a key as for all but the probes"
+    page = httpx.get(f"{keyed.url}/docs", headers=AUTH)
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert httpx.get(f"{keyed.url}/redoc", headers=AUTH).text == page.text
+    for operation in operations(keyed.url):
+        assert operation.path in page.text
