@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from meshlm.frontend import retry
+from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.http import EXTENSION
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _KEY = retry.KEY.lower().encode()

@@ -6,106 +6,56 @@ Where the extension is absent (another server, a test client) the writer falls b
 
 import asyncio
 import contextlib
-import re
 import socket
 import time
 from collections import deque
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-EXTENSION = "meshlm.transport"
-MAX_HEADER_BYTES = 64 << 10
+from meshlm.frontend.connection import EXTENSION, MeshProtocol, Timeouts
+
 FRESH_S = 1.0  # a connection that brought no request yet is not idle for so long
-
-_OFFER = b"upgrade:"
-_UPGRADE = re.compile(rb"\nupgrade:", re.IGNORECASE)
 
 Scope = dict[str, Any]
 
 
-class MeshProtocol(HttpToolsProtocol):
-    """Adds the transport to the scope, and three things that uvicorn lacks on httptools: a limit on what comes before a body, requests
-    that offer another protocol in passing, and the hang-up told to every request of a pipeline."""
+class ByteBudget:
+    """Bytes that many requests may hold together."""
 
-    _head_bytes = _field_bytes = 0
-    _in_body = False
-    _at_line_start = True
-    _held = b""
-    _earlier: "list[Any]"
+    def __init__(self, limit: int) -> None:
+        self.limit, self.num_bytes = limit, 0
 
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._earlier = []
+    def take(self, count: int) -> bool:
+        """So many more; False, and none, when that is too many."""
+        if self.num_bytes + count > self.limit:
+            return False
+        self.num_bytes += count
+        return True
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for cycle in self._earlier:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-
-    def data_received(self, data: bytes) -> None:
-        if not self._in_body:
-            data = self._without_offer(self._held + data)
-        self._head_bytes += len(data)  # back to 0 when a head ends, a body goes on or a message ends
-        super().data_received(data)
-        if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.send_400_response("headers too large")
-
-    def _without_offer(self, data: bytes) -> bytes:
-        """A head, or a part of one, whose Upgrade field has another name: the request counts, the offer does not. What may be the
-        beginning of that field's name waits for the rest."""
-        head, gap, body = data.partition(b"\r\n\r\n")
-        begin = b"\n" if self._at_line_start else b""
-        head = _UPGRADE.sub(b"\nX-Offered:", begin + head)[len(begin) :]
-        self._held = b""
-        if not gap:
-            line = head[head.rfind(b"\n") + 1 :]
-            if line and (self._at_line_start or len(line) < len(head)) and _OFFER.startswith(line.lower()):
-                self._held, head = line, head[: -len(line)]
-            if head:
-                self._at_line_start = head.endswith(b"\n")
-        return head + gap + body
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._field_bytes = 0
-        self.scope["extensions"] = {
-            EXTENSION: {"transport": self.transport, "flow": self.flow, "begun": time.monotonic()}
-        }
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._field_bytes += len(name) + len(value) + 4
-        if self._field_bytes > MAX_HEADER_BYTES:  # trailers too
-            raise ValueError("headers too large")  # httptools reports it, uvicorn answers 400
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_body, self._head_bytes = True, 0
-        if self.cycle is not None:
-            self._earlier = [cycle for cycle in self._earlier if not cycle.response_complete] + [self.cycle]
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_body, self._at_line_start, self._head_bytes = False, True, 0
+    def give(self, count: int) -> None:
+        self.num_bytes -= count
 
 
 class EventWriter:
-    """Writes events of one response. `start` first; `write` never blocks; `finish` last."""
+    """Writes events of one response. `start` first; `write` never blocks; `finish` or `release` last.
 
-    def __init__(self, scope: Scope, send: Any) -> None:
+    What the client does not take waits here. A client that leaves more than FREE_BYTES needs room in a budget that all clients share,
+    of which it may have a quarter; without it the client is cut off, and its request ends as with any client that leaves.
+    """
+
+    FREE_BYTES = 1 << 20
+
+    def __init__(self, scope: Scope, send: Any, unsent: ByteBudget) -> None:
         self._send = send
         extension = scope.get("extensions", {}).get(EXTENSION)
         self._transport: asyncio.Transport | None = extension["transport"] if extension else None
         self._flow: Any = extension["flow"] if extension else None
+        self._cycle: Any = extension["cycle"] if extension else None
+        self._chunked = scope.get("http_version") != "1.0"  # else the end of the connection is the end of the answer
         self._waiting: deque[bytes] = deque()
+        self._num_waiting = self._num_taken = 0
+        self._unsent = unsent
         self._wake = asyncio.Event()
         self._draining = asyncio.Lock()
         self.started = False
@@ -113,6 +63,8 @@ class EventWriter:
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         base = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        if self._cycle is not None and not self._chunked:
+            self._cycle.chunked_encoding = False
         await self._send({"type": "http.response.start", "status": 200, "headers": base + headers})
         if self._transport is not None:
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
@@ -121,14 +73,29 @@ class EventWriter:
 
     def write(self, event: bytes) -> None:
         """One or more whole events. What cannot be sent now waits, and goes out in one piece later."""
+        transport = self._transport
         if self._is_free and not self._flow.write_paused:
-            transport = self._transport
             if not transport.is_closing():  # type: ignore[union-attr]  # uvloop raises for a client that left
-                transport.write(b"%x\r\n%b\r\n" % (len(event), event))  # type: ignore[union-attr]
+                transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)  # type: ignore[union-attr]
             return
+        if transport is not None and transport.is_closing():
+            return  # its request is told soon
         self._is_free = False
         self._waiting.append(event)
+        self._num_waiting += len(event)
         self._wake.set()
+        if transport is not None and self._num_waiting > self.FREE_BYTES:
+            if self._num_waiting <= self._unsent.limit // 4 and self._unsent.take(len(event)):
+                self._num_taken += len(event)
+            else:
+                self.release()
+                transport.abort()
+
+    def release(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+        self._unsent.give(self._num_taken)
+        self._num_waiting = self._num_taken = 0
 
     async def pump(self) -> None:
         """Send what waits, for ever; runs beside the request and is cancelled at its end."""
@@ -144,11 +111,11 @@ class EventWriter:
                 if self._flow is not None:
                     await self._flow.drain()
                 piece = b"".join(self._waiting)
-                self._waiting.clear()
+                self.release()
                 if self._transport is None:
                     await asyncio.shield(self._send({"type": "http.response.body", "body": piece, "more_body": True}))
                 elif not self._transport.is_closing():
-                    self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                    self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
             self._is_free = self.started and self._transport is not None
 
     async def finish(self) -> None:
@@ -170,11 +137,34 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn without its own signal handlers: the process has those."""
 
+    def __init__(self, config: uvicorn.Config, timeouts: Timeouts, unsent: ByteBudget) -> None:
+        super().__init__(config)
+        self.timeouts, self._unsent = timeouts, unsent
+
     def install_signal_handlers(self) -> None:
         """Signals are runtime/process.py's."""
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; the connections are looked at once."""
+        if counter % 10 == 0:
+            now = time.monotonic()
+            connections = [one for one in self.server_state.connections if isinstance(one, MeshProtocol)]
+            for connection in connections:
+                connection.check(now, self.timeouts)
+            self._cut_off(connections)
+        return await super().on_tick(counter)
+
+    def _cut_off(self, connections: list[MeshProtocol]) -> None:
+        """The clients that leave the most of what was written to them, as long as all together leave too much."""
+        excess = sum(connection.unsent for connection in connections) - self._unsent.limit
+        if excess > 0:
+            for connection in sorted(connections, key=lambda connection: -connection.unsent):
+                if excess > 0:
+                    excess -= connection.unsent
+                    connection.transport.abort()
 
 
 async def hand_over(server: Server, listener: socket.socket | None, limit_s: float) -> None:
@@ -214,7 +204,7 @@ def _protocol(server: Server) -> MeshProtocol:
     return MeshProtocol(server.config, server.server_state, server.lifespan.state)
 
 
-def make_server(app: Any) -> Server:
+def make_server(app: Any, timeouts: Timeouts, unsent: ByteBudget) -> Server:
     config = uvicorn.Config(
         app,
         http=MeshProtocol,
@@ -224,9 +214,9 @@ def make_server(app: Any) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        date_header=False,
+        date_header=True,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,  # for who does not read what ended; the supervisor kills after 5 s
         backlog=4096,
     )
-    return Server(config)
+    return Server(config, timeouts, unsent)

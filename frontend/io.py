@@ -13,6 +13,7 @@ from meshlm.frontend import http, request_metrics
 from meshlm.frontend.answers import Answer
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
+from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
@@ -108,7 +109,9 @@ class FrontendApp:
         except OSError as error:
             raise ProcessFatal(f"--host {server.host} --port {server.port}: {error.strerror}") from None
         self._listener = sock
-        self._server = http.make_server(Routes(self).app())
+        timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
+        routes = Routes(self)
+        self._server = http.make_server(routes.app(), timeouts, routes.unsent)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
         self._serving.add_done_callback(self._served)
         self._tick()

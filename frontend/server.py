@@ -27,7 +27,7 @@ from meshlm.frontend.body_schema import Served
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import NOT_SERVED, HttpError
 from meshlm.frontend.gate import Gate
-from meshlm.frontend.http import EventWriter
+from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, OPERATIONS, Operation, served
@@ -38,6 +38,8 @@ from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import ErrorKind, Handle
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
+BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
+FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
 OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -76,6 +78,8 @@ class Routes:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._incoming = ByteBudget(backend.config.server.max_incoming_bytes)
+        self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
@@ -214,14 +218,18 @@ class Routes:
         body, unknown = bodies.decode(raw, CompletionRequest)
         model = self._check_model(body.model)
         ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server)
-        return await self._generate(request, ask, model, "cmpl-", self._again(request, raw))
+        again = self._again(request, raw)
+        del raw, body  # they may be large, and the answer may take long
+        return await self._generate(request, ask, model, "cmpl-", again)
 
     async def chat(self, request: Request) -> Response | None:
         raw = await self._body(request)
         body, unknown = bodies.decode(raw, ChatRequest)
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server)
-        return await self._generate(request, ask, model, "chatcmpl-", self._again(request, raw))
+        again = self._again(request, raw)
+        del raw, body  # they may be large, and the answer may take long
+        return await self._generate(request, ask, model, "chatcmpl-", again)
 
     def _again(self, request: Request, body: bytes) -> retry.Again | None:
         headers = request.headers
@@ -243,13 +251,20 @@ class Routes:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise HttpError(413, message)
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise HttpError(413, message)
-            parts.append(part)
-        return b"".join(parts)
+        parts, size, held = [], 0, 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise HttpError(413, message)
+                if size > FREE_BODY_BYTES:
+                    if not self._incoming.take(len(part)):
+                        raise HttpError(503, BODIES, kind="overloaded_error")
+                    held += len(part)
+                parts.append(part)
+            return b"".join(parts)
+        finally:
+            self._incoming.give(held)
 
     async def _generate(
         self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
@@ -275,7 +290,7 @@ class Routes:
         shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
-        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"])
+        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
         answer: WholeAnswer | StreamAnswer
         has = submits.position(ask, again)
         if ask.stream:
@@ -337,6 +352,7 @@ class Routes:
             return _AlreadySent()
         finally:
             pump.cancel()
+            writer.release()
 
 
 async def _first_then_pump(writer: EventWriter, headers: list[tuple[bytes, bytes]]) -> None:

@@ -224,6 +224,31 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     ] = 0
     detokenizers: Annotated[int, Meta(ge=0, le=256, description="text processes; 0: as many by the same rule")] = 0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="larger bodies get 413", extra={"bytes": True})] = 32 << 20
+    max_incoming_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="bodies that a frontend is reading at once, beyond which 503",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
+    max_unsent_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="answers that a frontend's clients have not taken; beyond it, and a quarter for one, they are cut off",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
+    http_header_timeout: Annotated[
+        float, Meta(gt=0, description="seconds that a request's head may take to come; then 408")
+    ] = 60.0
+    http_body_timeout: Annotated[
+        float, Meta(gt=0, description="seconds that a request's body may be silent before its end; then 408")
+    ] = 60.0
+    http_send_timeout: Annotated[
+        float, Meta(gt=0, description="seconds in which a client must take some of its answer, or be cut off")
+    ] = 60.0
     max_concurrent_requests: Annotated[
         int, Meta(ge=1, description="open requests per frontend beyond which it answers 503")
     ] = 8192

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshlm.frontend.http import EXTENSION, EventWriter
+from meshlm.frontend.http import EXTENSION, ByteBudget, EventWriter
 
 
 class Flow:
@@ -45,8 +45,9 @@ class Connection:
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self._held = b""
         self.gone = False
-        scope = {"extensions": {EXTENSION: {"transport": self, "flow": self.flow}}}
-        self.writer = EventWriter(scope, self._send)
+        scope = {"extensions": {EXTENSION: {"transport": self, "flow": self.flow, "cycle": None}}}
+        self.budget = ByteBudget(40 << 20)
+        self.writer = EventWriter(scope, self._send, self.budget)
 
     def text(self) -> bytes:
         """What the client has read, without the sizes of chunks."""
@@ -67,6 +68,9 @@ class Connection:
             with contextlib.suppress(BlockingIOError):
                 taken = self._ours.send(data)
         self._held += data[taken:]
+
+    def abort(self) -> None:
+        self.gone = True
 
     def is_closing(self) -> bool:
         return self.gone
@@ -145,3 +149,43 @@ async def test_the_end_of_the_answer_loses_nothing(connection: Connection) -> No
     connection.flow.resume_writing()
     await connection.writer.finish()
     assert connection.text() == b"ABC"
+
+
+async def test_a_client_that_takes_nothing_is_cut_off_at_its_share(connection: Connection) -> None:
+    """A quarter of the budget, and all of it is given back."""
+    await connection.writer.start([])
+    connection.flow.pause_writing()
+    event = b"x" * 100_000
+    for _ in range(10):
+        connection.writer.write(event)
+    assert connection.budget.num_bytes == 0, "what most clients leave needs no room"
+    for _ in range(94):
+        connection.writer.write(event)
+    assert connection.budget.num_bytes == 94 * len(event)
+    assert not connection.gone
+    connection.writer.write(event)
+    assert connection.gone
+    connection.writer.write(event)
+    assert connection.budget.num_bytes == 0
+    assert not connection.writer._waiting
+
+
+async def test_clients_that_take_nothing_share_a_budget(connection: Connection) -> None:
+    await connection.writer.start([])
+    connection.flow.pause_writing()
+    assert connection.budget.take(connection.budget.limit)
+    connection.writer.write(b"x" * EventWriter.FREE_BYTES)
+    assert not connection.gone
+    connection.writer.write(b"x")
+    assert connection.gone
+    assert connection.budget.num_bytes == connection.budget.limit
+
+
+async def test_room_is_given_back_when_a_client_takes_what_waits(connection: Connection) -> None:
+    await connection.writer.start([])
+    connection.flow.pause_writing()
+    connection.writer.write(b"x" * (3 << 20))
+    assert connection.budget.num_bytes == 3 << 20
+    connection.flow.resume_writing()
+    await connection.writer.finish()
+    assert connection.budget.num_bytes == 0

@@ -24,6 +24,16 @@ COMPLETIONS = "/v1/completions"
 MB = 1 << 20
 FLAGS = (
     *("--device", "fake", "--max-model-len", str(CONTEXT), "--fake-step-ms", str(STEP_MS)),
+    *(
+        "--http-header-timeout",
+        "2",
+        "--http-body-timeout",
+        "2",
+        "--http-send-timeout",
+        "4",
+        "--max-incoming-bytes",
+        str(32 << 20),
+    ),
     *("--api-key", KEY, "--drain-timeout", "0.5", "--trust-request-chat-template"),
 )
 

@@ -6,7 +6,10 @@ Beside every case a stream runs whose tokens must all come, once and right (`und
 import contextlib
 import http.client
 import json
+import select
 import socket
+import threading
+import time
 
 import httpx
 import pytest
@@ -100,7 +103,90 @@ def test_headers_without_an_end(keyed: Serving, client: httpx.Client, start: byt
         assert client.get("/health").status_code == 200  # what was sent has been read
 
 
+def test_tiny_heads_in_one_pipeline(keyed: Serving, client: httpx.Client) -> None:
+    """512 KiB of them held a frontend for 10 s, and it was killed as stuck. Nobody notices now, and no key is needed to try."""
+    pid, tiny = keyed.pid("frontend"), b"GET / HTTP/1.1\r\n\r\n"
+    with undisturbed(client), connect(keyed) as sock, grows_less_than(24 * MB, pid):
+        sender = threading.Thread(target=send, args=(sock, [tiny * 1000] * 28))
+        sender.start()
+        for _ in range(10):
+            begun = time.monotonic()
+            assert client.get("/health").status_code == 200
+            assert time.monotonic() - begun < 1
+        sock.shutdown(socket.SHUT_RDWR)
+        sender.join(10)
+    assert keyed.pid("frontend") == pid
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_bodies_that_never_end(keyed: Serving, client: httpx.Client, framing: str) -> None:
+    """Together they may take --max-incoming-bytes (32 MB here): then 503, at once, while small requests are served."""
+    field = f"Content-Length: {20 * MB}" if framing == "length" else "Transfer-Encoding: chunked"
+    part = b" " * MB if framing == "length" else b"%x\r\n%b\r\n" % (MB, b" " * MB)
+    with undisturbed(client), contextlib.ExitStack() as stack:
+        with grows_less_than(100 * MB, keyed.pid("frontend")):
+            socks = [stack.enter_context(connect(keyed)) for _ in range(12)]
+            for sock in socks:
+                send(sock, [head("POST", COMPLETIONS, field), *[part] * 8])
+            assert client.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 1}).status_code == 200
+        refused = [sock for sock in socks if select.select([sock], [], [], 0)[0]]
+        assert 8 <= len(refused) <= 9
+        status, content = answer_of(refused[0])
+        assert status == 503
+        assert "--max-incoming-bytes" in json.loads(content)["error"]["message"]
+    body = {"prompt": [1], "max_tokens": 1, "user": "x" * 30 * MB}
+    until(lambda: client.post(COMPLETIONS, json=body).status_code == 200)  # all was given back
+
+
+@pytest.mark.parametrize(
+    "half", [b"GET /health HT", head("POST", COMPLETIONS, "Content-Length: 9") + b"{"], ids=["head", "body"]
+)
+def test_half_a_request_is_waited_for_so_long(keyed: Serving, client: httpx.Client, half: bytes) -> None:
+    """2 and 5 s here (--http-header-timeout, --http-body-timeout)."""
+    with undisturbed(client), connect(keyed) as sock:
+        sock.sendall(half)
+        status, content = answer_of(sock)
+        assert status == 408
+        assert json.loads(content)["error"]["code"] == 408
+        assert sock.recv(1) == b""
+
+
+def test_http_1_0_gets_no_chunks(keyed: Serving, client: httpx.Client) -> None:
+    """The end of the connection is the end of the answer."""
+    body = {"prompt": [7, 8], "max_tokens": 20, "ignore_eos": True, "stream": True}
+    found = []
+    for version in (b"HTTP/1.1", b"HTTP/1.0"):
+        with connect(keyed) as sock:
+            sock.sendall(post({**body, "return_token_ids": True}).replace(b"HTTP/1.1", version))
+            answer = http.client.HTTPResponse(sock)
+            answer.begin()
+            assert answer.headers["Date"]
+            assert (answer.headers["Transfer-Encoding"] is None) == (version == b"HTTP/1.0")
+            lines = answer.read().decode().splitlines()
+            chosen = [choice for event in events(lines) for choice in event["choices"]]
+            found.append([token for choice in chosen for token in choice["token_ids"]])
+    assert found == [reference([7, 8], 20)] * 2
+
+
 # --- clients that leave, or do not read ---
+
+
+def test_clients_that_never_read_are_cut_off(keyed: Serving, client: httpx.Client) -> None:
+    """After 4 s here (--http-send-timeout); then their requests end."""
+    body = {
+        "prompt": [11] * 40,
+        "n": 16,
+        "max_tokens": 3900,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    with undisturbed(client), connect(keyed, receive_buffer=4096) as sock:
+        sock.sendall(post(body, "X-Request-Id: deaf"))
+        assert "abort" in logged(keyed, "id=cmpl-deaf", 30)
+        with pytest.raises((ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)):
+            check_choices(sock, 16, body["prompt"], 3900)  # type: ignore[arg-type]
+    until(lambda: is_free(client))
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
