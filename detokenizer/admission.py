@@ -37,7 +37,7 @@ def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len
     wanted, sampling = submit.max_tokens, submit.sampling
     if wanted is not None and submit.cap_max_tokens:
         wanted = min(wanted, room)
-        sampling = msgspec.structs.replace(sampling, min_tokens=min(sampling.min_tokens, wanted))
+        sampling = msgspec.structs.replace(sampling, min_tokens=min(sampling.min_tokens, room))
     if wanted is not None and wanted > room:
         text = (
             f"This model's maximum context length is {max_model_len} tokens; {num_prompt} in the prompt and max_tokens "

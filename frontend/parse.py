@@ -25,6 +25,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, TextParams
 
 MAX_ID_DIGITS = 10
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
 
 
 class Ask(NamedTuple):
@@ -50,6 +51,7 @@ class Ask(NamedTuple):
     is_chat: bool
     unknown_fields: tuple[str, ...]
     client_names: Mapping[str, str] = MappingProxyType({})  # of a field: the mesh's -> the client's, where they differ
+    cap_max_tokens: bool = False  # max_tokens is a default: where the context leaves fewer, they are what it gets
     return_prompt_text: bool = False
     prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
@@ -85,14 +87,14 @@ def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: R
     prompt_only = request.max_tokens == 0
     if prompt_only and not request.echo:
         raise HttpError(400, "max_tokens: must be at least 1; 0 needs echo: true", "max_tokens")
-    default = request.max_tokens or (1 if prompt_only else int(resolved.generation_defaults.get("max_tokens", 16)))
+    asked = request.max_tokens or (1 if prompt_only else DEFAULT_COMPLETION_TOKENS)
     return _ask(
         request,
         unknown,
         resolved,
         server,
         prompts=of_completion(request.prompt, add_special, resolved),
-        max_tokens=default,
+        max_tokens=_at_most(resolved.max_output_tokens, asked),
         num_choices=generated,
         num_returned=returned,
         echo=bool(request.echo),
@@ -116,6 +118,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     tool_names = _check_tools(request.tools or [], server) if reads_tool_calls else frozenset[str]()
     parser = server.tool_call_parser if reads_tool_calls else ""
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
+    asked = request.max_completion_tokens or request.max_tokens
     default = resolved.generation_defaults.get("max_tokens")
     template_kwargs = of_template(_template_kwargs(request), server)
     prompt = of_chat(
@@ -138,7 +141,8 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         resolved,
         server,
         prompts=[prompt],
-        max_tokens=request.max_completion_tokens or request.max_tokens or (int(default) if default else None),
+        max_tokens=_at_most(resolved.max_output_tokens, asked or (int(default) if default else None)),
+        cap_max_tokens=asked is None,
         num_choices=num_choices,
         num_returned=num_choices,
         echo=False,
@@ -211,6 +215,7 @@ def _ask(
     logprobs: int,
     prompt_logprobs: int | None,
     is_chat: bool,
+    cap_max_tokens: bool = False,
 ) -> Ask:
     """The part that both endpoints share."""
     if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
@@ -228,7 +233,7 @@ def _ask(
     as_ids = request.return_tokens_as_token_ids
     # The best of several are chosen by their logprobs.
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
-    stops, truncation = _stops(request.stop), _truncation(request, resolved, max_tokens)
+    stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
     limits.check(prompts, sampling, stops, salt, num_sequences, bool(truncation), resolved)
     return Ask(
@@ -244,6 +249,7 @@ def _ask(
             truncation_side=request.truncation_side or "left",
         ),
         max_tokens=max_tokens,
+        cap_max_tokens=cap_max_tokens,
         num_choices=num_choices,
         num_returned=num_returned,
         stream=bool(request.stream),
@@ -262,6 +268,11 @@ def _ask(
         tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
         request_id=request.request_id or "",
     )
+
+
+def _at_most(limit: int | None, wanted: int | None) -> int | None:
+    """What a generation config of the command line allows: vLLM limits in silence too, `finish_reason` says length."""
+    return min((number for number in (limit, wanted) if number is not None), default=None)
 
 
 def _truncation(request: Common, resolved: Resolved, max_tokens: int | None) -> int:

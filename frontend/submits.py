@@ -58,6 +58,7 @@ def build(
             sampling=msgspec.structs.replace(ask.sampling, seed=seed),
             text=ask.text,
             max_tokens=ask.max_tokens,
+            cap_max_tokens=ask.cap_max_tokens,
             want_ids=ask.return_token_ids or (ask.echo and ask.tokens_as_ids),
             want_text=ask.echo or ask.return_prompt_text,
             priority=ask.priority,

@@ -144,3 +144,5 @@ def test_what_passes_the_context_is_refused_or_ends_there() -> None:
     assert (found.max_tokens, found.min_tokens) == (7, 7)
     found = checked_sampling(capped, 0, 10, 100)
     assert (found.max_tokens, found.min_tokens) == (50, 9)
+    with pytest.raises(RequestError, match="min_tokens 9 exceeds max_tokens 5"):
+        checked_sampling(msgspec.structs.replace(capped, max_tokens=5), 0, 10, 100)

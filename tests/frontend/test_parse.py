@@ -61,12 +61,34 @@ def test_the_models_defaults_stand_where_the_client_says_nothing() -> None:
     resolved = msgspec.structs.replace(RESOLVED, generation_defaults=defaults)
     for endpoint in ENDPOINTS:
         silent = asked(endpoint, body_of(endpoint, {}), resolved)
-        assert silent.max_tokens == 9
+        assert (silent.max_tokens, silent.cap_max_tokens) == ((16, False) if endpoint == "text" else (9, True))
         assert msgspec.structs.asdict(silent.sampling).items() >= {**defaults, "max_tokens": 16}.items()
         said = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 3}
         spoken = asked(endpoint, body_of(endpoint, {**said}), resolved)
-        assert spoken.max_tokens == 3
+        assert (spoken.max_tokens, spoken.cap_max_tokens) == (3, False)
         assert spoken.sampling == SamplingParams(temperature=0.0, eos_token_ids=EOS)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "limit", "expected"),
+    [
+        ("text", {}, 7, 7),
+        ("text", {}, 70, 16),
+        ("text", {"max_tokens": 30}, 20, 20),
+        ("text", {"max_tokens": 30}, None, 30),
+        ("chat", {}, 7, 7),
+        ("chat", {}, None, 9),
+        ("chat", {"max_tokens": 30}, 20, 20),
+        ("chat", {"max_completion_tokens": 5}, 20, 5),
+    ],
+)
+def test_a_generation_config_of_the_command_line_limits(
+    endpoint: str, fields: dict[str, object], limit: int | None, expected: int
+) -> None:
+    """A model's own only gives what a chat gets that says nothing."""
+    defaults = {"max_tokens": 9 if limit is None else limit}
+    resolved = msgspec.structs.replace(RESOLVED, generation_defaults=defaults, max_output_tokens=limit)
+    assert asked(endpoint, body_of(endpoint, fields), resolved).max_tokens == expected
 
 
 def nullable(kind: type[Common], name: str) -> bool:
