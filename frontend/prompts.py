@@ -14,10 +14,9 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.messages import check_messages, check_tools
+from meshlm.runtime.messages import check_messages, check_template_kwargs, check_tools
 
 MAX_PROMPTS = 2048
-FIELDS_OF_THEIR_OWN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
@@ -58,10 +57,10 @@ def _is_integral(token: Any) -> bool:
 
 def of_template(wanted: dict[str, Any], server: ServerConfig) -> dict[str, Any]:
     """The template's arguments: the server's own give way to the request's."""
-    for name in FIELDS_OF_THEIR_OWN:
-        if name in wanted:
-            text = f"chat_template_kwargs: {name} is a field of the request, not of these"
-            raise HttpError(400, text, "chat_template_kwargs")
+    try:
+        check_template_kwargs(wanted)
+    except RequestError as error:
+        raise HttpError(400, error.message, error.param) from None
     if not server.default_chat_template_kwargs:
         return wanted
     return {**msgspec.json.decode(server.default_chat_template_kwargs), **wanted}

@@ -272,6 +272,8 @@ class Routes:
         backend = self._backend
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
+        if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
+            raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
         if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
             salt = submits.salt_of(request.headers.get("authorization", ""), ask.cache_salt)
             ask = ask._replace(cache_salt=salt)

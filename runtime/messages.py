@@ -14,6 +14,7 @@ NEED_CONTENT = ("user", "system", "developer", "tool", "function")
 INSTEAD = ("tool_calls", "refusal", "reasoning", "reasoning_content")
 # OpenAI's fields of an assistant's message that templates do not know: they would be lost.
 NOT_READ = {"function_call": "send tool_calls, its newer name", "audio": "only text is supported"}
+FIELDS_OF_THEIR_OWN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> where its text is
 
 
@@ -88,6 +89,13 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise _wrong(f"{where}.function.parameters: must be a JSON schema", "tools")
         if not isinstance(function.get("strict"), bool | None):
             raise _wrong(f"{where}.function.strict: must be true or false", "tools")
+
+
+def check_template_kwargs(wanted: dict[str, Any]) -> None:
+    for name in FIELDS_OF_THEIR_OWN:
+        if name in wanted:
+            text = f"chat_template_kwargs: {name} is not one of these; it is said in a place of its own"
+            raise _wrong(text, "chat_template_kwargs")
 
 
 def _wrong(text: str, param: str = "messages") -> RequestError:

@@ -16,7 +16,8 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime import generation_config, model_files
-from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.errors import ModelFilesError, RequestError
+from meshlm.runtime.messages import check_template_kwargs
 from meshlm.supervisor import layout, parallel
 from meshlm.supervisor.errors import StartError, UsageError
 
@@ -90,9 +91,11 @@ def resolve(config: MeshConfig) -> MeshConfig:
 
 def _check_template_kwargs(text: str) -> None:
     try:
-        msgspec.json.decode(text or "{}", type=dict[str, object])
+        check_template_kwargs(msgspec.json.decode(text or "{}", type=dict[str, object]))
     except msgspec.MsgspecError as error:
         raise UsageError(f"--default-chat-template-kwargs: {error}; a JSON object is expected") from None
+    except RequestError as error:
+        raise UsageError(f"--default-{error.message.replace('_', '-', 2)}") from None
 
 
 def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.messages import check_messages, check_tools
+from meshlm.runtime.messages import check_messages, check_template_kwargs, check_tools
 
 
 class Tokenizer:
@@ -72,6 +72,7 @@ def chat_prompt(
     try:
         check_messages(messages)
         check_tools(tools or [])
+        check_template_kwargs(template_kwargs or {})
     except RequestError as error:
         raise ValueError(error.message) from None
     return ChatPrompt(

@@ -103,7 +103,7 @@ BAD_FIELDS: dict[str, list[object]] = {
     "echo": [2],
     "ignore_eos": ["x"],
     "timeout": [0, -1],
-    "priority": [1 << 40],
+    "priority": [1 << 40, 1],
     "model": [5],
 }
 LONG: list[tuple[str, dict[str, object], str]] = [
