@@ -169,7 +169,9 @@ class Desk:
                 if choice.detokenizer is not None:
                     running.setdefault(choice.detokenizer, []).append(choice)
                 self._forget(choice)
-        self.orphans = [orphan for orphan in self.orphans if orphan not in choices]
+        if self.orphans:
+            left_alone = set(map(id, choices))  # `in choices` would look at each of thousands for each of thousands
+            self.orphans = [orphan for orphan in self.orphans if id(orphan) not in left_alone]
         sends = []
         for to, left in running.items():
             ids = tuple(choice.submit.request_ids[0] for choice in left)
@@ -231,7 +233,7 @@ class Desk:
         for choice in self.orphans:
             choice.orphan_since = choice.orphan_since or now
         late = [choice for choice in self.orphans if now - choice.orphan_since > ORPHAN_S]
-        self.orphans = [choice for choice in self.orphans if choice not in late] if late else self.orphans
+        self.orphans = [choice for choice in self.orphans if now - choice.orphan_since <= ORPHAN_S]
         for choice in late:
             self._fail(choice, ErrorKind.OVERLOADED, f"no detokenizer was there for {ORPHAN_S:.0f} s", "")
 

@@ -1,11 +1,16 @@
 """The desk with detokenizers that repeat themselves, skip ahead and speak too late."""
 
+import time
 from array import array
+from typing import Any
 
 import pytest
+from answering import asking
 from desk_bench import D0, D1, a_desk, deltas, opened
 
+from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.desk import Desk, Send
+from meshlm.frontend.submits import build
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.text_edge import (
     Abort,
@@ -16,6 +21,7 @@ from meshlm.protocol.text_edge import (
     Rejected,
     Submit,
     TextDeltas,
+    TextPrompt,
     TokenLogprob,
 )
 from meshlm.protocol.token_edge import First
@@ -262,3 +268,18 @@ def test_close_names_each_detokenizer_its_own() -> None:
     desk.detokenizer_down(D0, 0.0)
     assert desk.detokenizer_up(D0) == []
     assert desk.close(client.choices) == [Send(D1, Abort((RequestId("r-0"), RequestId("r-1"), RequestId("r-2"))))]
+
+
+def test_thousands_that_wait_for_a_detokenizer_end_soon() -> None:
+    """Once each was compared with each: seconds, in which no stream went on."""
+    desk = Desk()
+    answer: Any = WholeAnswer(
+        asking(False, num_choices=128, prompts=[TextPrompt("a")] * 64), "id", 0, "m", lambda: None
+    )
+    for choices, submit in build(answer, answer.ask, desk.new_handle, -1):
+        assert desk.open(choices, submit) == []
+    assert len(desk.orphans) == 8192
+    begun = time.process_time()
+    assert desk.close(answer.choices) == []
+    assert time.process_time() - begun < 0.5
+    assert desk.orphans == []
