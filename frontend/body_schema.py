@@ -63,7 +63,7 @@ def _fields(served: Served) -> Json:
     found: Json = {
         "model": {"enum": [*served.names, None]},
         "messages": {"type": "array", "minItems": 1, "items": _message()},
-        "tools": _or_null({"type": "array", "items": _tool(), **({} if served.takes_tools else {"maxItems": 0})}),
+        "tools": _or_null({"type": "array", "items": _tool(), "minItems": 1}) if served.takes_tools else _NULL,
         "response_format": _or_null(
             {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}
         ),

@@ -112,8 +112,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
         raise HttpError(400, "modalities: only text is supported", "modalities")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported", "tool_choice")
+    _check_tool_choice(request)
     reads_tool_calls = bool(request.tools) and request.tool_choice != "none"
     tool_names = _check_tools(request.tools or [], server) if reads_tool_calls else frozenset[str]()
     parser = server.tool_call_parser if reads_tool_calls else ""
@@ -172,6 +171,20 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
         wanted["reasoning_effort"] = request.reasoning_effort
         wanted.setdefault("enable_thinking", request.reasoning_effort != "none")
     return wanted
+
+
+def _check_tool_choice(request: ChatRequest) -> None:
+    """As OpenAI and vLLM, which take no empty list, and no choice among nothing."""
+    if request.tools == []:
+        raise HttpError(400, "tools: give at least one tool, or leave the field out", "tools")
+    choice = request.tool_choice
+    if choice == "required" or isinstance(choice, dict):
+        text = "to force a call needs structured outputs, which are not supported; only 'none' and 'auto' are"
+        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported", "tool_choice")
+    if choice == "auto" and request.tools is None:
+        raise HttpError(400, "tool_choice: 'auto' needs tools", "tool_choice")
 
 
 def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset[str]:

@@ -135,7 +135,6 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("chat", {"logprobs": True}, "logprobs", 0),
     ("chat", {"logprobs": True, "top_logprobs": 20}, "sampling.logprobs", 20),
     ("chat", {"top_logprobs": 0}, "logprobs", -1),
-    ("chat", {"tool_choice": "auto"}, "is_chat", True),
     ("chat", {"tool_choice": "none"}, "is_chat", True),
     ("chat", {"tool_choice": None, "tools": None}, "is_chat", True),
     ("chat", {}, "echo", False),
@@ -150,7 +149,6 @@ CHATS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"messages": [USER, {"role": "tool", "content": "3", "tool_call_id": "1", "name": None}]}, {}),
     ({"messages": [{"role": "nobody"}]}, {}),
     ({"messages": [{"role": "nobody", "content": "hi"}]}, {}),  # the template knows which roles there are
-    ({"tools": []}, {"tools_json": b""}),
     ({"chat_template": "{{ x }}"}, {"chat_template": "{{ x }}"}),
     ({"chat_template_kwargs": {"x": 1}}, {"template_kwargs_json": b'{"x":1}'}),
     ({"reasoning_effort": "low"}, {"template_kwargs_json": b'{"reasoning_effort":"low","enable_thinking":true}'}),

@@ -1,6 +1,7 @@
 """Tool calls are told from an answer the same, however its text is cut, whole and streamed."""
 
 import json
+import re
 import time
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from answering import LENGTH, SAID_NOTHING, STOP, Json, asking, body, chunks, give, streamed, whole
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 from parsing import asked, body_of
 
 from meshlm.frontend.errors import HttpError
@@ -265,6 +268,36 @@ def test_streamed_answers(size: int) -> None:
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "tool_calls"]
 
 
+def test_the_official_clients_helper_puts_a_stream_together() -> None:
+    """Its state takes each chunk as it comes; ids, names and arguments are those of the whole answer."""
+    text = f"hm</think>I look.\n{BERN}\n{TIME}"
+    answer, events, _ = streamed(asking(True, tool_call_parser="hermes", begins_with_reasoning=True))
+    state = ChatCompletionStreamState()
+    for at in range(0, len(text), 3):
+        give(answer, 0, [7], text[at : at + 3])
+    give(answer, 0, [2], "", STOP)
+    for chunk in chunks(events, True):
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    (choice,) = state.get_final_completion().choices
+    expected = said(text, begins_with_reasoning=True)["message"]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", expected["content"])
+    found = [
+        (call.id, call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()
+    ]
+    assert found == [
+        (call["id"], call["type"], call["function"]["name"], call["function"]["arguments"])
+        for call in expected["tool_calls"]
+    ]
+    assert re.fullmatch("chatcmpl-tool-[0-9a-f]{16}", found[0][0]), "vLLM's form"
+
+
+def test_reasoning_can_be_left_out_beside_calls() -> None:
+    message = said(f"hm {BERN}", begins_with_reasoning=True, include_reasoning=False)["message"]
+    assert not message.get("reasoning")
+    assert message["content"] is None
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
 def test_nothing_is_sent_while_a_call_is_written() -> None:
     assert [choice["delta"] for choice in streamed_choices(["Hi", "<tool_", 'call>{"na', "x"])] == [
         {"content": "Hi"},
@@ -283,7 +316,6 @@ READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
         (ASKS, True),
         ({**ASKS, "tool_choice": "auto"}, True),
         ({**ASKS, "tool_choice": "none"}, False),
-        ({"tools": [], "tool_choice": "auto"}, False),
     ],
 )
 def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) -> None:
@@ -299,7 +331,17 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
         (ASKS, ServerConfig(), "tools", "--enable-auto-tool-choice"),
         (ASKS, ServerConfig(tool_call_parser="hermes"), "tools", "--enable-auto-tool-choice"),
         ({"tools": [{"type": "function"}]}, READS, "tools", r"tools\[0\]"),
-        ({**ASKS, "tool_choice": "required"}, READS, "tool_choice", "only 'none' and 'auto'"),
+        ({**ASKS, "tool_choice": "required"}, READS, "tool_choice", "structured outputs.*only 'none' and 'auto'"),
+        (
+            {**ASKS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            READS,
+            "tool_choice",
+            "force a call",
+        ),
+        ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "only 'none' and 'auto'"),
+        ({"tool_choice": "auto"}, READS, "tool_choice", "'auto' needs tools"),
+        ({"tools": [], "tool_choice": "auto"}, READS, "tools", "at least one tool"),
+        ({"tools": []}, ServerConfig(), "tools", "at least one tool"),
     ],
 )
 def test_what_is_refused(fields: dict[str, object], server: ServerConfig, param: str, text: str) -> None:

@@ -62,6 +62,8 @@ def consistent(case: Any) -> None:
     body["stream"] = bool(body.get("stream")) and body.get("prompt_logprobs") is None
     if not body["stream"]:
         body.pop("stream_options", None)
+    if body.get("tools") is None:
+        body.pop("tool_choice", None)
     if body.get("top_logprobs") is not None:
         body["logprobs"] = True
     body.pop("best_of", None)
