@@ -15,7 +15,7 @@ from meshlm.protocol.admit_edge import (
     SchedulerLife,
 )
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 
 # --- membership ---
 
@@ -344,3 +344,13 @@ def test_a_dead_detokenizers_held_requests_are_dropped() -> None:
     bench.join(D0, life=2)
     refused = only(bench.tick(HOLD_S), Refused)
     assert [send.to for send in refused] == [D1]
+
+
+def test_an_assignment_that_no_frame_holds_is_refused() -> None:
+    """No rank has it, and none is waited for."""
+    bench = Bench(D0, S0)
+    (assign, *_) = [send.message for send in bench.says(D0, admit("a", handle=7)) if isinstance(send.message, Assign)]
+    refused = bench.core.too_long(assign, "too long")
+    bench.core.check()
+    assert refused == Refused(Handle(7), ErrorKind.INTERNAL, "too long")
+    assert not bench.core.owner

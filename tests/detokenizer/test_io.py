@@ -16,9 +16,10 @@ from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import ModelConfig, RunConfig
-from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
+from meshlm.runtime.errors import MessageTooLong
 
 
 class Panic(BaseException):
@@ -40,10 +41,13 @@ class StubMesh:
         self.admitted: dict[str, list[int]] = {}
         self.refused: list[Rejected] = []
         self.all_answered = asyncio.Event()
+        self.too_long = ""  # the name of a request
         self._flush, self._expected, self._loop = flush, expected, asyncio.get_running_loop()
 
     def send(self, to: Identity, message: Struct) -> None:
         match message:
+            case Admit() if message.work.request_id == self.too_long:
+                raise MessageTooLong(to, "Admit", 101, 100)
             case Admit():
                 assert message.work.request_id not in self.admitted
                 self.admitted[message.work.request_id] = ints(message.work.prompt_token_ids)
@@ -121,3 +125,22 @@ async def test_a_panic_of_the_tokenizer_is_answered(smollm2: Path, monkeypatch: 
     await app.stop()
     assert mesh.admitted.keys() == {"r0", "r2"}
     assert [refused.handles for refused in mesh.refused] == [(Handle(1),)]
+
+
+async def test_a_request_that_no_frame_holds_is_refused_alone(smollm2: Path) -> None:
+    app = DetokenizerApp()
+    mesh = StubMesh(smollm2, app.flush, 3)
+    mesh.too_long = "r1"
+    stub: Any = mesh
+    await app.start(stub)
+    app.on_peer_up(COORDINATOR, LIFE)
+    for number in range(3):
+        prompt = TokenPrompt(pack_i32([7, 8, 9]))
+        submit = Submit((Handle(number),), (RequestId(f"r{number}"),), prompt, SamplingParams(), max_tokens=5)
+        app.on_message(FRONTEND, submit)
+    await asyncio.wait_for(mesh.all_answered.wait(), 30)
+    await app.stop()
+    assert mesh.admitted.keys() == {"r0", "r2"}
+    (refused,) = mesh.refused
+    assert (refused.handles, refused.kind) == ((Handle(1),), ErrorKind.INTERNAL)
+    assert "too long for the mesh" in refused.message

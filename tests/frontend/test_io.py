@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Struct
 
@@ -11,12 +12,12 @@ from meshlm.frontend import io
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FULL, FrontendApp
-from meshlm.protocol.control_edge import Shutdown
+from meshlm.protocol.control_edge import MeshStats, Shutdown
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Cancel, Detokenize, DetokenizeReply, Submit, TextPrompt
 from meshlm.runtime.deaths import MAX_DEATHS
-from meshlm.runtime.errors import LinkDown, LinkFull
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
 
 ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 LIFE = Incarnation(1)
@@ -31,13 +32,16 @@ class StubMesh:
         self.sent: asyncio.Queue[tuple[Identity, Struct]] = asyncio.Queue()
         self.full: set[Identity] = set()
         self.down: set[Identity] = set()
-        self.failure = ""
+        self.too_long = False
+        self.failure = self.blocked = ""
 
     def send(self, peer: Identity, message: Struct) -> None:
         if peer in self.full:
             raise LinkFull(peer)
         if peer in self.down:
             raise LinkDown(peer)
+        if self.too_long:
+            raise MessageTooLong(peer, type(message).__name__, 101, 100)
         self.sent.put_nowait((peer, message))
 
     def fatal(self, message: str) -> None:
@@ -232,3 +236,37 @@ async def test_an_answered_question_is_not_cancelled() -> None:
     await asyncio.wait_for(asked, LIMIT_S)
     assert mesh.sent.empty()
     assert app._budget.num_questions == 0
+
+
+@pytest.mark.parametrize(("attempt", "kind"), [(0, ErrorKind.INVALID), (1, ErrorKind.INTERNAL)])
+async def test_a_request_that_no_frame_holds_is_refused(attempt: int, kind: ErrorKind) -> None:
+    """By the client's fault at first; not when it goes on after a death."""
+    app, mesh = started(ONE)
+    mesh.too_long = True
+    choices, submit, exchange = asking(app)
+    app.open(choices, msgspec.structs.replace(submit, attempt=attempt))
+    assert exchange.failures == [
+        (kind, "a message of 101 bytes is too long for the mesh (Submit to detokenizer/0; at most 100)")
+    ]
+
+
+async def test_a_question_that_no_frame_holds_is_refused() -> None:
+    app, mesh = started(ONE)
+    mesh.too_long = True
+    with pytest.raises(HttpError, match="too long for the mesh") as told:
+        await asyncio.wait_for(app.ask(Detokenize(Handle(7), b"")), LIMIT_S)
+    assert (told.value.status, told.value.param) == (400, "tokens")
+    mesh.too_long = False
+    again = asyncio.ensure_future(app.ask(Detokenize(Handle(8), b"")))
+    await mesh.next()
+    app.on_message(ONE, reply := DetokenizeReply(Handle(8), "text"))
+    assert await asyncio.wait_for(again, LIMIT_S) == reply
+
+
+def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
+    app, mesh = started(ONE)
+    app._stats = MeshStats(True)
+    mesh.blocked = ""
+    assert app.not_ready_reason() == ""
+    mesh.blocked = "detokenizer/0 does not take what it is sent"
+    assert app.not_ready_reason() == mesh.blocked

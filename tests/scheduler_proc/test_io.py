@@ -9,9 +9,11 @@ from msgspec import Struct
 
 from meshlm.protocol.admit_edge import Assign, Work
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.token_edge import Ended, TokenDeltas
+from meshlm.runtime.errors import MessageTooLong
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.io import SchedulerApp
 
@@ -24,8 +26,16 @@ class StubMesh:
         self.log = SimpleNamespace(debug=lambda *_, **__: None)
         self.sent: list[Struct] = []
         self.beats: list[str] = []
+        self.too_long: type[Struct] | None = None
+        self.dropped: list[Identity] = []
+
+    def drop(self, peer: Identity, reason: str) -> None:
+        self.dropped.append(peer)
 
     def send(self, peer: Identity, message: Struct) -> None:
+        if self.too_long is not None and isinstance(message, self.too_long):
+            self.too_long = None
+            raise MessageTooLong(peer, type(message).__name__, 101, 100)
         self.sent.append(message)
 
     def incarnation_of(self, peer: Identity) -> Incarnation:
@@ -70,3 +80,34 @@ def test_what_it_does_is_what_is_shown() -> None:
     app.on_peer_down(WORKER, LIFE, "the process died")
     app.flush()
     assert mesh.beats == ["idle", "waiting for its workers"]
+
+
+def test_what_no_frame_holds_ends_with_an_error() -> None:
+    app = SchedulerApp()
+    mesh: Any = StubMesh(app)
+    app._mesh, app._core = mesh, Scheduler(limits())
+    up(app, (DETOKENIZER, WORKER))
+    hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))
+    work = Work(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=3), arrival_s=1.0)
+    hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
+    plan = next(message for message in mesh.sent if isinstance(message, StepPlan))
+    mesh.too_long = TokenDeltas
+    hear(app, (WORKER, StepResult(plan.session, plan.step, pack_i32([7]))))
+    told: TokenDeltas = mesh.last(TokenDeltas)
+    text = "a message of 101 bytes is too long for the mesh (TokenDeltas to detokenizer/0; at most 100)"
+    assert told.ended == [Ended(0, FinishReason.ERROR, message=text)]
+    assert told.token_ids == b""
+    assert not app._core.requests
+    assert mesh.dropped == []
+
+
+def test_a_plan_that_no_frame_holds_begins_anew_with_the_worker() -> None:
+    app = SchedulerApp()
+    mesh: Any = StubMesh(app)
+    app._mesh, app._core = mesh, Scheduler(limits())
+    up(app, (DETOKENIZER, WORKER))
+    hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))
+    work = Work(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=3), arrival_s=1.0)
+    mesh.too_long = StepPlan
+    hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
+    assert mesh.dropped == [WORKER]

@@ -23,7 +23,7 @@ from meshlm.protocol.text_edge import (
     TokenizeReply,
 )
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
-from meshlm.runtime.errors import LinkFull
+from meshlm.runtime.errors import LinkFull, MessageTooLong
 from meshlm.supervisor import client as client_module
 from meshlm.supervisor.client import SENDS_A_TURN, Client, name_of
 from meshlm.supervisor.outputs import CompletionOutput, RequestOutput
@@ -109,6 +109,7 @@ class SilentMesh:
     def __init__(self, *there: Identity) -> None:
         self.there, self.sent, self.full = list(there), list[tuple[Identity, Struct]](), False
         self.timers: list[Callable[[], None]] = []
+        self.too_long = False
         self._news = asyncio.Event()
 
     def peers(self, role: Role) -> list[Identity]:
@@ -117,6 +118,8 @@ class SilentMesh:
     def send(self, peer: Identity, message: Struct) -> None:
         if self.full:
             raise LinkFull(peer)
+        if self.too_long:
+            raise MessageTooLong(peer, type(message).__name__, 101, 100)
         self.sent.append((peer, message))
         self._news.set()
 
@@ -228,6 +231,18 @@ def test_another_refusal_is_an_error() -> None:
         client.on_message(DETOKENIZER, Rejected(last_submit(stub).handles, ErrorKind.INVALID, "too long", "prompt"))
         with pytest.raises(ValueError, match="prompt: too long"):
             await outputs
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_what_no_frame_holds_is_an_error() -> None:
+    async def run() -> None:
+        client, stub = silent(DETOKENIZER)
+        stub.too_long = True
+        with pytest.raises(ValueError, match="prompt: a message of 101 bytes is too long"):
+            await client.run(asks(client, 1), None)
+        with pytest.raises(ValueError, match="too long for the mesh"):
+            await client.tokenize([TextPrompt("a")])
 
     asyncio.run(asyncio.wait_for(run(), 10))
 

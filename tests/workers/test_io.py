@@ -9,8 +9,9 @@ import pytest
 import structlog
 
 from meshlm.protocol.control_edge import GraphCounts, Profile, Profiled
-from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
+from meshlm.protocol.ids import Identity, Role, StepId
+from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady, WorkerStats
+from meshlm.runtime.errors import MessageTooLong
 from meshlm.supervisor import flags, resolve
 from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts
@@ -33,6 +34,8 @@ class Mesh:
         return self._loop.call_later(delay_s / 100, callback, *arguments)
 
     def send(self, to: Identity, message: object) -> None:
+        if isinstance(message, StepResult):
+            raise MessageTooLong(to, "StepResult", 101, 100)
         self.said.put_nowait(message)
 
     def progress(self, *arguments: object) -> None:
@@ -99,4 +102,16 @@ async def test_graph_counts_are_said_when_they_change(smollm2: Path, monkeypatch
     app.on_message(Identity(Role.SCHEDULER, 0), Reset(5))
     assert isinstance(await asyncio.wait_for(mesh.said.get(), 10), WorkerReady)
     assert await asyncio.wait_for(mesh.said.get(), 10) == WorkerStats(engine.counts)
+    await app.stop()
+
+
+async def test_a_result_that_no_frame_holds_is_a_step_that_failed(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, mesh = await start(smollm2, monkeypatch, None)
+    app._send(StepResult(5, StepId(7), b""))
+    failed = await asyncio.wait_for(mesh.said.get(), 10)
+    assert isinstance(failed, StepFailed)
+    assert (failed.session, failed.step) == (5, 7)
+    assert "too long for the mesh" in failed.message
     await app.stop()
