@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import random
 import socket
 import time
 
 from msgspec import Struct
 
 from meshlm import __version__
-from meshlm.frontend import http, request_metrics
+from meshlm.frontend import http, request_metrics, submits
 from meshlm.frontend.answers import Answer
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
@@ -86,8 +85,7 @@ class FrontendApp:
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
-        seed = mesh.config.model.seed
-        self.draws = random.SystemRandom() if seed is None else random.Random(f"{seed} {mesh.identity.index}")
+        self.draws = submits.draws_of(mesh.config.model.seed, mesh.identity.index)
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved

@@ -21,6 +21,11 @@ from meshlm.protocol.text_edge import Retry, Submit
 _OF_THE_SYSTEM = random.SystemRandom()
 
 
+def draws_of(seed: int | None, index: int) -> random.Random:
+    """What the HTTP process `index` takes seeds from: by --seed the same from its start on, otherwise chance."""
+    return _OF_THE_SYSTEM if seed is None else random.Random(f"{seed} {index}")
+
+
 def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None:
     """Where the client's stream goes on; None for an answer without event ids."""
     num_choices = len(ask.prompts) * ask.num_choices

@@ -16,7 +16,7 @@ from meshlm.supervisor import flag_help
 from meshlm.supervisor.config_file import expand
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.flags import settings
-from meshlm.supervisor.vllm_flags import did_you_mean, with_dashes, with_json
+from meshlm.supervisor.vllm_flags import did_you_mean, say_repeated, with_dashes, with_json
 
 COMMANDS = (
     "serve",
@@ -52,13 +52,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        argv = with_json(expand(with_dashes(argv)))
+        typed = with_dashes(argv)
+        argv = with_json(expand(typed))
         if argv[:1] == ["serve"] and (word := flag_help.asked(argv)) is not None:
             print("\n".join(flag_help.lines(word)))
             return 0
         argv = flag_help.plain(argv)
         if argv[:1] == ["serve"] and _wants_json(argv):
             json_from_here()
+        if argv[:1] == ["serve"]:
+            say_repeated(typed, [setting.flag for setting in settings() if not setting.repeats])
         parser = _parser(argv)
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:

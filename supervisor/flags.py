@@ -33,6 +33,11 @@ class Setting(NamedTuple):
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it may be given again, for more."""
+        return bool(self.meta and (self.meta.extra or {}).get("repeat"))
+
 
 def settings() -> Iterator[Setting]:
     """All settings of the tree, section by section."""

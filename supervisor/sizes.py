@@ -37,7 +37,8 @@ def parse_count(text: str) -> int:
     try:
         return int(float(number) * _UNITS[unit]) if unit else int(number)
     except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k") from None
+        hint = "; leave the flag away for the most that there is" if text in ("auto", "-1") else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 4096 or 32k{hint}") from None
 
 
 def size_parser(extra: Mapping[str, Any]) -> Callable[[str], int] | None:

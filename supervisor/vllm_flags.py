@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshlm.runtime.streams import complain
@@ -105,10 +105,20 @@ def is_only(flag: str, value: object) -> bool:
 
 def meant(setting: str, value: str) -> str:
     """Our name for one of vLLM's values; what is different then is said."""
-    ours, different = VALUES.get(setting, {}).get(value, (value, ""))
+    names = VALUES.get(setting, {})
+    ours, different = (
+        names.get(value) or names.get(value.upper()) or (value, "")
+    )  # vLLM reads names of backends in any case
     if different:
         complain(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", "warning")
     return ours
+
+
+def say_repeated(words: Sequence[str], known: Collection[str]) -> None:
+    """Which of these flags are given more than once; as in vLLM the last one counts."""
+    names = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else len(words)]]
+    for flag in dict.fromkeys(name for name in names if name in known and names.count(name) > 1):
+        complain(f"meshlm: {flag} is given {names.count(flag)} times; the last one counts", "warning")
 
 
 def with_dashes(words: Sequence[str]) -> list[str]:

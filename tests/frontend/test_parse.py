@@ -21,6 +21,7 @@ from meshlm.frontend.schema import (
     TokenizeRequest,
 )
 from meshlm.frontend.submits import build as build_submits
+from meshlm.frontend.submits import draws_of
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import Handle
 from meshlm.protocol.sampling import SamplingParams
@@ -117,6 +118,15 @@ def test_seeds_are_drawn_for_each_prompt_and_by_a_seed_the_same() -> None:
     assert (second, fourth) == (first + 1, third + 1)
     assert first != third
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_a_servers_seed_makes_the_draws_of_each_http_process() -> None:
+    def drawn(seed: int | None, index: int) -> list[int]:
+        draws = draws_of(seed, index)
+        return [draws.getrandbits(63) for _ in range(3)]
+
+    assert drawn(0, 0) == drawn(0, 0)
+    assert len({tuple(drawn(*of)) for of in [(0, 0), (0, 1), (1, 0), (None, 0), (None, 0)]}) == 5
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

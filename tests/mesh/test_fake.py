@@ -36,6 +36,22 @@ def test_tokens_prove_the_cache(fake: Serving) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
 
 
+def test_chunks_come_at_the_interval_that_is_asked_for() -> None:
+    """The first token at once, then four or more together, and the rest at the end."""
+    flags = ("--device", "fake", "--max-model-len", "512", "--stream-interval", "4")
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    with serving(*flags) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        chunks = client.completions.create(
+            model="SmolLM2-135M-Instruct", prompt=[300] * 9, max_tokens=22, stream=True, extra_body=extra
+        )
+        lists = [choice.model_dump().get("token_ids") or [] for chunk in chunks for choice in chunk.choices]
+    lens = [len(ids) for ids in lists if ids]
+    assert [token for ids in lists for token in ids] == reference([300] * 9, 22)
+    assert lens[0] == 1
+    assert len(lens) > 2
+    assert min(lens[1:-1]) >= 4
+
+
 def test_64_streams_with_little_memory() -> None:
     """KV for about ten of them: they are preempted and recomputed, some are aborted, all others end once and right."""
     with serving("--device", "fake", "--max-model-len", "512", "--kv-cache-memory", "60M") as server:

@@ -118,7 +118,33 @@ def test_to_ask_against_what_is_always_so_is_refused(flag: str, capsys: pytest.C
 def test_a_value_that_means_nearly_the_same_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert config_of("--attention-backend", "FLASHINFER").worker.attention_backend == "auto"
     assert "--attention-backend FLASHINFER is taken as auto: " in capsys.readouterr().err
+    assert config_of("--attention-backend", "triton_attn").worker.attention_backend == "triton"
+    assert "--attention-backend triton_attn is taken as triton: " in capsys.readouterr().err
     assert config_of("--kv-cache-dtype", "fp8_e4m3").cache.kv_cache_dtype == "fp8"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_flag_that_is_given_twice_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.run(
+            [
+                "serve",
+                "/nowhere.gguf",
+                "--port",
+                "9",
+                "--dtype",
+                "float32",
+                "--port=8",
+                "--api-key",
+                "a",
+                "--api-key",
+                "b",
+            ]
+        )
+        == 2
+    )
+    assert capsys.readouterr().err.splitlines()[0] == "meshlm: --port is given 2 times; the last one counts"
+    vllm_flags.say_repeated(["-x", "--", "--port", "--port"], {"--port"})
     assert capsys.readouterr().err == ""
 
 
@@ -184,6 +210,25 @@ def test_no_flag_of_ours_is_in_the_table() -> None:
     assert not set(table.NEEDLESS) & set(table.ABSENT)
     assert not set(table.SWITCHES) & {*ours, *table.NEEDLESS, *table.ABSENT, *table.ONLY}
     assert {setting for setting, _ in table.SWITCHES.values()} <= {setting.name for setting in flags.settings()}
+
+
+def test_defaults_are_vllms_or_said_to_be_others() -> None:
+    theirs = json.loads((Path(__file__).parent / "vllm_0_26_defaults.json").read_text("utf-8"))
+    settings = {setting.flag: setting for setting in flags.settings()}
+    renamed = {flag: f"--{ours.replace('_', '-')}" for names, ours in table.RENAMED.items() for flag in names}
+    # None stands there for what is decided later, and comes to the same.
+    same = {"--block-size", "--enable-prefix-caching", "--enable-chunked-prefill", "--attention-backend", "--host"}
+    same |= {"--data-parallel-start-rank"}
+
+    def plain(value: object) -> object:
+        value = list(value) if isinstance(value, tuple) else value
+        return None if value in ("", [], {}) else value
+
+    def differs(flag: str) -> bool:
+        return flag not in same and plain(settings[renamed.get(flag, flag)].default) != plain(theirs[flag])
+
+    rows = DOCS.read_text("utf-8").partition("## Defaults that differ")[2].partition("\n## ")[0]
+    assert [flag for flag in theirs if differs(flag) and f"| `{flag}` |" not in rows] == []
 
 
 def ours_of(setting: str, value: bool | int) -> str:
