@@ -38,18 +38,50 @@ _LORA = "LoRA adapters are not supported"
 _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
-    **dict.fromkeys(("/v1/responses", "/v1/messages"), "not supported; POST /v1/chat/completions is what there is"),
+    **dict.fromkeys(
+        ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/batch"),
+        "not supported; POST /v1/chat/completions is what there is",
+    ),
     **dict.fromkeys(("/invocations", "/inference/v1/generate"), "not supported; the other POST paths are"),
     **dict.fromkeys(
-        ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/generative_scoring"),
         _GENERATION,
     ),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _GENERATION),
+    **dict.fromkeys(
+        (f"/v1/{kind}/{verb}" for kind in ("completions", "chat/completions") for verb in ("render", "derender")),
+        "not supported; POST /tokenize takes messages, and return_prompt_text shows what they became",
+    ),
+    "/tokenizer_info": "the tokenizer's files are in the model's folder",
+    "/server_info": "not supported; meshlm status says what runs, GET /version which version",
+    **dict.fromkeys(
+        ("/pause", "/resume", "/is_paused", "/abort_requests"), "a mesh is not paused; a client ends its own"
+    ),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), "mixtures of experts are not supported"),
+    **dict.fromkeys(("/collective_rpc", "/get_world_size"), "the processes' code is MeshLM's own"),
+    **dict.fromkeys(
+        (
+            "/init_weight_transfer_engine",
+            "/start_weight_update",
+            "/start_draft_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+        ),
+        "weights are read at the start alone",
+    ),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), "only text is supported"),
+    "/readyz": "not supported; GET /ready says whether requests are served",
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "only text is supported"),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
     **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
     "/reset_prefix_cache": "not supported; a request's cache_salt keeps it from what others left there",
     **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),
 }
+
+
+def why_not_served(path: str) -> str:
+    """Of a path that vLLM has; empty for one that nobody has."""
+    return NOT_SERVED.get("/v1/responses" if path.startswith("/v1/responses/") else path, "")
 
 
 def error_object(message: str, kind: str, param: str, status: int) -> dict[str, dict[str, object]]:

@@ -25,7 +25,7 @@ from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, subm
 from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
 from meshlm.frontend.body_schema import Served
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.errors import NOT_SERVED, HttpError
+from meshlm.frontend.errors import HttpError, why_not_served
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
@@ -394,8 +394,8 @@ def _plain_error(request: Request, error: Exception) -> Response:
         else "there is no such path"
     )
     kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
-    if error.status_code == 404 and request.url.path in NOT_SERVED:
-        text += f": {NOT_SERVED[request.url.path]}"
+    if error.status_code == 404 and (why := why_not_served(request.url.path)):
+        text += f": {why}"
     body = HttpError(error.status_code, text, kind=kind).body()
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 

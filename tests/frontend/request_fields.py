@@ -66,3 +66,19 @@ OPENAI_STREAM_OPTIONS = names(
     include_obfuscation include_usage
     """
 )
+
+# Paths of vLLM 0.26.
+VLLM_PATHS = names(
+    """
+    /abort_requests /classify /collective_rpc /detokenize /docs /finish_weight_update /generative_scoring /get_world_size
+    /health /inference/v1/generate /init_weight_transfer_engine /invocations /is_paused /is_scaling_elastic_ep
+    /is_sleeping /load /metrics /openapi.json /pause /ping /pooling /ready /readyz /redoc /rerank /reset_encoder_cache
+    /reset_mm_cache /reset_prefix_cache /resume /scale_elastic_ep /score /server_info /sleep /start_draft_weight_update
+    /start_profile /start_weight_update /stop_profile /tokenize /tokenizer_info /update_weights /v1/audio/transcriptions
+    /v1/audio/translations /v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/derender
+    /v1/chat/completions/render /v1/completions /v1/completions/derender /v1/completions/render /v1/embeddings
+    /v1/load_lora_adapter /v1/messages /v1/messages/count_tokens /v1/models /v1/rerank /v1/responses
+    /v1/responses/resp_1 /v1/responses/resp_1/cancel /v1/score /v1/unload_lora_adapter /v2/embed /v2/rerank /version
+    /wake_up
+    """
+)

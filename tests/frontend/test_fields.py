@@ -12,12 +12,14 @@ from request_fields import (
     VLLM_CHAT,
     VLLM_COMPLETION,
     VLLM_DETOKENIZE,
+    VLLM_PATHS,
     VLLM_STREAM_OPTIONS,
     VLLM_TOKENIZE,
 )
 
 from meshlm.frontend import bodies
-from meshlm.frontend.errors import HttpError
+from meshlm.frontend.errors import HttpError, why_not_served
+from meshlm.frontend.operations import served
 from meshlm.frontend.schema import (
     ASKS_FOR_NOTHING,
     NEEDLESS,
@@ -135,3 +137,11 @@ def test_a_strict_tool_is_refused_where_calls_are_read(strict: bool | None) -> N
     with pytest.raises(HttpError, match="strict") as caught:
         asked("chat", body, server=server)
     assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+def test_every_path_of_vllms_is_served_or_says_why_not() -> None:
+    paths = {operation.path for operation in served(documentation=True)}
+    assert {path for path in VLLM_PATHS - paths if not why_not_served(path)} == set()
+    docs = {"/docs", "/redoc", "/openapi.json"}  # a flag takes them away
+    assert {path for path in paths if why_not_served(path)} <= docs
+    assert why_not_served("/v1/nothing") == ""
