@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -451,3 +452,39 @@ def is_ready(run_dir: Path) -> bool:
 def pid_of(run_dir: Path, role: str) -> int:
     rows: Any = control.ask(run_dir, {"command": "status"})["processes"]
     return next(int(row["pid"]) for row in rows if row["role"] == role)
+
+
+# Whoever the supervisor leaves behind becomes this program's child.
+REAPER = """
+import ctypes, os, pathlib, signal, subprocess, sys, time
+
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+delay, *command = sys.argv[1:]
+supervisor = subprocess.Popen(command)
+children = pathlib.Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children")
+while not children.read_text():
+    time.sleep(0.001)
+time.sleep(float(delay))
+print(children.read_text())
+supervisor.kill()
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.4, 0.8])
+def test_a_supervisor_that_dies_while_it_starts_leaves_nobody(delay_s: float, tmp_path: Path) -> None:
+    serve = [MESHLM, "serve", "--device", "fake", "--port", str(free_port()), "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-P", "-c", REAPER, str(delay_s), *serve]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/") as reaper:
+        try:
+            assert reaper.wait(timeout=20) == 0
+            assert reaper.stdout is not None
+            assert reaper.stdout.read().split(), "some had been started"
+        finally:
+            for left in psutil.Process(reaper.pid).children(recursive=True) if reaper.poll() is None else ():
+                left.kill()
+            reaper.kill()
