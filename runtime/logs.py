@@ -7,11 +7,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
 from meshlm.protocol.config import RunConfig
+from meshlm.runtime.log_writer import LogWriter
 from meshlm.runtime.streams import forgiving
 
 
@@ -22,7 +23,7 @@ def configure(config: RunConfig, descriptor: int | None = None) -> None:
         renderer = structlog.processors.JSONRenderer()
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
-    out = sys.stderr if descriptor is None else open(descriptor, "w", encoding="utf-8")  # noqa: SIM115  # for life
+    out = forgiving(sys.stderr) if descriptor is None else cast(TextIO, LogWriter(descriptor))
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -31,7 +32,7 @@ def configure(config: RunConfig, descriptor: int | None = None) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(forgiving(out)),
+        logger_factory=structlog.PrintLoggerFactory(out),
         cache_logger_on_first_use=True,
     )
 

@@ -7,11 +7,16 @@ command imports this.
 
 import contextlib
 import datetime
+import functools
 import io
 import json
 import os
 import sys
 from typing import TextIO, cast
+
+from meshlm.runtime.log_writer import LogWriter
+
+LAST_LINES_S = 0.5
 
 
 def open_closed() -> None:
@@ -25,7 +30,9 @@ def open_closed() -> None:
                 os.dup2(opened, descriptor)
                 os.close(opened)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  # for life
+            opened_as = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  # for life
+            setattr(sys, name, opened_as)
+            setattr(sys, f"__{name}__", opened_as)
 
 
 class _Forgiving:
@@ -49,8 +56,16 @@ class _Forgiving:
 
 
 def forgiving(out: TextIO) -> TextIO:
-    """`out`, but writing to it never fails."""
+    """`out`, but writing to it never fails; stderr does not make anybody wait either."""
+    if out is sys.__stderr__:
+        with contextlib.suppress(OSError, ValueError):
+            return cast(TextIO, _writer_of(out.fileno()))
     return cast(TextIO, _Forgiving(out))
+
+
+@functools.cache
+def _writer_of(descriptor: int) -> LogWriter:
+    return LogWriter(descriptor)
 
 
 def json_line(event: str, level: str = "warning", **fields: object) -> str:
@@ -101,6 +116,8 @@ def complain(text: str, level: str = "error") -> None:
 
 
 def flush() -> None:
-    """What was said last leaves, where it can: a process that ends at once does not do that by itself."""
+    """What was said last leaves, where it can within a moment: a process that ends at once does not do that by itself."""
     for stream in (sys.stdout, sys.stderr):
         forgiving(stream).flush()
+    if sys.__stderr__ is not None and isinstance(writer := forgiving(sys.__stderr__), LogWriter):
+        writer.wait(LAST_LINES_S)

@@ -488,3 +488,20 @@ def test_a_supervisor_that_dies_while_it_starts_leaves_nobody(delay_s: float, tm
             for left in psutil.Process(reaper.pid).children(recursive=True) if reaper.poll() is None else ():
                 left.kill()
             reaper.kill()
+
+
+def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+    """A pipe holds the lines of some 300 requests."""
+    port, run_dir = free_port(), tmp_path / "run"
+    command = [MESHLM, "serve", "--device", "fake", "--port", str(port), "--run-dir", str(run_dir)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd="/") as server:
+        try:
+            until(lambda: (run_dir / "status.sock").exists() and is_ready(run_dir), limit_s=60)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+                for _ in range(600):
+                    body = {"prompt": [5], "max_tokens": 1}
+                    assert client.post("/v1/completions", json=body).status_code == 200
+            server.terminate()
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
