@@ -38,14 +38,28 @@ def load(path: Path) -> LoadedTokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
         raise ProcessFatal(f"{file}: not a tokenizer ({error})") from None
-    config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+    config = _object(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # an older model: the other file has the last word, as for transformers
+        config |= _object(folder / "special_tokens_map.json")
     return _describe(tokenizer, config)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing where there is none. ProcessFatal for one that cannot be read."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProcessFatal(f"{file}: {error}") from None
+    if not isinstance(found, dict):
+        raise ProcessFatal(f"{file}: not a JSON object")
+    return found
 
 
 def _describe(tokenizer: Tokenizer, config: dict[str, Any]) -> LoadedTokenizer:
     names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    special = {name: _text(config.get(name)) for name in names if config.get(name)}
+    special = {name: text for name in names if (text := _text(config.get(name)))}
     added = tokenizer.get_added_tokens_decoder()
     ids = {index for index, token in added.items() if token.special}
     ids |= {index for text in special.values() if (index := tokenizer.token_to_id(text)) is not None}
@@ -58,7 +72,9 @@ def _decoder_json(tokenizer: Tokenizer) -> str:
 
 
 def _text(value: Any) -> str:
-    return str(value["content"]) if isinstance(value, dict) else str(value)
+    """Of a token as these files write it; "" where there is none."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else ""
 
 
 def _from_gguf(path: Path) -> LoadedTokenizer:

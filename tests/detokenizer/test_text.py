@@ -1,5 +1,6 @@
 """Decoding, stop strings and tokenizers: nothing is emitted half, and the whole is what the library decodes."""
 
+import json
 import threading
 from array import array
 from pathlib import Path
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.batch import positions
@@ -21,7 +23,7 @@ from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import ChatPrompt, Submit, TextPrompt
 from meshlm.protocol.token_edge import LogprobColumns
-from meshlm.runtime.errors import RequestError
+from meshlm.runtime.errors import ProcessFatal, RequestError
 
 TEXTS = [
     "Hello  world, it's 2024!",
@@ -267,3 +269,40 @@ def test_tags_that_are_special_tokens_can_be_kept(table: TokenTable, byte_level:
         assert "".join(map(whole.push, ids)) + whole.finish() == "<|im_start|>a b<|im_end|>"
     finally:
         table.byte_level = True
+
+
+@pytest.mark.parametrize(
+    ("files", "special"),
+    [
+        ({}, {}),
+        ({"tokenizer_config": {"bos_token": "<s>", "eos_token": None}}, {"bos_token": "<s>"}),
+        ({"tokenizer_config": {"sep_token": {"content": "<sep>"}, "pad_token": 3}}, {"sep_token": "<sep>"}),
+        (
+            {"tokenizer_config": {"bos_token": "a"}, "special_tokens_map": {"bos_token": "b", "eos_token": "e"}},
+            {"bos_token": "b", "eos_token": "e"},
+        ),
+        (
+            {
+                "tokenizer_config": {"bos_token": "a", "added_tokens_decoder": {}},
+                "special_tokens_map": {"bos_token": "b", "eos_token": "e"},
+            },
+            {"bos_token": "a"},
+        ),
+    ],
+)
+def test_special_tokens_as_transformers_finds_them(
+    tmp_path: Path, files: dict[str, object], special: dict[str, str]
+) -> None:
+    """Templates name them: without its bos_token a prompt begins differently, and nobody is told."""
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert tokenizer_files.load(tmp_path).special_tokens == special
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_a_broken_tokenizer_config_is_named(tmp_path: Path, text: str) -> None:
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(text, "utf-8", "surrogateescape")
+    with pytest.raises(ProcessFatal, match=r"tokenizer_config.json: "):
+        tokenizer_files.load(tmp_path)

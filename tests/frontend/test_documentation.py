@@ -1,0 +1,55 @@
+"""The pages that describe the API are served with the key that all but the probes need, or not at all."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from parsing import RESOLVED
+
+from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS
+from meshlm.frontend.server import Routes
+from meshlm.protocol.config import ServerConfig
+
+
+def client(**server: Any) -> httpx.AsyncClient:
+    backend: Any = SimpleNamespace(
+        config=SimpleNamespace(server=ServerConfig(**server)),
+        resolved=RESOLVED,
+        version="1.2",
+        refusal=lambda *, attaches: "",
+        refused=lambda seconds: None,
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://x")
+
+
+@pytest.mark.parametrize("op", DOCUMENTATION, ids=lambda op: op.path)
+async def test_who_may_read_it(op: Any) -> None:
+    async with client() as http:
+        answer = await http.get(op.path)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, op.answers)
+    async with client(api_key=("secret",)) as http:
+        assert (await http.get(op.path)).status_code == 401
+        assert (await http.get(op.path, headers={"Authorization": "Bearer secret"})).status_code == 200
+    async with client(disable_fastapi_docs=True) as http:
+        answer = await http.get(op.path)
+        assert answer.status_code == 404
+        assert "--disable-fastapi-docs" in answer.json()["error"]["message"]
+
+
+async def test_it_says_what_this_server_has() -> None:
+    async with client(max_logprobs=7, api_key=("secret",)) as http:
+        api = (await http.get("/openapi.json", headers={"Authorization": "Bearer secret"})).json()
+    chat = api["components"]["schemas"]["ChatRequest"]["properties"]
+    assert chat["model"] == {"enum": [*RESOLVED.served_names, None]}
+    assert chat["top_logprobs"]["anyOf"][0]["maximum"] == 7
+    assert chat["tools"] == {"type": "null"}, "no parser reads calls"
+    assert set(api["paths"]) == {op.path for op in OPERATIONS + DOCUMENTATION}
+
+
+async def test_other_methods_are_named() -> None:
+    async with client() as http:
+        for op in OPERATIONS:
+            answer = await http.request("DELETE", op.path)
+            assert answer.status_code == 405
+            assert set(op.methods) <= set(answer.headers["allow"].split(", "))
