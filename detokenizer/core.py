@@ -81,7 +81,7 @@ class Detokenizer(Attempts):
             case Abort() as abort:
                 return self._abort(abort.request_ids)
             case Detach() as detach:
-                return self._detach(detach, event.sender, event.incarnation)
+                return self._abort(self._detach(detach, event.sender, event.incarnation))
             case Attach() as attach:
                 return self._attach(attach, event.sender, event.incarnation)
             case Routed() as routed:
@@ -326,13 +326,14 @@ class Detokenizer(Attempts):
     def _frontend_lost(self, event: PeerLost) -> list[Effect]:
         """Its clients are gone. Those with an Idempotency-Key may come back."""
         lost = [s for s in self.by_id.values() if is_of(s, event.identity, event.incarnation)]
+        gone = [stream.request_id for stream in lost if stream.submit.retry is None]
         for stream in lost:
             if stream.submit.retry is not None:
-                self._let_wait(stream)
+                gone += self._let_wait(stream)
         self._batches.pop(event.identity, None)
         self._full = [(frontend, batch) for frontend, batch in self._full if frontend != event.identity]
         self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
-        return self._abort([s.request_id for s in lost if s.submit.retry is None])
+        return self._abort(gone)
 
 
 def _by_frontend(streams: list[Stream]) -> dict[Identity, list[Stream]]:

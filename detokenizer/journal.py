@@ -133,19 +133,19 @@ class Journal:
         self._again(stream, min(num_delivered, len(stream.emitted)))
         return [*effects, Send(sender, replies.accepted([stream], stream.prompt, self.table))]
 
-    def _detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
-        """Unless a newer connection has them."""
+    def _detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[RequestId]:
+        """Unless a newer connection has them. Gives those that are to end for lack of room."""
+        gone: list[RequestId] = []
         for request_id, handle in zip(detach.request_ids, detach.handles, strict=False):
             stream = self.by_id.get(request_id)
             if stream is not None and stream.frontend_handle == handle and is_of(stream, sender, incarnation):
-                self._let_wait(stream)
-        return []
+                gone += self._let_wait(stream)
+        return gone
 
-    def _let_wait(self, stream: Stream) -> None:
+    def _let_wait(self, stream: Stream) -> list[RequestId]:
         self._note_told(stream)
         stream.frontend, stream.batch = NOBODY, None
-        if stream.state is not StreamState.FINISHED:
-            self.keyed.wait(stream, self.now)
+        return [] if stream.state is StreamState.FINISHED else self.keyed.wait(stream, self.now)
 
     def _note_told(self, stream: Stream) -> None:
         """Its connection has all that there is; the next one, which gets it again, is not to count it again."""

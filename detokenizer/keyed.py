@@ -1,15 +1,17 @@
 """Which requests have an Idempotency-Key, and how long they wait for their clients. Pure; owned by core.py.
 
 A request whose client is away runs on; a finished one is kept, for `window_s` each, and all finished ones together take
-`max_bytes` at most: the oldest go first. A request that goes is forgotten: the next one with its key begins anew.
+`max_bytes` at most, those that run on `max_running_bytes`: the oldest go first. A request that goes is forgotten: the next one
+with its key begins anew.
 """
 
 from meshlm.detokenizer.stream import Stream, StreamState
 from meshlm.protocol.ids import ErrorKind, RequestId
-from meshlm.protocol.text_edge import Rejected, Submit
+from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
 
 MAX_BYTES = 64 << 20
-LOGPROB_BYTES = 300  # of one entry, as Python objects
+MAX_RUNNING_BYTES = 512 << 20
+LOGPROB_BYTES, BIAS_BYTES, ID_BYTES = 300, 120, 40  # of one entry, as Python objects
 OTHER_BODY = "Idempotency-Key: this key was used for another request before; a new request needs a new key"
 TAKEN_OVER = "Idempotency-Key: another connection sent the same request later and has its answer"
 PARAM = "Idempotency-Key"
@@ -18,13 +20,12 @@ PARAM = "Idempotency-Key"
 class Keyed:
     """See the module docstring."""
 
-    def __init__(self, window_s: float, max_bytes: int = MAX_BYTES) -> None:
-        self.window_s, self.max_bytes = window_s, max_bytes
+    def __init__(self, window_s: float, max_bytes: int = MAX_BYTES, max_running_bytes: int = MAX_RUNNING_BYTES) -> None:
+        self.window_s = window_s
         self.bodies: dict[str, bytes] = {}  # key -> digest of what was asked
         self.members: dict[str, set[RequestId]] = {}  # key -> the requests that exist
         self.until: dict[RequestId, float] = {}  # those without a client, the first to go first
-        self.sizes: dict[RequestId, int] = {}  # the finished ones among them
-        self.num_bytes = 0
+        self.finished, self.running = _Pool(max_bytes), _Pool(max_running_bytes)  # of those
 
     def refusal(self, submit: Submit) -> Rejected | None:
         """The answer to a key that stands for something else."""
@@ -50,24 +51,15 @@ class Keyed:
     def back(self, stream: Stream) -> None:
         """Its client is there."""
         self.until.pop(stream.request_id, None)
-        self.num_bytes -= self.sizes.pop(stream.request_id, 0)
+        self.finished.remove(stream.request_id)
+        self.running.remove(stream.request_id)
 
     def wait(self, stream: Stream, now: float) -> list[RequestId]:
         """From now on it waits for its client; the requests that go for lack of room."""
         self.back(stream)
         self.until[stream.request_id] = now + self.window_s
-        if stream.state is not StreamState.FINISHED:
-            return []
-        self.sizes[stream.request_id] = size = size_of(stream)
-        self.num_bytes += size
-        gone: list[RequestId] = []
-        excess = self.num_bytes - self.max_bytes
-        for request_id, of_one in self.sizes.items():
-            if excess <= 0:
-                break
-            gone.append(request_id)
-            excess -= of_one
-        return gone
+        pool = self.finished if stream.state is StreamState.FINISHED else self.running
+        return pool.add(stream.request_id, size_of(stream))
 
     def over(self, now: float) -> list[RequestId]:
         """Those that waited long enough."""
@@ -82,14 +74,45 @@ class Keyed:
         """AssertionError when the state contradicts itself."""
         assert self.bodies.keys() == self.members.keys()
         assert all(self.members.values()), "a key without a request"
-        assert self.num_bytes == sum(self.sizes.values()) <= self.max_bytes
-        assert self.sizes.keys() <= self.until.keys()
+        assert self.finished.sizes.keys() | self.running.sizes.keys() == self.until.keys()
+        self.finished.check()
+        self.running.check()
         assert list(self.until.values()) == sorted(self.until.values())
 
 
+class _Pool:
+    """Requests that take `max_bytes` together at most."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.sizes: dict[RequestId, int] = {}  # the oldest first
+
+    def add(self, request_id: RequestId, size: int) -> list[RequestId]:
+        """Those that are to go for it, itself perhaps."""
+        self.sizes[request_id] = size
+        self.num_bytes += size
+        gone: list[RequestId] = []
+        while self.num_bytes > self.max_bytes:
+            gone.append(next(iter(self.sizes)))
+            self.remove(gone[-1])
+        return gone
+
+    def remove(self, request_id: RequestId) -> None:
+        self.num_bytes -= self.sizes.pop(request_id, 0)
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        assert self.num_bytes == sum(self.sizes.values()) <= self.max_bytes
+
+
 def size_of(stream: Stream) -> int:
-    """Bytes that a finished request takes, about."""
+    """Bytes that a request takes, about: with its prompt as it was asked, and what the client listed."""
     columns = 4 * (len(stream.prompt) + len(stream.emitted))
     positions = [*stream.logprobs, *(stream.prompt_logprobs or ())]
     entries = sum(1 + len(position.top) for position in positions if position is not None)
-    return 2000 + columns + LOGPROB_BYTES * entries
+    submit, params = stream.submit, stream.submit.sampling
+    listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * (
+        len(params.allowed_token_ids) + len(params.stop_token_ids)
+    )
+    texts = num_bytes_of(submit.prompt) + sum(map(len, submit.text.stop))
+    return 2000 + columns + LOGPROB_BYTES * entries + listed + texts

@@ -10,6 +10,10 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Prompt, num_bytes_of
 
 SEQUENCE_BYTES = 16 << 10  # of one sequence in all processes, without its prompt
+ID_BYTES, BIAS_BYTES = (
+    40,
+    120,
+)  # of an id in a list, of an entry of logit_bias, in the process that has one for each sequence
 MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
 MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
@@ -18,7 +22,7 @@ def cost_of(ask: Ask) -> int:
     """Bytes that a generation request takes, about."""
     prompts = sum(map(num_bytes_of, ask.prompts))
     ids = ask.sampling
-    listed = 8 * (len(ids.stop_token_ids) + len(ids.allowed_token_ids) + 2 * len(ids.logit_bias))
+    listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
     num_sequences = len(ask.prompts) * ask.num_choices
     return prompts * (1 + ask.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 

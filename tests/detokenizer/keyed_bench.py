@@ -123,6 +123,7 @@ class Bench:
         logprobs: int = -1,
         stop: tuple[str, ...] = (),
         encode: bool = True,
+        bias: dict[int, float] | None = None,
     ) -> Connection:
         self._next_handle += 1
         connection = Connection(frontend, self._next_handle)
@@ -131,7 +132,7 @@ class Bench:
             (Handle(self._next_handle),),
             (RequestId(name),),
             TokenPrompt(pack_i32([1, 2])),
-            SamplingParams(logprobs=logprobs),
+            SamplingParams(logprobs=logprobs, logit_bias=bias or {}),
             TextParams(stop=stop),
             len(ANSWER),
             arrival_s=self.now,

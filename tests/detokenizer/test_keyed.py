@@ -208,12 +208,41 @@ def test_an_error_is_not_kept() -> None:
 
 def test_finished_ones_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    bench.core.keyed.max_bytes = 10_000
+    bench.core.keyed.finished.max_bytes = 10_000
     for number in range(20):
         bench.ask(name=f"r{number}")
         bench.generate(bench.works[-1], 0, len(ANSWER))
     assert 1 < len(bench.core.by_id) < 5
     assert "r19" in bench.core.by_id
+
+
+def test_what_a_client_listed_counts_as_much_as_its_tokens() -> None:
+    """A few hundred bytes of answer kept a logit_bias of megabytes for the whole window."""
+    bench = Bench()
+    bench.core.keyed.finished.max_bytes = 1 << 20
+    for number in range(5):
+        bench.ask(name=f"r{number}", bias=dict.fromkeys(range(4000), 1.0))
+        bench.generate(bench.works[-1], 0, len(ANSWER))
+    assert set(bench.core.by_id) == {"r3", "r4"}
+
+
+@pytest.mark.parametrize("how", ["detach", "frontend lost"])
+def test_those_that_run_without_a_client_take_bounded_memory(how: str) -> None:
+    """The oldest are aborted; those whose clients are there do not count."""
+    bench = Bench()
+    bench.core.keyed.running.max_bytes = 10_000
+    connections = [bench.ask(name=f"r{number}") for number in range(20)]
+    if how == "detach":
+        for number, connection in enumerate(connections):
+            bench.leave(connection, f"r{number}")
+    else:
+        bench.event(PeerLost(F0, LIFE))
+    left = set(bench.core.by_id)
+    assert 1 < len(left) < 5
+    assert "r19" in left
+    assert bench.aborted == {work.request_id for work in bench.works} - {
+        stream.work_id for stream in bench.core.by_id.values()
+    }
 
 
 def test_an_abort_ends_it_all_the_same() -> None:
@@ -274,4 +303,4 @@ def test_whatever_happens_each_connection_reads_the_same_text(data: st.DataObjec
             assert before == shown_after(cut, stop)
     bench.tick(WINDOW_S)
     assert not bench.core.by_id
-    assert bench.core.keyed.num_bytes == 0
+    assert bench.core.keyed.finished.num_bytes == bench.core.keyed.running.num_bytes == 0

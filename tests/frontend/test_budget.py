@@ -19,7 +19,7 @@ def test_a_prompt_costs_what_its_choices_make_of_it() -> None:
     assert cost_of(ask(1000)) == 2000 + SEQUENCE_BYTES
     assert cost_of(ask(1000, num_prompts=3, n=4)) == 3 * 5 * 1000 + 12 * SEQUENCE_BYTES
     biased = ask(0, n=8, sampling=SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0)))
-    assert cost_of(biased) > 8 * 16 * 1000
+    assert cost_of(biased) > 8 * 100 * 1000
 
 
 def test_a_request_is_let_in_while_there_is_room() -> None:
