@@ -116,6 +116,8 @@ def build(
     for name, value in {**(environment or {}), **config_file.read_toml(toml_file, known), **values}.items():
         if name in known:
             value = tuple(_listed(known[name], value)) if isinstance(value, list) else value
+            if not _is_text(value):
+                raise UsageError(f"{known[name].flag} {value!a}: must be UTF-8")
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"{known[name].flag} {value}: must be a finite number")
             sections.setdefault(known[name].section, {})[name] = value
@@ -123,6 +125,16 @@ def build(
         return msgspec.convert(sections, MeshConfig)
     except msgspec.ValidationError as error:
         raise UsageError(_name_flag(str(error))) from None
+
+
+def _is_text(value: object) -> bool:
+    """Whether the processes can be told of it: a word of bytes that are no UTF-8 has halves of characters in Python."""
+    try:
+        for word in value if isinstance(value, tuple) else (value,):
+            str(word).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _listed(setting: Setting, values: list[Any]) -> list[Any]:

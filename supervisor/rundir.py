@@ -39,10 +39,10 @@ def base_dir(environment: Mapping[str, str]) -> Path:
 def taken(wanted: Path) -> Iterator[Path]:
     """This run directory, empty and locked, by its real path; what is in it is removed in the end, and with it the directory where
     it was made here. StartError when another mesh runs there, when others could get into it, or when its path is too long."""
-    longest = wanted.parent.resolve() / wanted.name / "coordinator-0000.sock"
-    if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
-        raise StartError(f"--run-dir {wanted}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
     try:
+        longest = wanted.parent.resolve() / wanted.name / "coordinator-0000.sock"
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+            raise StartError(f"--run-dir {wanted}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
         made = not wanted.exists() or wanted.parent == base_dir(os.environ)
         path = private(wanted)
         directory = _locked(path)

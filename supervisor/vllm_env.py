@@ -9,12 +9,28 @@ from collections.abc import Callable, Mapping
 from meshlm.supervisor.errors import UsageError
 
 LEVELS = {"critical": "error", "fatal": "error", "warn": "warning"}
+OURS = ("debug", "info", "warning", "error")
+
+
+def _level(text: str) -> str:
+    level = LEVELS.get(text.lower(), text.lower())
+    if level not in OURS:
+        raise ValueError(f"one of {', '.join(OURS)} is expected")
+    return level
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number is expected") from None
+
 
 HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
-    "VLLM_LOGGING_LEVEL": ("log_level", lambda text: LEVELS.get(text.lower(), text.lower())),
+    "VLLM_LOGGING_LEVEL": ("log_level", _level),
     "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
-    "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", float),
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", float),
+    "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _seconds),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _seconds),
 }
 """Variable -> our setting, and how its text is read."""
 
@@ -78,8 +94,8 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
         if text := environment.get(variable):
             try:
                 found[setting] = read(text)
-            except ValueError:
-                raise UsageError(f"{variable}={text}: must be a number") from None
+            except ValueError as error:
+                raise UsageError(f"{variable}={text}: {error}") from None
     return found
 
 

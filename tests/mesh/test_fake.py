@@ -429,7 +429,7 @@ def test_every_line_is_json_where_that_is_wanted() -> None:
     assert any("is not needed" in event for event in said), "of a flag, before anything is known"
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&- <&-", "2>/dev/full", "2>/dev/full --log-format json"])
+@pytest.mark.parametrize("closed", [">&- 2>&- <&-", "2>/dev/full --log-format json"])
 def test_it_serves_without_standard_streams(closed: str) -> None:
     run_dir, port = tempfile.mkdtemp(prefix="mlm"), free_port()
     serve = f'exec "$0" serve --device fake --trust-remote-code --port {port} --run-dir {run_dir} {closed}'
@@ -475,7 +475,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.4, 0.8])
+@pytest.mark.parametrize("delay_s", [0.1, 0.6])
 def test_a_supervisor_that_dies_while_it_starts_leaves_nobody(delay_s: float, tmp_path: Path) -> None:
     serve = [MESHLM, "serve", "--device", "fake", "--port", str(free_port()), "--run-dir", str(tmp_path / "run")]
     command = [sys.executable, "-P", "-c", REAPER, str(delay_s), *serve]

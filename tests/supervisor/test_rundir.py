@@ -201,3 +201,12 @@ def test_a_port_is_for_one_mesh_before_anybody_listens() -> None:
     ):
         resolve.claim_port("127.0.0.1", port)
     resolve.claim_port("127.0.0.1", port).close()
+
+
+def test_a_relative_path_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StartError, match="--run-dir here: No such file"):
+        take(Path("here"))

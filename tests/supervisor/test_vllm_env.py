@@ -70,6 +70,8 @@ def test_what_means_the_same_is_honoured_below_flags_and_files(tmp_path: Path) -
     assert (run.startup_timeout, run.step_timeout) == (5.0, 7.0)
     with pytest.raises(UsageError, match="VLLM_ENGINE_READY_TIMEOUT_S=soon"):
         vllm_env.settings_of({"VLLM_ENGINE_READY_TIMEOUT_S": "soon"})
+    with pytest.raises(UsageError, match="VLLM_LOGGING_LEVEL=loud: one of debug, info, warning, error"):
+        vllm_env.settings_of({"VLLM_LOGGING_LEVEL": "loud"})
 
 
 def test_what_has_no_effect_is_named_in_one_line() -> None:
@@ -105,6 +107,13 @@ def test_the_table_names_variables_that_there_are() -> None:
     silent = {*vllm_env.HONOURED, *vllm_env.FULFILLED, "VLLM_API_KEY"}
     line = vllm_env.without_effect(dict.fromkeys(names, "1"))
     assert {name for name in names if f" {name}" not in line} == names & silent
+
+
+@pytest.mark.parametrize("words", [("m\udcff",), ("--served-model-name", "a", "\udcff"), ("--run-dir", "\udcff")])
+def test_bytes_that_are_no_text_are_refused(words: tuple[str, ...]) -> None:
+    """The command line has them as halves of characters, which JSON cannot carry to the processes."""
+    with pytest.raises(UsageError, match="must be UTF-8"):
+        flags.build(parsed(*words), None)
 
 
 @pytest.mark.parametrize("text", ["nan", "inf"])
