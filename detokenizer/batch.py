@@ -12,7 +12,7 @@ from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, To
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
 
 ENTRY_BYTES = 50  # of a TokenLogprob and its position, without its own bytes, which its text has again
-MAX_BATCH_BYTES = 16 << 20  # a batch that has more takes no further rows
+MAX_BATCH_BYTES = 1 << 20  # a batch that has more takes no further rows: its frontend has other streams, too
 
 
 class FrontendBatch:

@@ -85,7 +85,9 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     token_bytes: bytes
 
 
-PIECE_ENTRIES = 1 << 16  # of TokenLogprob, about 2 MB: what is told again of a request comes in pieces of so many
+PIECE_ENTRIES = (
+    1 << 13
+)  # of TokenLogprob, about 256 KB, tens of milliseconds of a frontend: what is told again of a request comes in pieces of so many
 
 
 def piece_len(num_logprobs: int) -> int:

@@ -16,7 +16,8 @@ from zmq.backend import Socket as RawSocket
 
 from meshlm.protocol.channels import MAX_FRAME_BYTES
 
-READ_AT_MOST = 128  # frames per turn of the loop, so that timers are not starved
+READ_AT_MOST = 128  # frames per turn of the loop, so that timers are not starved ...
+READ_FOR_S = 0.02  # ... and none is begun after so long: one that takes long is not to have others behind it
 RECONNECT_MS = 2
 
 Socket = zmq.Socket[bytes]
@@ -67,6 +68,7 @@ class Inbox:
         state: Any = self._socket.getsockopt  # of EVENTS: an int, whatever pyzmq's types say
         if self._loop is None:
             return
+        until = self._loop.time() + READ_FOR_S
         for _ in range(READ_AT_MOST):
             try:
                 frame = receive(zmq.NOBLOCK)
@@ -80,6 +82,9 @@ class Inbox:
             if self._loop is None:
                 return  # closed by what the frame said
             if not state(zmq.EVENTS) & zmq.POLLIN:  # half the cost of another recv's exception
+                break
+            if self._loop.time() > until:
+                self._loop.call_soon(self._read)
                 break
         else:
             self._loop.call_soon(self._read)

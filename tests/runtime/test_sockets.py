@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from meshlm.runtime import link
 from meshlm.runtime.link import READ_AT_MOST, Inbox, Outbox
 
 LIMIT_S = 10
@@ -66,6 +67,21 @@ async def test_many_frames_in_order(context: "zmq.Context[zmq.Socket[bytes]]", a
     await reader.wait(len(frames))
     assert reader.frames == frames
     assert reader.num_drained >= 5
+    reader.inbox.close()
+
+
+async def test_frames_that_take_long_are_read_one_in_a_turn(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 MB of log-probabilities that were told again kept a frontend from its heartbeat for more than 10 s, and it was replaced."""
+    monkeypatch.setattr(link, "READ_FOR_S", -1.0)
+    reader = Reader(context, address)
+    frames = [b"%d" % number for number in range(40)]
+    sent(context, address, frames)
+    reader.inbox.start(asyncio.get_running_loop())
+    await reader.wait(len(frames))
+    assert reader.frames == frames
+    assert reader.num_drained >= len(frames) - 1
     reader.inbox.close()
 
 
