@@ -113,6 +113,10 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"meshlm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
     wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
+    if wanted == "run_batch":
+        raise UsageError(
+            "run-batch is not there; LLM.generate and LLM.chat take lists of prompts, and meshlm serve requests"
+        )
     for name in COMMANDS if wanted not in COMMANDS else (wanted,):
         importlib.import_module(f"meshlm.supervisor.{name}").add_parser(commands)
     return parser

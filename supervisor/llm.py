@@ -115,6 +115,12 @@ class LLM:
         assert self._config.resolved is not None
         return self._config.resolved.spec.vocab_size
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together are at most this."""
+        assert self._config.resolved is not None
+        return self._config.resolved.max_model_len
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts, by the mesh's own tokenizer."""
         return self._background.ask(self._client.tokenize([TextPrompt(text) for text in texts]))

@@ -44,7 +44,6 @@ VALUES = {
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.
 NEEDLESS = {
     "--trust-remote-code": (0, "no code that comes with a model is ever run"),
-    "--uvicorn-log-level": (1, "there is no uvicorn; --log-level is for all processes"),
     "--disable-log-stats": (0, "no statistics are logged; GET /metrics has them"),
     "--max-log-len": (1, "prompts are never logged"),
     "--disable-frontend-multiprocessing": (0, "the mesh is processes"),
@@ -320,6 +319,10 @@ ONLY = {
         "CUDA graphs and fused kernels are always there; --enforce-eager takes the graphs away",
     ),
     "-O": (("2", "3"), "CUDA graphs and fused kernels are always there; --enforce-eager takes the graphs away"),
+    "--uvicorn-log-level": (
+        ("info", "debug", "trace"),
+        "there is no uvicorn; --log-level is for all processes, --disable-log-requests silences the line per request",
+    ),
     "--performance-mode": (
         ("balanced",),
         "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",

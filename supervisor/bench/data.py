@@ -37,6 +37,15 @@ class Texts(Protocol):
         ...
 
 
+def check_fits(samples: Iterable[Sample], max_model_len: int) -> None:
+    """UsageError when an answer would end early."""
+    longest = max(samples, key=lambda sample: sample.prompt_len + sample.output_len)
+    if (total := longest.prompt_len + longest.output_len) > max_model_len:
+        raise UsageError(
+            f"--max-model-len {max_model_len}: a request has {longest.prompt_len} + {longest.output_len} = {total} tokens"
+        )
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Of requests: input_len is what stands behind the prefix. The ratios say how far lengths are from the mean, both ways."""
@@ -107,6 +116,13 @@ class Reading:
 
     def error(self, why: object) -> UsageError:
         return UsageError(f"--dataset-path {self.path}: {' '.join(str(why).split())}")
+
+    def check(self) -> None:
+        """UsageError when the file cannot be read."""
+        try:
+            Path(self.path).open("rb").close()
+        except (OSError, ValueError) as error:
+            raise self.error(getattr(error, "strerror", None) or error) from None
 
     def text(self) -> str:
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshlm.supervisor import flags, vllm_flags
 from meshlm.supervisor.bench import results
-from meshlm.supervisor.bench.data import Lengths, random_ids
+from meshlm.supervisor.bench.data import Lengths, check_fits, random_ids
 from meshlm.supervisor.bench.metrics import percentiles
 from meshlm.supervisor.bench.serve_flags import at_least
 from meshlm.supervisor.llm import LLM, SamplingParams
@@ -41,32 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.profile:
         settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
     llm = LLM(**settings)
-    vocab_size = llm.vocab_size
-    params = SamplingParams(
-        n=arguments.n,
-        temperature=1.0,
-        max_tokens=arguments.output_len,
-        ignore_eos=True,
-        detokenize=not arguments.disable_detokenize,
-    )
-    latencies: list[float] = []
-
-    def iterate(seed: int) -> float:
-        samples = random_ids(arguments.batch_size, Lengths(arguments.input_len, 1), vocab_size, seed=seed)
-        begun = time.perf_counter()
-        llm.generate([s.prompt for s in samples if isinstance(s.prompt, list)], params, use_tqdm=False)
-        return time.perf_counter() - begun
-
-    for iteration in range(arguments.num_iters_warmup + arguments.num_iters):
-        took = iterate(iteration)
-        if iteration >= arguments.num_iters_warmup:
-            latencies.append(took)
-    if arguments.profile:
-        llm.start_profile()
-        iterate(arguments.num_iters_warmup + arguments.num_iters)
-        for path in llm.stop_profile():
-            print(f"Profiler trace: {path}")
-    llm.shutdown()
+    try:
+        latencies = _measure(llm, arguments)
+    finally:
+        llm.shutdown()
     average = sum(latencies) / len(latencies)
     found = percentiles(latencies, PERCENTILES)
     print(f"Avg latency: {average} seconds")
@@ -80,3 +58,31 @@ def run(arguments: argparse.Namespace) -> int:
         }
         results.write(Path(arguments.output_json), result)
     return 0
+
+
+def _measure(llm: LLM, arguments: argparse.Namespace) -> list[float]:
+    """Seconds of each iteration."""
+    params = SamplingParams(
+        n=arguments.n,
+        temperature=1.0,
+        max_tokens=arguments.output_len,
+        ignore_eos=True,
+        detokenize=not arguments.disable_detokenize,
+    )
+    lengths = Lengths(arguments.input_len, arguments.output_len)
+
+    def iterate(seed: int) -> float:
+        samples = random_ids(arguments.batch_size, lengths, llm.vocab_size, seed=seed)
+        check_fits(samples, llm.max_model_len)
+        begun = time.perf_counter()
+        llm.generate([s.prompt for s in samples if isinstance(s.prompt, list)], params, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    num_warmups = arguments.num_iters_warmup
+    found = [iterate(iteration) for iteration in range(num_warmups + arguments.num_iters)][num_warmups:]
+    if arguments.profile:
+        llm.start_profile()
+        iterate(num_warmups + arguments.num_iters)
+        for path in llm.stop_profile():
+            print(f"Profiler trace: {path}")
+    return found

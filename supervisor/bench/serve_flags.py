@@ -171,6 +171,8 @@ def check_dataset(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--dataset-path {arguments.dataset_path}: --dataset-name {name} reads no file")
     if name not in ("random", "prefix_repetition") and not arguments.dataset_path:
         raise UsageError(f"--dataset-path: needed with --dataset-name {name}")
+    if arguments.dataset_path and name != "hf":
+        data.Reading(arguments.dataset_path, 0, 0).check()
     for general, own in (("input_len", ("random", "sonnet")), ("output_len", DATASETS)):
         if getattr(arguments, general) is not None:
             for one in own:

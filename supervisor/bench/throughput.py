@@ -96,6 +96,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _measure(llm: LLM, arguments: argparse.Namespace, seed: int) -> tuple[float, list[RequestOutput]]:
     """Seconds, and what came."""
     samples = _samples(llm, arguments, seed)
+    data.check_fits(samples, llm.max_model_len)
     keep_text = not arguments.disable_detokenize
     if arguments.num_warmups:
         warm = data.random_ids(arguments.num_warmups, data.Lengths(64, 16), llm.vocab_size, seed + 1)

@@ -133,6 +133,12 @@ def test_a_file_that_is_not_there() -> None:
         data.sharegpt(Reading("/nowhere", 1, 0), WORDS.encode, None)
 
 
+def test_requests_that_are_longer_than_the_context_are_told_before_they_are_sent() -> None:
+    data.check_fits([Sample("x", 5, 3), Sample("x", 2, 2)], 8)
+    with pytest.raises(UsageError, match=r"--max-model-len 7: a request has 5 \+ 3 = 8 tokens"):
+        data.check_fits([Sample("x", 2, 2), Sample("x", 5, 3)], 7)
+
+
 def test_rows_of_the_hub_by_their_columns() -> None:
     rows = [
         {"id": 1, "conversations": [{"from": "human", "value": "a b"}, {"value": "c d e"}]},
