@@ -13,12 +13,15 @@ STATUS = {
     ErrorKind.CONFLICT: 422,
 }
 RETRY_AFTER_S = 1
+MAX_MESSAGE = 2000
 
 
 class HttpError(Exception):
     """Ends one HTTP request with a status and OpenAI's error body."""
 
     def __init__(self, status: int, message: str, param: str = "", kind: str = "invalid_request_error") -> None:
+        if len(message) > MAX_MESSAGE:  # it may quote what the client sent
+            message = message[:MAX_MESSAGE] + "..."
         super().__init__(message)
         self.status, self.message, self.param, self.kind = status, message, param, kind
 

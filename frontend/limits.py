@@ -46,14 +46,19 @@ def check(
         check_prompt(prompt, truncates, resolved)
 
 
+def check_num_ids(count: int, truncates: bool, resolved: Resolved) -> None:
+    """Of one prompt that came as token ids."""
+    most = MAX_PROMPT_IDS if truncates else resolved.max_model_len
+    if count > most:
+        text = f"{count} tokens; this model's maximum context length is {resolved.max_model_len} tokens"
+        _refuse("prompt", text, most)
+
+
 def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
     """One prompt, before it is tokenized; how many tokens a text has, its detokenizer sees."""
     match prompt:
         case TokenPrompt(token_ids=ids):
-            most = MAX_PROMPT_IDS if truncates else resolved.max_model_len
-            if len(ids) // 4 > most:
-                text = f"{len(ids) // 4} tokens; this model's maximum context length is {resolved.max_model_len} tokens"
-                _refuse("prompt", text, most)
+            check_num_ids(len(ids) // 4, truncates, resolved)
         case TextPrompt() | ChatPrompt():
             most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
             if (size := num_bytes_of(prompt)) > most:

@@ -93,7 +93,7 @@ def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: R
         unknown,
         resolved,
         server,
-        prompts=of_completion(request.prompt, add_special, resolved),
+        prompts=of_completion(request.prompt, add_special, resolved, bool(request.truncate_prompt_tokens)),
         max_tokens=_at_most(resolved.max_output_tokens, asked),
         num_choices=generated,
         num_returned=returned,

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from meshlm.frontend import limits
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import TokenizeRequest
 from meshlm.protocol.columns import pack_i32
@@ -27,7 +28,7 @@ def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def of_completion(prompt: Any, add_special: bool, resolved: Resolved) -> list[Prompt]:
+def of_completion(prompt: Any, add_special: bool, resolved: Resolved, truncates: bool = False) -> list[Prompt]:
     """Text, token ids, or a list of either."""
     if prompt is None:
         raise HttpError(400, "prompt: this field is required", "prompt")
@@ -35,6 +36,9 @@ def of_completion(prompt: Any, add_special: bool, resolved: Resolved) -> list[Pr
     items = prompt if many else [prompt]
     if not 1 <= len(items) <= MAX_PROMPTS:
         raise HttpError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts, got {len(items)}", "prompt")
+    for item in items:
+        if isinstance(item, list):
+            limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
     return [_prompt(item, add_special, resolved.spec.vocab_size) for item in items]
 
 
@@ -43,16 +47,21 @@ def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:
         if not item:
             raise HttpError(400, "prompt: must not be empty", "prompt")
         return TextPrompt(item, add_special)
-    if isinstance(item, list) and item and all(type(token) is int or _is_integral(token) for token in item):
-        ids = [int(token) for token in item]
-        token_ids("prompt", ids, vocab_size)
+    if isinstance(item, list) and item and (ids := _whole_numbers(item)) is not None:
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            token_ids("prompt", ids, vocab_size)  # names the first one
         return TokenPrompt(pack_i32(ids))
     raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
 
 
-def _is_integral(token: Any) -> bool:
-    """A whole number as some languages write it: 5.0."""
-    return isinstance(token, float) and token.is_integer()
+def _whole_numbers(items: list[Any]) -> list[int] | None:
+    """The items where all are whole numbers, also as some languages write them: 5.0. No loop in Python for a million ids."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return items
+    if kinds <= {int, float} and all(map(float.is_integer, map(float, items))):
+        return list(map(int, items))
+    return None
 
 
 def of_template(wanted: dict[str, Any], server: ServerConfig) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parsing import ENDPOINTS, MAX_LOGPROBS, ask, asked
+from parsing import ENDPOINTS, MAX_LOGPROBS, ask, asked, body_of
 
+from meshlm.frontend import bodies
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
@@ -112,3 +114,50 @@ def test_any_bytes_are_refused(endpoint: str, body: bytes) -> None:
     with pytest.raises(HttpError) as caught:
         asked(endpoint, body)
     assert caught.value.status == 400
+
+
+def many(before: bytes, item: bytes, after: bytes, size: int) -> bytes:
+    return before + item * ((size - len(before) - len(after)) // len(item)) + after
+
+
+USER_JSON = b'"messages":[{"role":"user","content":"x"}]'
+LARGE: dict[str, tuple[str, bytes]] = {
+    "ids": ("text", many(b'{"prompt":[1', b",12", b"]}", 5 << 20)),
+    "many ids": ("text", many(b'{"prompt":[1', b",7", b"]}", 32 << 20)),
+    "arrays in an unknown field": ("text", many(b'{"prompt":[1],"x":[[]', b",[]", b"]}", 32 << 20)),
+    "arrays": ("text", many(b'{"prompt":[[]', b",[]", b"]}", 32 << 20)),
+    "objects": ("chat", many(b'{"messages":[{}', b",{}", b"]}", 32 << 20)),
+    "objects in tools": ("chat", many(b"{" + USER_JSON + b',"tools":[{}', b',{"a":1}', b"]}", 32 << 20)),
+    "texts": ("text", many(b'{"prompt":["a"', b',"a"', b"]}", 32 << 20)),
+    "fields": ("text", b'{"prompt":[1]' + b"".join(b',"k%d":1' % number for number in range(500_000)) + b"}"),
+    "fields of an object": (
+        "chat",
+        b"{" + USER_JSON + b',"x":{"":1' + b"".join(b',"k%d":1' % number for number in range(500_000)) + b"}}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("endpoint", "body"), LARGE.values(), ids=LARGE)
+def test_a_large_body_holds_nobody_up(endpoint: str, body: bytes) -> None:
+    """It took up to 3 s, in which no stream went on. It is below 0.1 s now; this limit is for a slow and busy machine."""
+    used = []
+    for _ in range(2):
+        begun = time.thread_time()
+        with contextlib.suppress(HttpError):
+            asked(endpoint, body)
+        used.append(time.thread_time() - begun)
+    assert min(used) < 0.8
+
+
+def test_brackets_in_a_text_are_no_arrays() -> None:
+    text = '[{"\\' * 200_000 + ", " * 100_000
+    assert bodies.decode(body_of("text", {"prompt": text}), CompletionRequest)[0].prompt == text
+    with pytest.raises(HttpError, match=r"more than \d+ arrays and objects"):
+        ask("text", prompt=text, x=[[]] * 300_000)
+
+
+@pytest.mark.parametrize("field", ["temperature", "prompt", "seed"])
+def test_an_error_quotes_no_megabyte(field: str) -> None:
+    with pytest.raises(HttpError) as error:
+        ask("text", **{field: "x" * 30_000_000})
+    assert len(error.value.body()) < 10_000
