@@ -22,16 +22,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, submits
-from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
+from meshlm.frontend.answers import Answer, WholeAnswer
 from meshlm.frontend.body_schema import Served
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError, why_not_served
+from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, OPERATIONS, Operation, served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.frontend.stream_answer import StreamAnswer
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import Profiled
@@ -78,6 +80,7 @@ class Routes:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._fingerprint = system_fingerprint(backend.config, backend.version)
         self._incoming = ByteBudget(backend.config.server.max_incoming_bytes)
         self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
 
@@ -300,6 +303,7 @@ class Routes:
             answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = WholeAnswer(ask, request_id, created, model, end.set)
+        answer.fingerprint = self._fingerprint
         asked = submits.build(
             answer,
             ask,

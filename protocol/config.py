@@ -267,9 +267,12 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: Annotated[
         bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")
     ] = False
-    enable_force_include_usage: Annotated[bool, Meta(description="streams end with their usage, asked for or not")] = (
-        False
-    )
+    enable_force_include_usage: Annotated[bool, Meta(description="streams tell their usage, asked for or not")] = False
+    fingerprint_mode: Annotated[
+        Literal["full", "hash", "custom", "none"],
+        Meta(description="what system_fingerprint of answers tells; hash: not how the model is divided"),
+    ] = "full"
+    fingerprint_value: Annotated[str, Meta(description="system_fingerprint with --fingerprint-mode custom")] = ""
     trust_request_chat_template: Annotated[
         bool, Meta(description="requests may bring a chat_template, which can keep a detokenizer busy for ever")
     ] = False

@@ -48,6 +48,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
         print(f"meshlm: {note}", file=sys.stderr)
     if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
         raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
+    if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
+        raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     device = _device(config)
     if config.cache.kv_cache_dtype == "fp8" and device != "cuda":

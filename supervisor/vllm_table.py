@@ -217,7 +217,6 @@ ABSENT = {
     "--h11-max-header-count": "heads have a limit of their own",
     "--ray-workers-use-nsight": "there is no Ray; --profiler-dir writes traces",
     "--enable-per-request-metrics": "answers do not have times; GET /metrics has histograms",
-    "--fingerprint-value": "answers have no system_fingerprint",
     "--data-parallel-supervisor-port": _PER_RANK,
     "--dp-supervisor-probe-interval-s": _PER_RANK,
     "--dp-supervisor-probe-timeout-s": _PER_RANK,
@@ -327,7 +326,6 @@ ONLY = {
         ("balanced",),
         "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",
     ),
-    "--fingerprint-mode": (("none",), "answers have no system_fingerprint"),
     "--moe-backend": (("auto",), "mixtures of experts are not there yet"),
     "--linear-backend": (("auto",), "kernels are chosen by their tables"),
     "--disable-access-log-for-endpoints": (

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from meshlm.frontend.answers import Answer, StreamAnswer, WholeAnswer
+from meshlm.frontend.answers import Answer, WholeAnswer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.parse import Ask
+from meshlm.frontend.stream_answer import StreamAnswer
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams

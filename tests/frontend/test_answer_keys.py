@@ -82,6 +82,22 @@ def test_a_streamed_completion() -> None:
         assert set(chunk["choices"][0]) == answer_keys.COMPLETION_CHUNK_CHOICE
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_the_fingerprint_comes_with_whole_answers_and_last_chunks(is_chat: bool, include_usage: bool) -> None:
+    answer, _ = whole(asking(is_chat))
+    answer.fingerprint = "fp"
+    give(answer, 0, [7], "Hé", STOP)
+    assert body(answer)["system_fingerprint"] == "fp"
+    stream, events, _ = streamed(asking(is_chat, include_usage=include_usage))
+    stream.fingerprint = "fp"
+    give(stream, 0, [7], "Hé")
+    give(stream, 0, [9], " w", STOP)
+    usage = [event + b"\n\n" for event in stream.last_events().split(b"\n\n") if b"usage" in event]
+    found = [chunk.get("system_fingerprint") for chunk in chunks([*events, *usage], is_chat)]
+    assert (found[-1], set(found[:-1])) == ("fp", {None})
+
+
 def test_return_prompt_text_comes_with_the_first_chunk() -> None:
     answer, events, _ = streamed(asking(True, return_prompt_text=True))
     give(answer, 0, [7], "Hé", STOP)

@@ -6,8 +6,9 @@ import pytest
 from answering import LENGTH, asking, body, chunks, filled
 from msgspec.structs import replace
 
-from meshlm.frontend.answers import StreamAnswer, WholeAnswer
+from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.desk import Desk
+from meshlm.frontend.stream_answer import StreamAnswer
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Role
 from meshlm.protocol.text_edge import Finished, TextDeltas

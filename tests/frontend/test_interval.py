@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlm.frontend import retry
-from meshlm.frontend.answers import StreamAnswer
 from meshlm.frontend.interval import Interval
+from meshlm.frontend.stream_answer import StreamAnswer
 from meshlm.frontend.submits import build, position
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind, Handle

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.frontend import retry
-from meshlm.frontend.answers import StreamAnswer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import Ask
+from meshlm.frontend.stream_answer import StreamAnswer
 from meshlm.frontend.submits import build as build_submits
 from meshlm.frontend.submits import position, salt_of
 from meshlm.protocol.columns import pack_i32, unpack_i32
