@@ -14,10 +14,9 @@ from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPromp
 
 MAX_LISTED_IDS = 1 << 18  # of logit_bias, allowed_token_ids and stop_token_ids together, times the sequences
 MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times the sequences
-MIN_PROMPT_BYTES = (
-    1 << 20
-)  # of one prompt's text, or of a chat's messages, tools and template; a longer context allows more ...
-BYTES_PER_TOKEN = 16  # ... so much for each of its tokens: a tokenizer takes a hundred times a text's bytes, and seconds for a megabyte
+# Of one prompt's text, or of a chat's messages, tools and template. A longer context allows more, so much for each of its tokens: a
+# tokenizer takes a hundred times a text's bytes, and seconds for a megabyte.
+MIN_PROMPT_BYTES, BYTES_PER_TOKEN = 1 << 20, 16
 MAX_PROMPT_IDS = 1 << 22  # of one prompt that is to be truncated
 MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is more
 

@@ -85,9 +85,8 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     token_bytes: bytes
 
 
-PIECE_ENTRIES = (
-    1 << 13
-)  # of TokenLogprob, about 256 KB, tens of milliseconds of a frontend: what is told again of a request comes in pieces of so many
+# Of TokenLogprob; about 256 KB, and tens of milliseconds of a frontend. What is told again of a request comes in pieces of so many.
+PIECE_ENTRIES = 1 << 13
 
 
 def piece_len(num_logprobs: int) -> int:
