@@ -1,8 +1,8 @@
 """The run directory: the sockets of one mesh and the state that its processes share, for its user alone.
 
 By default one directory per port below a per-user base, so that `meshlm status` finds every mesh of this user. Whoever can replace a
-directory can stand between the processes, so every directory on the way must be root's or this user's, and nobody else may write
-there but where the sticky bit keeps them from the entries of others (as in /tmp).
+directory can stand between the processes, so every directory on the way must be root's or this user's. Where such a one lets everybody
+replace what is in it (a /tmp without the sticky bit, as an emptyDir volume of Kubernetes is) that is its owner's decision, and is said.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshlm.protocol.ids import Identity
+from meshlm.runtime.streams import complain
 from meshlm.supervisor.errors import StartError
 
 STATUS_SOCKET = "status.sock"
@@ -46,6 +47,8 @@ def taken(wanted: Path) -> Iterator[Path]:
         made = not wanted.exists() or wanted.parent == base_dir(os.environ)
         path = private(wanted)
         directory = _locked(path)
+        if weak := ", ".join(_open_to_all(path)):
+            complain(f"meshlm: other users can replace the run directory {path}: they can write in {weak}", "warning")
     except OSError as error:
         raise StartError(f"--run-dir {wanted}: {error.strerror}") from None
     try:
@@ -120,16 +123,19 @@ def check_private(path: Path, *, or_root: bool = False) -> None:
 
 
 def _check_way(path: Path) -> None:
-    """StartError when a directory above `path`, which is a real path, lets another user replace what is in it."""
+    """StartError when a directory above `path`, which is a real path, is another user's, who could replace what is in it."""
     trusted = {0, os.getuid(), os.stat("/").st_uid}  # who owns the root can do all that anyway
     for above in path.parents:
-        info = above.stat(follow_symlinks=False)
-        open_to_others = info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX
-        if info.st_uid not in trusted or open_to_others:
-            why = "is another user's" if info.st_uid not in trusted else "can be written by others"
+        if above.stat(follow_symlinks=False).st_uid not in trusted:
             raise StartError(
-                f"run directory {path}: {above} {why}, who could take the mesh over; choose another place with --run-dir"
+                f"run directory {path}: {above} is another user's, who could take the mesh over; choose another place with --run-dir"
             )
+
+
+def _open_to_all(path: Path) -> list[str]:
+    """Directories above in which others may replace what is not theirs."""
+    modes = {above: above.stat(follow_symlinks=False).st_mode for above in path.parents}
+    return [str(above) for above, mode in modes.items() if mode & 0o022 and not mode & stat.S_ISVTX]
 
 
 def stacks_file(identity: Identity) -> str:
