@@ -43,6 +43,7 @@ from meshlm.runtime import metrics as shared_metrics
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.readable import readable
 
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
@@ -50,6 +51,7 @@ FRESH_S = (
     0.5  # /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second
 )
 SERIES_FROM_START = 16  # engines whose series are there before their first request
+MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
 PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
 STOPPING = "this server is stopping"
 FULL = "the queue is full; try again"
@@ -280,8 +282,9 @@ class FrontendApp:
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
         """One line in the log for each name that nobody knows."""
         assert self._mesh is not None
-        for name in unknown_fields:
-            if name not in self._unknown_seen and len(self._unknown_seen) < 1000:
+        for field in unknown_fields:
+            name = readable(field, MAX_FIELD_NAME)
+            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_SEEN:
                 self._unknown_seen.add(name)
                 self._mesh.log.warning("unknown request field ignored", field=name, path=path)
 

@@ -6,14 +6,17 @@ With --log-format json a child's stderr goes through the supervisor (streams.py)
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO, cast
 
 import structlog
 
 from meshlm.protocol.config import RunConfig
 from meshlm.runtime.log_writer import LogWriter
+from meshlm.runtime.readable import readable
 from meshlm.runtime.streams import forgiving
+
+MAX_FIELD = 4000  # characters of one field of a line
 
 
 def configure(config: RunConfig, descriptor: int | None = None) -> None:
@@ -28,13 +31,19 @@ def configure(config: RunConfig, descriptor: int | None = None) -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S" if config.log_format == "console" else "iso"),
-            structlog.processors.format_exc_info,
+            _readable,
+            structlog.processors.format_exc_info,  # tracebacks are ours, and have lines
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(out),
         cache_logger_on_first_use=True,
     )
+
+
+def _readable(log: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Clients name fields, models and requests: what they say is shown, but moves no cursor and makes no line of its own."""
+    return {key: readable(value, MAX_FIELD) if isinstance(value, str) else value for key, value in event.items()}
 
 
 class Limited:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from meshlm.runtime.readable import readable
 from meshlm.supervisor import control, rundir
 from meshlm.supervisor.errors import StartError, UsageError
 
@@ -70,12 +71,16 @@ def show(status: control.MeshStatus) -> None:
     # Imported here: rich takes as long as all else that `--json` and the commands that only find a mesh need.
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    def shown(text: str) -> Text:
+        return Text(readable(text))  # as it is: no markup, no escape sequence
 
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
     lacks = f": no node has {status.missing}" if status.missing else ""
     state = f" ({status.scaling})" if status.scaling else "" if status.ready else f" (not ready{lacks})"
     where = f"on port {status.port}" if status.port else "on a node without HTTP"
-    table = Table(title=f"{status.model} {where}{ranks}{state}")
+    table = Table(title=shown(f"{status.model} {where}{ranks}{state}"))
     with_host = any(process.host for process in status.processes)
     headings = ["process", "host"] if with_host else ["process"]
     for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
@@ -84,18 +89,18 @@ def show(status: control.MeshStatus) -> None:
     for process in status.processes:
         table.add_row(
             f"{process.role}/{process.index}",
-            *([process.host] if with_host else []),
+            *([shown(process.host)] if with_host else []),
             process.state,
             str(process.pid or "-"),
             f"{process.uptime_s:.0f} s",
             str(process.restarts),
             _memory(process.rss_bytes),
-            process.phase,
+            shown(process.phase),
         )
     for standby in status.standbys:
         table.add_row(
             standby.role,
-            *([standby.host] if with_host else []),
+            *([shown(standby.host)] if with_host else []),
             standby.state,
             str(standby.pid),
             f"{standby.uptime_s:.0f} s",

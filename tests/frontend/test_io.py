@@ -270,3 +270,16 @@ def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
     assert app.not_ready_reason() == ""
     mesh.blocked = "detokenizer/0 does not take what it is sent"
     assert app.not_ready_reason() == mesh.blocked
+
+
+def test_names_of_unknown_fields_are_neither_kept_whole_nor_without_number() -> None:
+    app, mesh = started(ONE)
+    said: list[str] = []
+    mesh.log.warning = lambda _, field, path: said.append(field)
+    app.ignored(("one", "two\x1b[2J"), "/v1/completions")
+    app.ignored(("one",), "/v1/completions")
+    assert said == ["one", "two\\x1b[2J"]
+    for number in range(3000):
+        app.ignored((f"{number}" + "x" * 100_000,), "/v1/completions")
+    assert len(said) == len(app._unknown_seen) == io.MAX_UNKNOWN_SEEN
+    assert max(map(len, said)) < 100
