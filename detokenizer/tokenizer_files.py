@@ -1,13 +1,15 @@
 """Loads a tokenizer: a Hugging Face tokenizer.json, or one built from a .gguf file's metadata. No torch, no transformers."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from meshlm.runtime import gguf_files
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime import gguf_files, tokenizer_config
+from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 
 # Pre-tokenizer patterns by GGUF's `tokenizer.ggml.pre`, as the models' own tokenizer.json have them.
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,28 +40,30 @@ def load(path: Path) -> LoadedTokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
         raise ProcessFatal(f"{file}: not a tokenizer ({error})") from None
-    config = _object(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # an older model: the other file has the last word, as for transformers
-        config |= _object(folder / "special_tokens_map.json")
-    return _describe(tokenizer, config)
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """What a JSON file says; nothing where there is none. ProcessFatal for one that cannot be read."""
-    if not file.is_file():
-        return {}
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProcessFatal(f"{file}: {error}") from None
-    if not isinstance(found, dict):
-        raise ProcessFatal(f"{file}: not a JSON object")
-    return found
+        config = tokenizer_config.read(folder)
+    except ModelFilesError as error:
+        raise ProcessFatal(str(error)) from None
+    tokenizer.no_truncation()  # trainers leave their own settings in the file, which would cut prompts
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = config.split_special_tokens
+    known = {_form(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    _add(tokenizer, [token for token in config.added if _form(token) not in known])
+    names = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    _add(tokenizer, [token for token in config.special if token.content not in names])
+    return _describe(tokenizer, config.special_tokens)
 
 
-def _describe(tokenizer: Tokenizer, config: dict[str, Any]) -> LoadedTokenizer:
-    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    special = {name: text for name in names if (text := _text(config.get(name)))}
+def _form(token: AddedToken | tokenizer_config.AddedToken) -> tuple[object, ...]:
+    return tuple(getattr(token, name) for name in tokenizer_config.AddedToken.__struct_fields__)
+
+
+def _add(tokenizer: Tokenizer, tokens: Iterable[tokenizer_config.AddedToken]) -> None:
+    """Tokens of the files beside, which the tokenizer.json has not, or has in another form."""
+    tokenizer.add_tokens([AddedToken(**msgspec.structs.asdict(token)) for token in tokens])
+
+
+def _describe(tokenizer: Tokenizer, special: dict[str, str]) -> LoadedTokenizer:
     added = tokenizer.get_added_tokens_decoder()
     ids = {index for index, token in added.items() if token.special}
     ids |= {index for text in special.values() if (index := tokenizer.token_to_id(text)) is not None}
@@ -69,12 +73,6 @@ def _describe(tokenizer: Tokenizer, config: dict[str, Any]) -> LoadedTokenizer:
 
 def _decoder_json(tokenizer: Tokenizer) -> str:
     return json.dumps(json.loads(tokenizer.to_str())["decoder"], separators=(",", ":")) if tokenizer.decoder else ""
-
-
-def _text(value: Any) -> str:
-    """Of a token as these files write it; "" where there is none."""
-    found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) else ""
 
 
 def _from_gguf(path: Path) -> LoadedTokenizer:
@@ -92,14 +90,14 @@ def _from_gguf(path: Path) -> LoadedTokenizer:
     user = [AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, types) if k == _USER_DEFINED]
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(user)
-    config = {
+    special = {
         f"{name}_token": tokens[fields[key]]
         for name in ("bos", "eos", "unk", "pad")
         if (key := f"tokenizer.ggml.{'unknown' if name == 'unk' else 'padding' if name == 'pad' else name}_token_id")
         in fields
     }
     _add_bos_and_eos(tokenizer, fields, tokens, default_bos=kind == "llama")
-    return _describe(tokenizer, config)
+    return _describe(tokenizer, special)
 
 
 def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:

@@ -51,6 +51,12 @@ class GenerationConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def with_eos(self, of_tokenizer: int | None) -> tuple[int, ...]:
+        """All tokens that end a text: a finetuned model's may only be known to its tokenizer."""
+        if of_tokenizer is None or of_tokenizer in self.eos_token_ids:
+            return self.eos_token_ids
+        return (*self.eos_token_ids, of_tokenizer)
+
 
 def of_model(folder: Path, config: dict[str, Any]) -> GenerationConfig:
     """A model's own: its generation_config.json, or where there is none what its config.json says. ModelFilesError."""

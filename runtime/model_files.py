@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime import chat_templates, checkpoint_files, gguf_files, model_config
+from meshlm.runtime import chat_templates, checkpoint_files, gguf_files, model_config, tokenizer_config
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.generation_config import GenerationConfig, of_model
 from meshlm.runtime.json_files import read_json, read_text
@@ -31,6 +31,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     generation: GenerationConfig
     chat_templates: dict[str, str]  # by name
+    tokenizer_eos: int | None = None  # the token that the tokenizer calls the end of a text
     notes: tuple[str, ...] = ()  # what a user should know of these files
 
 
@@ -58,6 +59,7 @@ def resolve_model(
         changes["load_format"] = "dummy"
     if tokenizer:
         changes["tokenizer_path"] = _existing(Path(tokenizer), "--tokenizer")
+    changes["tokenizer_eos"] = tokenizer_config.eos_token_id(changes.get("tokenizer_path", files.tokenizer_path))
     try:
         templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
         changes["chat_templates"] = chat_templates.choose(chat_template, templates) if chat_template else templates

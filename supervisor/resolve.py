@@ -83,7 +83,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        eos_token_ids=generation.eos_token_ids,
+        eos_token_ids=generation.with_eos(files.tokenizer_eos),
         digest="",
     )
     config = msgspec.structs.replace(config, resolved=resolved)

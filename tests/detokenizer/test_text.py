@@ -276,7 +276,7 @@ def test_tags_that_are_special_tokens_can_be_kept(table: TokenTable, byte_level:
     [
         ({}, {}),
         ({"tokenizer_config": {"bos_token": "<s>", "eos_token": None}}, {"bos_token": "<s>"}),
-        ({"tokenizer_config": {"sep_token": {"content": "<sep>"}, "pad_token": 3}}, {"sep_token": "<sep>"}),
+        ({"tokenizer_config": {"sep_token": {"content": "<sep>"}, "pad_token": None}}, {"sep_token": "<sep>"}),
         (
             {"tokenizer_config": {"bos_token": "a"}, "special_tokens_map": {"bos_token": "b", "eos_token": "e"}},
             {"bos_token": "b", "eos_token": "e"},

@@ -121,3 +121,8 @@ def test_every_setting_of_transformers_is_known() -> None:
 
     known = NEEDLESS | RANGES.keys() | NAMED.keys() | {"eos_token_id"}
     assert set(transformers.GenerationConfig().to_dict()) <= known
+
+
+@pytest.mark.parametrize(("of_tokenizer", "ids"), [(None, (1,)), (1, (1,)), (0, (1, 0))])
+def test_the_tokenizers_end_counts_too(of_tokenizer: int | None, ids: tuple[int, ...]) -> None:
+    assert OWN.with_eos(of_tokenizer) == ids

@@ -133,3 +133,15 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, key: str, word: str) -> 
     (tmp_path / "generation_config.json").write_text(f'{{"temperature": {word}}}')
     with pytest.raises(ModelFilesError, match=r"generation_config.json: temperature is (nan|inf)"):
         resolve_model(str(tmp_path))
+
+
+def test_the_end_that_a_tokenizer_knows(tmp_path: Path) -> None:
+    tokens = {"added_tokens": [{"id": 7, "content": "<end>"}], "model": {"vocab": {"a": 3}}}
+    files = {"tokenizer.json": tokens, "tokenizer_config.json": {"eos_token": "<end>"}}
+    found = resolve_model(folder_with(tmp_path, **{**files, "config.json": {**CONFIG, "eos_token_id": 2}}))
+    assert (found.generation.eos_token_ids, found.tokenizer_eos) == ((2,), 7)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert resolve_model(str(tmp_path), tokenizer=str(other)).tokenizer_eos is None
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    assert resolve_model(str(tmp_path)).tokenizer_eos == 3
