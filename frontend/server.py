@@ -5,11 +5,9 @@ Everything here belongs to one request; state across requests is desk.py's and i
 
 import asyncio
 import contextlib
-import hmac
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -25,27 +23,24 @@ from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, subm
 from meshlm.frontend.answers import Answer, WholeAnswer
 from meshlm.frontend.body_schema import Served
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.errors import HttpError, why_not_served
+from meshlm.frontend.endpoint import Endpoint, KeyCheck, plain_error
+from meshlm.frontend.errors import HttpError
 from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.model_card import model_card
-from meshlm.frontend.operations import HTML, METRICS, OPERATIONS, Operation, served
+from meshlm.frontend.operations import HTML, METRICS, Operation, served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.stream_answer import StreamAnswer
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import Profiled
-from meshlm.protocol.ids import ErrorKind, Handle
+from meshlm.protocol.ids import Handle
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
 BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
-OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Sender = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Backend(Protocol):
@@ -87,7 +82,7 @@ class Routes:
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
         routes = [
-            Route(op.path.replace("{model}", "{model:path}"), _Endpoint(getattr(self, op.handler)), methods=op.methods)
+            Route(op.path.replace("{model}", "{model:path}"), Endpoint(getattr(self, op.handler)), methods=op.methods)
             for op in self._operations()
         ]
         server = self._backend.config.server
@@ -103,10 +98,10 @@ class Routes:
             routes=routes,
             middleware=[
                 cors,
-                Middleware(_KeyCheck, keys=keys),
+                Middleware(KeyCheck, keys=keys),
                 Middleware(Gate, refusal=self._backend.refusal, refused=self._backend.refused),
             ],
-            exception_handlers={HTTPException: _plain_error},
+            exception_handlers={HTTPException: plain_error},
         )
 
     def _operations(self) -> tuple[Operation, ...]:
@@ -389,70 +384,8 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _plain_error(request: Request, error: Exception) -> Response:
-    """What the router refuses (404, 405), in OpenAI's form."""
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: " + (
-        "this path takes " + error.headers["Allow"]
-        if error.headers and "Allow" in error.headers
-        else "there is no such path"
-    )
-    kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
-    if error.status_code == 404 and (why := why_not_served(request.url.path)):
-        text += f": {why}"
-    body = HttpError(error.status_code, text, kind=kind).body()
-    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
-
-
 class _AlreadySent(Response):
     """The response went out through the EventWriter."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Nothing is left to send."""
-
-
-class _Endpoint:
-    """An ASGI endpoint around a method: errors become OpenAI's form, `send` is within reach of the writer."""
-
-    def __init__(self, method: Callable[[Request], Awaitable[Response | None]]) -> None:
-        self._method = method
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
-        scope["meshlm.send"] = send
-        request = Request(scope, receive)
-        try:
-            response = await self._method(request)
-        except HttpError as error:
-            response = Response(error.body(), error.status, error.headers(), "application/json")
-        except ClientDisconnect:
-            return
-        except (
-            asyncio.CancelledError
-        ):  # the server ends, and this one has not: its body has not come, or nobody reads its answer
-            stopping = HttpError(503, "this server is stopping", kind="overloaded_error")
-            response = Response(stopping.body(), stopping.status, stopping.headers(), "application/json")
-            with contextlib.suppress(RuntimeError):  # its answer has begun
-                await response(scope, receive, send)  # type: ignore[arg-type]
-            return
-        if response is not None:
-            await response(scope, receive, send)  # type: ignore[arg-type]
-
-
-class _KeyCheck:
-    """Asks for one of the API keys on every route but the probes, comparing in constant time."""
-
-    def __init__(self, app: Any, keys: tuple[bytes, ...]) -> None:
-        self._app, self._keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
-        if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
-            headers = dict(scope["headers"])
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            matches = [hmac.compare_digest(given, key) for key in self._keys]
-            if not any(matches):
-                error = HttpError(
-                    401, "Unauthorized: send a valid key as 'Authorization: Bearer KEY'", kind="authentication_error"
-                )
-                await Response(error.body(), 401, media_type="application/json")(scope, receive, send)  # type: ignore[arg-type]
-                return
-        await self._app(scope, receive, send)

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from meshlm.frontend.server import _Endpoint
+from meshlm.frontend.endpoint import Endpoint
 
 
 async def cut_off(*, started: bool) -> list[Any]:
@@ -26,7 +26,7 @@ async def cut_off(*, started: bool) -> list[Any]:
         await request.body()
 
     scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    task = asyncio.create_task(_Endpoint(read)(scope, receive, send))
+    task = asyncio.create_task(Endpoint(read)(scope, receive, send))
     await asyncio.wait_for(waits.wait(), 10)
     task.cancel()
     await asyncio.wait_for(task, 10)  # not CancelledError, of which uvicorn logs a traceback

@@ -1,0 +1,82 @@
+"""Around every route: errors in OpenAI's form, the API key, and what the router refuses. Installed by server.py."""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from meshlm.frontend.errors import HttpError, why_not_served
+from meshlm.frontend.operations import OPERATIONS
+from meshlm.protocol.ids import ErrorKind
+
+OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Sender = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+def plain_error(request: Request, error: Exception) -> Response:
+    """What the router refuses (404, 405), in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: " + (
+        "this path takes " + error.headers["Allow"]
+        if error.headers and "Allow" in error.headers
+        else "there is no such path"
+    )
+    kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
+    if error.status_code == 404 and (why := why_not_served(request.url.path)):
+        text += f": {why}"
+    body = HttpError(error.status_code, text, kind=kind).body()
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
+
+
+class Endpoint:
+    """An ASGI endpoint around a method: errors become OpenAI's form, `send` is within reach of the writer."""
+
+    def __init__(self, method: Callable[[Request], Awaitable[Response | None]]) -> None:
+        self._method = method
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        scope["meshlm.send"] = send
+        request = Request(scope, receive)
+        try:
+            response = await self._method(request)
+        except HttpError as error:
+            response = Response(error.body(), error.status, error.headers(), "application/json")
+        except ClientDisconnect:
+            return
+        except (
+            asyncio.CancelledError
+        ):  # the server ends, and this one has not: its body has not come, or nobody reads its answer
+            stopping = HttpError(503, "this server is stopping", kind="overloaded_error")
+            response = Response(stopping.body(), stopping.status, stopping.headers(), "application/json")
+            with contextlib.suppress(RuntimeError):  # its answer has begun
+                await response(scope, receive, send)  # type: ignore[arg-type]
+            return
+        if response is not None:
+            await response(scope, receive, send)  # type: ignore[arg-type]
+
+
+class KeyCheck:
+    """Asks for one of the API keys on every route but the probes, comparing in constant time."""
+
+    def __init__(self, app: Any, keys: tuple[bytes, ...]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            matches = [hmac.compare_digest(given, key) for key in self._keys]
+            if not any(matches):
+                error = HttpError(
+                    401, "Unauthorized: send a valid key as 'Authorization: Bearer KEY'", kind="authentication_error"
+                )
+                await Response(error.body(), 401, media_type="application/json")(scope, receive, send)  # type: ignore[arg-type]
+                return
+        await self._app(scope, receive, send)
