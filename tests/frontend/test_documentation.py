@@ -9,12 +9,12 @@ from parsing import RESOLVED
 
 from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS
 from meshlm.frontend.server import Routes
-from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.config import MeshConfig, ServerConfig
 
 
 def client(**server: Any) -> httpx.AsyncClient:
     backend: Any = SimpleNamespace(
-        config=SimpleNamespace(server=ServerConfig(**server)),
+        config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
         resolved=RESOLVED,
         version="1.2",
         refusal=lambda *, attaches: "",
