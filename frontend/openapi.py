@@ -87,7 +87,7 @@ def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool, s
     for status in sorted(errors):
         found["responses"][str(status)] = _error(status, {"application/json": {"schema": refs[ErrorResponse]}})
     for status in op.plain_errors:
-        found["responses"][str(status)] = {"description": "Why not.", "content": _text(str(op.answers))}
+        found["responses"][str(status)]["content"] |= _text(str(op.answers))
     if op.is_open:
         found["security"] = []
     return found

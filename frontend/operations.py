@@ -33,7 +33,7 @@ class Operation(NamedTuple):
     summary: str
     body: type[Struct] | None = None
     methods: tuple[str, ...] = ("GET",)
-    errors: tuple[int, ...] = ()
+    errors: tuple[int, ...] = (503,)  # a server that stops says so on every path
     parameters: tuple[Parameter, ...] = ()
     streams: bool = False
     plain_errors: tuple[int, ...] = ()  # statuses whose body is text
@@ -55,6 +55,7 @@ _GENERATES = (
     Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
 )  # fmt: skip
 _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
+_TRACES = (404, 409, 503, 504)
 _PROBE = "For load balancers; needs no key."
 
 OPERATIONS = (
@@ -99,7 +100,7 @@ OPERATIONS = (
         _ASKS,
     ),
     Operation("/v1/models", "models", answers.ModelList, "The served names."),
-    Operation("/v1/models/{model}", "model", answers.ModelCard, "One of them.", errors=(404,), parameters=(_MODEL,)),
+    Operation("/v1/models/{model}", "model", answers.ModelCard, "One of them.", errors=(404, 503), parameters=(_MODEL,)),
     Operation("/version", "version", answers.Version, "The server's version."),
     Operation("/load", "load", answers.ServerLoad, "How many requests are answered now."),
     Operation("/metrics", "metrics", METRICS, "Metrics for Prometheus."),
@@ -108,8 +109,8 @@ OPERATIONS = (
     Operation(
         "/ready", "ready", TEXT, f"503 with the reason while requests cannot be served. {_PROBE}", plain_errors=(503,), is_open=True
     ),
-    Operation("/start_profile", "start_profile", answers.Traces, "Begin a trace in every worker.", None, ("POST",), (404, 409)),
-    Operation("/stop_profile", "stop_profile", answers.Traces, "End the traces.", None, ("POST",), (404, 409)),
+    Operation("/start_profile", "start_profile", answers.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
+    Operation("/stop_profile", "stop_profile", answers.Traces, "End the traces.", None, ("POST",), _TRACES),
 )  # fmt: skip
 DOCUMENTATION = (
     Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),

@@ -1,7 +1,9 @@
 """/openapi.json describes every route, and /docs shows it without anything from elsewhere."""
 
+import ast
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,6 +59,23 @@ def test_generation_names_every_status_that_an_error_may_have() -> None:
         assert {str(status) for status in STATUS.values()} | {"200", "413"} <= set(
             OPEN["paths"][path]["post"]["responses"]
         )
+
+
+def test_every_status_of_the_source_is_declared() -> None:
+    """Each number that an HttpError is made with anywhere in the frontend stands in the document."""
+    folder = Path(openapi.__file__).parent
+    made = {
+        node.args[0].value
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "HttpError"
+        if node.args and isinstance(node.args[0], ast.Constant)
+    }
+    declared = {
+        int(status) for methods in KEYED["paths"].values() for one in methods.values() for status in one["responses"]
+    }
+    assert {400, 401, 404, 413, 503} <= made <= declared
+    assert all("503" in one["responses"] for methods in KEYED["paths"].values() for one in methods.values())
 
 
 def test_without_documentation() -> None:

@@ -13,7 +13,7 @@ from serving import Serving
 
 pytestmark = pytest.mark.mesh
 
-EXAMPLES = {"post": 25, "get": 3}  # right and wrong ones of a route each
+EXAMPLES = {"post": 15, "get": 2}  # right and wrong ones of a route each
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0, "n": 2, "best_of": 2}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
 CHECKED = [
