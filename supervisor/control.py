@@ -7,19 +7,20 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.rundir import STATUS_SOCKET
 
 MAX_REQUEST_BYTES = 64 << 10
-ATTACH: dict[str, object] = {"command": "attach"}
-"""Asks for the configuration; the connection stays open as long as the mesh lives."""
+ATTACH = "attach"
+"""Asks for a place and the configuration; the connection stays open as long as the mesh and the asker live."""
 
 
 class ProcessStatus(Struct, frozen=True):
@@ -69,7 +70,7 @@ class ControlServer:
 
     def __init__(self, answer: Callable[[dict[str, object]], object]) -> None:
         self._answer = answer
-        self._held: set[asyncio.StreamWriter] = set()  # see `attach`
+        self._held: dict[asyncio.StreamWriter, Identity] = {}  # who holds which place; see `attach`
         self._server: asyncio.Server | None = None
 
     async def open(self, run_dir: Path) -> None:
@@ -83,6 +84,15 @@ class ControlServer:
         for writer in self._held:
             writer.close()
 
+    def place(self, request: dict[str, object], present: Iterable[Identity]) -> Identity:
+        """A free one for one more process. ValueError when the one that is wanted is not."""
+        role, wanted = Role(request.get("role")), request.get("index")
+        taken = {identity.index for identity in (*present, *self._held.values()) if identity.role is role}
+        if isinstance(wanted, int) and wanted in taken:
+            raise ValueError(f"--index {wanted}: {role.value}/{wanted} is running already")
+        free = next(number for number in range(len(taken) + 1) if number not in taken)
+        return Identity(role, wanted if isinstance(wanted, int) else free)
+
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request: object = None
         try:
@@ -93,12 +103,13 @@ class ControlServer:
         except BaseException:  # a bug: the asker must not wait, nor its descriptor stay
             writer.close()
             raise
+        if isinstance(reply, dict) and "place" in reply:
+            self._held[writer] = Identity.parse(reply["place"])
         writer.write(json.dumps(reply).encode() + b"\n")
-        if request == ATTACH:
-            self._held.add(writer)
+        if writer in self._held:
             with contextlib.suppress(OSError):
                 await reader.read()  # until the asker has ended
-            self._held.discard(writer)
+            del self._held[writer]
         writer.close()
 
 
@@ -109,11 +120,13 @@ def ask(run_dir: Path, request: dict[str, object], timeout_s: float = 5.0) -> di
     return reply
 
 
-def attach(run_dir: Path, timeout_s: float = 5.0) -> tuple[socket.socket, MeshConfig]:
-    """The configuration, for one more process of the mesh, and a connection that ends when the mesh does."""
-    link, reply = _asked(run_dir, ATTACH, timeout_s)
+def attach(
+    run_dir: Path, role: Role, index: int | None, timeout_s: float = 5.0
+) -> tuple[socket.socket, Identity, MeshConfig]:
+    """A place for one more process, the configuration, and a connection that holds the place and ends when the mesh does."""
+    link, reply = _asked(run_dir, {"command": ATTACH, "role": role.value, "index": index}, timeout_s)
     link.settimeout(None)
-    return link, msgspec.convert(reply["config"], MeshConfig)
+    return link, Identity.parse(str(reply["place"])), msgspec.convert(reply["config"], MeshConfig)
 
 
 def _asked(run_dir: Path, request: dict[str, object], timeout_s: float) -> tuple[socket.socket, dict[str, object]]:

@@ -375,8 +375,9 @@ class Supervisor:
         match request.get("command"):
             case "status":
                 return msgspec.to_builtins(self.status())
-            case "attach":
-                return {"config": msgspec.to_builtins(self.config)}
+            case control.ATTACH:
+                place = self._status.place(request, self._group.processes)
+                return {"place": str(place), "config": msgspec.to_builtins(self.config)}
             case "scale":
                 error = self.scale(request.get("dp"), request.get("drain_s", self._drain_s))
                 return {"error": error} if error else msgspec.to_builtins(self.status())

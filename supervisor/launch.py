@@ -9,13 +9,11 @@ import asyncio
 import signal
 import socket
 import time
-from pathlib import Path
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.streams import complain, json_from_here
 from meshlm.supervisor import children, control, status
-from meshlm.supervisor.errors import UsageError
 
 ROLES = (Role.FRONTEND, Role.DETOKENIZER)
 """Roles that may be added while a mesh runs; schedulers and workers come in whole ranks."""
@@ -31,9 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     run_dir = status.find(arguments.port, arguments.run_dir, or_root=False)  # who has it says what runs
-    role = Role(arguments.role)
-    identity = Identity(role, _free_index(run_dir, role, arguments.index))
-    mesh, config = control.attach(run_dir)
+    mesh, identity, config = control.attach(run_dir, Role(arguments.role), arguments.index)
     if config.run.log_format == "json":
         json_from_here("launch")
     return asyncio.run(_run(identity, mesh, config))
@@ -57,14 +53,3 @@ async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> i
     loop.add_reader(mesh, mesh_has_ended)
     code = await ended
     return code if code >= 0 else 1
-
-
-def _free_index(run_dir: Path, role: Role, wanted: int | None) -> int:
-    """The wanted number, or the first that no socket in the run directory has."""
-    control.ask(run_dir, {"command": "status"})
-    taken = {int(path.stem.rpartition("-")[2]) for path in run_dir.glob(f"{role.value}-*.sock")}
-    if wanted is None:
-        return next(number for number in range(len(taken) + 1) if number not in taken)
-    if wanted in taken:
-        raise UsageError(f"--index {wanted}: {role.value}/{wanted} is running already")
-    return wanted
