@@ -8,6 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.runtime import config_keys
 from meshlm.runtime.config_keys import shown
@@ -87,7 +89,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(
             f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
         )
-    context = _integer(config, "max_position_embeddings")
+    context, rope = _stretched(_integer(config, "max_position_embeddings"), _rope(config))
     window, sliding = _sliding(config, architecture, layers, context)
     act = config.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in ACTIVATIONS:
@@ -105,7 +107,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         max_position_embeddings=context,
         rms_norm_eps=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
         hidden_act=ACTIVATIONS[act],
-        rope=_rope(config),
+        rope=rope,
         tie_word_embeddings=_boolean(config, "tie_word_embeddings"),
         attention_bias=architecture == "Qwen2ForCausalLM" or bias,
         output_bias=architecture != "Qwen2ForCausalLM" and bias,
@@ -165,6 +167,17 @@ def _sliding(config: dict[str, Any], architecture: str, layers: int, context: in
     if any(kind != wanted for kind in kinds or ()) or (window and architecture == "LlamaForCausalLM"):
         raise ValueError(f"sliding_window {window} with these layer_types is not supported for {architecture}")
     return window, ()
+
+
+def _stretched(context: int, rope: RopeSpec) -> tuple[int, RopeSpec]:
+    """The context that a scaled rotation was made for, as vLLM finds it: people add YaRN to a config.json and leave its context."""
+    if rope.rope_type == "linear":
+        return int(context * rope.factor), rope
+    if rope.rope_type != "yarn":
+        return context, rope
+    original = rope.original_max_position_embeddings or context
+    rope = msgspec.structs.replace(rope, original_max_position_embeddings=original)
+    return max(context, int(original * rope.factor)), rope
 
 
 def _rope(config: dict[str, Any]) -> RopeSpec:

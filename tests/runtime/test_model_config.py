@@ -184,3 +184,19 @@ def test_rope_parameters_of_transformers_5() -> None:
     found = parse_config({**CONFIG, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, HERE)[0].rope
     assert found == parse_config({**CONFIG, "rope_scaling": LLAMA3, "rope_theta": 5e5}, HERE)[0].rope
     assert (found.rope_type, found.factor, found.rope_theta) == ("llama3", 8.0, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context", "original"),
+    [
+        ({"type": "linear", "factor": 4.0}, 512, 0),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512, 128),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128, 32),
+        ({"type": "yarn", "factor": 4.0}, 512, 128),
+        ({"type": "dynamic", "factor": 4.0}, 128, 0),
+        (LLAMA3, 128, 64),
+    ],
+)
+def test_the_context_that_a_scaled_rotation_was_made_for(scaling: dict[str, Any], context: int, original: int) -> None:
+    spec, _ = parse_config({**CONFIG, "rope_scaling": scaling}, HERE)
+    assert (spec.max_position_embeddings, spec.rope.original_max_position_embeddings) == (context, original)
