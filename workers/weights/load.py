@@ -33,8 +33,12 @@ def load_model(
     try:
         with torch.device("meta"):
             model = model_class(spec)(spec, resolved.max_model_len, shard)
+        tensors: Callable[[], Iterable[tuple[str, Source]]]
         tensors = partial(sources, Path(resolved.model_path), resolved.load_format, spec, device, seed)
-        check_tensors(tensors(), resolved)
+        if resolved.load_format == "gguf":
+            tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
+        if resolved.load_format != "dummy":
+            check_tensors(tensors(), resolved)
         kept: dict[str, Kept] = {}
         if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
             kept = keep(model, tensors())
