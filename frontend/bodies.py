@@ -16,7 +16,7 @@ Body = TypeVar("Body", bound=Struct)
 # What a body may hold, so that nobody waits long for its decoding: 0.2 µs for an array or object, 0.1 for a text, 0.02 for a number.
 MAX_CONTAINERS = 1 << 18
 MAX_TEXTS = 1 << 19  # names of fields too
-MAX_VALUES = 4_300_000
+MAX_VALUES = 6_000_000
 MAX_FIELDS = 1024
 BEGINNINGS = (4 << 20, 12 << 20)  # most bodies that have too many have so already here
 

@@ -260,6 +260,8 @@ class Routes:
                         raise HttpError(503, BODIES, kind="overloaded_error")
                     held += len(part)
                 parts.append(part)
+                if size - len(part) < bodies.BEGINNINGS[0] <= size:
+                    bodies.check_counts(b"".join(parts))  # before all the rest is read
             return b"".join(parts)
         finally:
             self._incoming.give(held)

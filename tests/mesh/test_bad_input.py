@@ -67,6 +67,15 @@ def test_json_nested_too_deeply(client: httpx.Client, body: bytes) -> None:
         check_not_json(client.post(COMPLETIONS, content=body))
 
 
+def test_a_body_of_millions_of_arrays(client: httpx.Client, keyed: Serving) -> None:
+    """Refused by its first 4 MB: no stream waits for its decoding, which took seconds and a gigabyte."""
+    body = b'{"prompt": [' + b"[]," * 9_000_000 + b"[]]}"
+    with undisturbed(client), grows_less_than(100 * MB, keyed.pid("frontend")):
+        answer = client.post(COMPLETIONS, content=body)
+    assert answer.status_code == 400
+    assert "arrays and objects" in error_of(answer)["message"]
+
+
 def check_not_json(answer: httpx.Response) -> None:
     """400, and no field is at fault but the whole body."""
     assert answer.status_code == 400
