@@ -20,7 +20,7 @@ def echo(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_sent_comes_back_from_all_peers(echo: ModuleType, size: int) -> None:
-    comm = echo.EchoSeat(size).connect(DEVICE, BF16, 8, COLUMNS)
+    comm = echo.EchoPlacement(size).connect(DEVICE, BF16, 8, COLUMNS)
     one_row = comm.one_row
     weight = torch.zeros(COLUMNS, INPUTS, dtype=BF16, device=DEVICE)
     weight[:, 3] = torch.arange(COLUMNS, device=DEVICE) % 8
@@ -40,6 +40,6 @@ def test_what_is_sent_comes_back_from_all_peers(echo: ModuleType, size: int) -> 
 
 
 def test_votes_are_those_of_all(echo: ModuleType) -> None:
-    comm = echo.EchoSeat(4).connect(DEVICE, BF16, 8, COLUMNS)
+    comm = echo.EchoPlacement(4).connect(DEVICE, BF16, 8, COLUMNS)
     assert comm.all_reduce(torch.ones(1, dtype=torch.int32, device=DEVICE)).item() == 4
     assert comm.allreduce_rmsnorm(torch.ones(2, COLUMNS), torch.ones(2, COLUMNS), torch.ones(COLUMNS), 1e-6) is None
