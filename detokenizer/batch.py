@@ -152,21 +152,18 @@ def positions(
     """One entry for each of the last of `ids`, as many as there are `sizes`: the characters that each brings to the text. `first`: of
     them, in the columns."""
     logprobs, ranks = unpack_f32(columns.logprobs), unpack_i32(columns.ranks)
-    width = columns.width
-    top_ids, top_logprobs = unpack_i32(columns.top_ids), unpack_f32(columns.top_logprobs)
+    width, show = columns.width, table.show
+    top_ids, top_logprobs = unpack_i32(columns.top_ids).tolist(), unpack_f32(columns.top_logprobs).tolist()
+    top_ranks = range(1, width + 1)
     found = []
     for place, num_chars in enumerate(sizes, first):
-        at = len(ids) - len(sizes) + place - first
+        at, row = len(ids) - len(sizes) + place - first, slice(place * width, (place + 1) * width)
         pending = table.pending(ids[max(0, at - LONGEST_BEGIN) : at])
-
-        def entry(token: int, logprob: float, rank: int, pending: bytes = pending) -> TokenLogprob:
-            text, data = table.show(token, pending)
-            return TokenLogprob(token, logprob, rank, text, data)
-
         top = [
-            entry(top_ids[place * width + k], top_logprobs[place * width + k], k + 1)
-            for k in range(width)
-            if top_ids[place * width + k] >= 0
+            TokenLogprob(token, logprob, rank, *show(token, pending))
+            for token, logprob, rank in zip(top_ids[row], top_logprobs[row], top_ranks, strict=True)
+            if token >= 0
         ]
-        found.append(PositionLogprobs(entry(ids[at], logprobs[place], ranks[place]), num_chars, tuple(top)))
+        own = TokenLogprob(ids[at], logprobs[place], ranks[place], *show(ids[at], pending))
+        found.append(PositionLogprobs(own, num_chars, tuple(top)))
     return found
