@@ -7,6 +7,7 @@ to refuse a model. The rules are vLLM's.
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from meshlm.runtime.config_keys import shown, words
@@ -51,11 +52,18 @@ class GenerationConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_eos(self, of_tokenizer: int | None) -> tuple[int, ...]:
-        """All tokens that end a text: a finetuned model's may only be known to its tokenizer."""
-        if of_tokenizer is None or of_tokenizer in self.eos_token_ids:
-            return self.eos_token_ids
-        return (*self.eos_token_ids, of_tokenizer)
+
+def with_eos(generation: GenerationConfig, of_tokenizer: int | None, vocab_size: int) -> GenerationConfig:
+    """The tokenizer's end counts too: a finetuned model's may be known to it alone. Ids that no token has are named and dropped:
+    whatever masks them would write past the logits."""
+    ids = list(dict.fromkeys((*generation.eos_token_ids, *(() if of_tokenizer is None else (of_tokenizer,)))))
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    note = f"eos_token_id {', '.join(map(str, outside))} is ignored: the vocabulary has the ids 0 to {vocab_size - 1}"
+    return msgspec.structs.replace(
+        generation,
+        eos_token_ids=tuple(token for token in ids if token not in outside),
+        notes=(*generation.notes, note) if outside else generation.notes,
+    )
 
 
 def of_model(folder: Path, config: dict[str, Any]) -> GenerationConfig:

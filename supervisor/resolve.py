@@ -42,6 +42,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         generation = generation_config.chosen(
             files.generation, config.model.generation_config, config.model.override_generation_config
         )
+        generation = generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
     except ModelFilesError as error:
         raise UsageError(str(error)) from None
     for note in (*files.notes, *generation.notes):
@@ -83,7 +84,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        eos_token_ids=generation.with_eos(files.tokenizer_eos),
+        eos_token_ids=generation.eos_token_ids,
         digest="",
     )
     config = msgspec.structs.replace(config, resolved=resolved)

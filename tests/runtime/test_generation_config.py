@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.generation_config import NEEDLESS, NEUTRAL, RANGES, GenerationConfig, chosen, of_model
+from meshlm.runtime.generation_config import NEEDLESS, NEUTRAL, RANGES, GenerationConfig, chosen, of_model, with_eos
 
 OWN = GenerationConfig(defaults={"temperature": 0.6, "max_tokens": 100}, eos_token_ids=(1,), notes=("said",))
 # What changes the text that transformers makes: named where it asks for something.
@@ -123,6 +123,20 @@ def test_every_setting_of_transformers_is_known() -> None:
     assert set(transformers.GenerationConfig().to_dict()) <= known
 
 
-@pytest.mark.parametrize(("of_tokenizer", "ids"), [(None, (1,)), (1, (1,)), (0, (1, 0))])
-def test_the_tokenizers_end_counts_too(of_tokenizer: int | None, ids: tuple[int, ...]) -> None:
-    assert OWN.with_eos(of_tokenizer) == ids
+@pytest.mark.parametrize(
+    ("ids", "of_tokenizer", "ends", "said"),
+    [
+        ((1,), None, (1,), ""),
+        ((1,), 1, (1,), ""),
+        ((1,), 0, (1, 0), ""),
+        ((1,), 10, (1,), "eos_token_id 10 is ignored: the vocabulary has the ids 0 to 9"),
+        ((-1, 3, 99), None, (3,), "eos_token_id -1, 99 is ignored"),
+    ],
+)
+def test_which_tokens_end_a_text(
+    ids: tuple[int, ...], of_tokenizer: int | None, ends: tuple[int, ...], said: str
+) -> None:
+    found = with_eos(GenerationConfig(eos_token_ids=ids), of_tokenizer, 10)
+    assert found.eos_token_ids == ends
+    assert len(found.notes) == bool(said)
+    assert said in "".join(found.notes)
