@@ -24,6 +24,7 @@ class Served(Struct, frozen=True):
     max_logprobs: int
     takes_tools: bool
     takes_templates: bool
+    takes_priorities: bool
 
 
 def refine(schemas: Json, served: Served) -> None:
@@ -79,6 +80,8 @@ def _fields(served: Served) -> Json:
         "top_logprobs": _up_to(served.max_logprobs),
         "suffix": {"enum": ["", None]},
     }
+    if not served.takes_priorities:
+        found["priority"] = {"const": 0}
     if not served.takes_templates:
         found["chat_template"] = {"enum": ["", None]}
     return found  # fmt: skip

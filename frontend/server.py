@@ -127,6 +127,7 @@ class Routes:
             server.max_logprobs,
             server.enable_auto_tool_choice,
             server.trust_request_chat_template,
+            self._backend.config.scheduler.scheduling_policy == "priority",
         )
 
     async def health(self, request: Request) -> Response:

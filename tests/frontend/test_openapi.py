@@ -18,7 +18,7 @@ from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS, served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
-SERVED = Served(("tiny",), 100, 20, takes_tools=True, takes_templates=False)
+SERVED = Served(("tiny",), 100, 20, takes_tools=True, takes_templates=False, takes_priorities=False)
 OPEN, KEYED = (openapi.document(served(True), "1.2", keys, SERVED) for keys in (False, True))
 
 
