@@ -37,26 +37,3 @@ def pack_f32(values: Iterable[float]) -> bytes:
 def unpack_f32(column: bytes) -> "memoryview[float]":
     """float32 view of a column."""
     return memoryview(column).cast("f")
-
-
-class Counters:
-    """Numbers that advance together, as one long integer with a 32-bit lane for each: a step costs one addition, whatever their count.
-
-    They must stay between 0 and 2^31 - 1, so that no lane runs over into the next.
-    """
-
-    __slots__ = ("_lanes", "_ones", "_size")
-
-    def __init__(self, values: Iterable[int]) -> None:
-        column = pack_i32(values)
-        self._size = len(column)
-        self._lanes = int.from_bytes(column, "little")
-        self._ones = int.from_bytes(pack_i32([1]) * (self._size // 4), "little")
-
-    def advance(self, by: int = 1) -> None:
-        """So many more for each."""
-        self._lanes += self._ones * by
-
-    def column(self) -> bytes:
-        """As an int32 column."""
-        return self._lanes.to_bytes(self._size, "little")
