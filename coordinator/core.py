@@ -358,25 +358,7 @@ class Coordinator:
         return self._tell_frontends(self._figures())
 
     def _figures(self, *, asked: bool = False) -> control.MeshStats:
-        ranks = tuple(
-            control.RankStats(
-                dp_rank=self.first_rank + rank.number,
-                num_running=load.num_running,
-                num_waiting=load.num_waiting,
-                kv_cache_usage=rank.kv_pressure,
-                prefix_cache_queries=load.prefix_cache_queries,
-                prefix_cache_hits=load.prefix_cache_hits,
-                num_preemptions=load.num_preemptions,
-                prompt_tokens=load.prompt_tokens,
-                generation_tokens=load.generation_tokens,
-                graphs=rank.graphs,
-                busy_ns=load.busy_ns,
-                idle_ns=load.idle_ns,
-                life=rank.incarnation,
-            )
-            for rank in self.ranks.values()
-            if (load := rank.load) is not None
-        )
+        ranks = tuple(rank.stats(self.first_rank) for rank in self.ranks.values() if rank.load is not None)
         reason = self._reason()
         return control.MeshStats(reason == "", reason, ranks, len(self.held), asked)
 

@@ -6,7 +6,7 @@ Plain data with sums that are kept up to date; changed by routing.py.
 from dataclasses import dataclass, field
 
 from meshlm.protocol.admit_edge import Load, SchedulerLife
-from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.control_edge import GraphCounts, RankStats
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 KV_WEIGHT = 4000.0  # a full KV cache, in decode tokens; little until it is nearly full
@@ -81,6 +81,26 @@ class Rank:
         if load is None:
             return 0
         return load.num_waiting + max(0, self.num_fresh - max(0, places - load.num_running))
+
+    def stats(self, first_rank: int) -> RankStats:
+        """Its figures for /metrics, once it has reported."""
+        assert self.load is not None
+        load = self.load
+        return RankStats(
+            dp_rank=first_rank + self.number,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_cache_usage=self.kv_pressure,
+            prefix_cache_queries=load.prefix_cache_queries,
+            prefix_cache_hits=load.prefix_cache_hits,
+            num_preemptions=load.num_preemptions,
+            prompt_tokens=load.prompt_tokens,
+            generation_tokens=load.generation_tokens,
+            graphs=self.graphs,
+            busy_ns=load.busy_ns,
+            idle_ns=load.idle_ns,
+            life=self.incarnation,
+        )
 
     @property
     def idle(self) -> bool:
