@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import until
 
 from meshlm.protocol.config import MeshConfig, RunConfig, ServerConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
@@ -81,14 +82,20 @@ def test_only_frontends_get_the_keys_of_the_api(role: Role) -> None:
     assert msgspec.json.decode(content, type=MeshConfig).run == config.run
 
 
+def environment_of(pid: int) -> bytes:
+    """It is there a moment after the program has begun."""
+    file = Path(f"/proc/{pid}/environ")
+    until(lambda: b"PYTHONSAFEPATH" in file.read_bytes(), limit_s=10)
+    return file.read_bytes()
+
+
 def test_no_key_is_in_the_environment_of_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MESHLM_API_KEY", "VLLM_API_KEY"):
         monkeypatch.setenv(name, "secret-8")
     child = Child(Identity(Role.FRONTEND, 0), Incarnation(1), MeshConfig(run=RunConfig(run_dir=str(tmp_path))))
     try:
-        process = Path(f"/proc/{child.pid}")
-        assert b"PYTHONSAFEPATH" in (environment := (process / "environ").read_bytes())
-        assert b"secret-8" not in environment + (process / "cmdline").read_bytes()
+        environment = environment_of(child.pid)
+        assert b"secret-8" not in environment + Path(f"/proc/{child.pid}/cmdline").read_bytes()
     finally:
         child._end()
         os.close(child._pidfd)
@@ -99,7 +106,7 @@ def test_workers_are_told_where_kernels_are_kept(role: Role, tmp_path: Path) -> 
     config = MeshConfig(run=RunConfig(run_dir=str(tmp_path)))
     child = Child(Identity(role, 0), Incarnation(1), config, {"TRITON_CACHE_DIR": "/kept/here"})
     try:
-        assert (b"/kept/here" in Path(f"/proc/{child.pid}/environ").read_bytes()) == (role is Role.WORKER)
+        assert (b"/kept/here" in environment_of(child.pid)) == (role is Role.WORKER)
     finally:
         child._end()
         os.close(child._pidfd)

@@ -17,6 +17,12 @@ NOBODY = 65_534 if os.getuid() != 65_534 else 65_533
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 
 
+@pytest.fixture(autouse=True)
+def long_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket is made here, and pytest's own folders may have long names."""
+    monkeypatch.setattr(rundir, "MAX_SOCKET_PATH", 4096)
+
+
 def take(path: Path) -> Path:
     with rundir.taken(path) as real:
         return real
