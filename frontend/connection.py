@@ -18,6 +18,7 @@ from meshlm.frontend.errors import HttpError
 EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADER_FIELDS = 256
+MIN_BODY_RATE = 1024  # bytes a second, on the average, of a body that is late: a byte now and then keeps nothing open
 MAX_UNPARSED_BYTES = 64 << 10  # behind a request that waits for its turn; then reading stops
 
 _BLANK_LINE = b"\r\n\r\n"
@@ -57,6 +58,8 @@ class MeshProtocol(HttpToolsProtocol):
         self._fruitless_bytes = 0  # of a chunked body, since its last data: sizes, extensions, trailers
         self._has_body = False  # some of it came
         self._waits_since = self._heard_at = time.monotonic()
+        self._body_due = 0.0  # seconds that its rate grants the body that is coming, after the time-out
+        self._body_since = self._waits_since
         self.unsent = 0  # bytes that were written and the client has not taken
         self._taken_at = self._waits_since  # when it last took some
 
@@ -72,6 +75,7 @@ class MeshProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._heard_at = time.monotonic()
+        self._body_due += len(data) / MIN_BODY_RATE
         if not self._unparsed and not self._in_body:
             self._waits_since = self._heard_at
         self._unparsed += data
@@ -159,6 +163,7 @@ class MeshProtocol(HttpToolsProtocol):
             raise ValueError("HTTP/1.0 and HTTP/1.1 are served")
         super().on_headers_complete()
         self._in_body, self._is_last = True, not self.cycle.keep_alive
+        self._body_since, self._body_due = time.monotonic(), 0.0
         self._extension["cycle"] = self.cycle
 
     def on_body(self, body: bytes) -> None:
@@ -218,9 +223,11 @@ class MeshProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._in_body:
             if self.flow.read_paused:
-                self._heard_at = now  # it is not the client that keeps us waiting
+                self._heard_at = self._body_since = now  # it is not the client that keeps us waiting
             elif now - self._heard_at > timeouts.body:
                 self._refuse(408, f"nothing of the request's body came for {timeouts.body:g} s")
+            elif now - self._body_since > timeouts.body + self._body_due:
+                self._refuse(408, f"the request's body comes with less than {MIN_BODY_RATE} bytes a second")
         elif (self._active is None or self._active.response_complete) and now - self._waits_since > timeouts.header:
             if self._unparsed:
                 self._refuse(408, f"the request's head did not come within {timeouts.header:g} s")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
+from meshlm.frontend import connection as connection_module
 from meshlm.frontend.connection import MAX_HEADER_BYTES, MAX_UNPARSED_BYTES, MeshProtocol, Timeouts
 
 LIMITS = Timeouts(header=5.0, body=7.0, send=9.0)
@@ -70,6 +71,15 @@ class App:
         text = b"%d" % len(self.requests)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
         await send({"type": "http.response.body", "body": text})
+
+
+class Clock:
+    """In the place of the module time."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class Connection:
@@ -380,6 +390,25 @@ async def test_half_a_body_is_waited_for_so_long(sent: bytes) -> None:
     await connection.settle()
     assert connection.app.num_gone == 1
     await connection.end()
+
+
+async def test_a_byte_now_and_then_keeps_no_body_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(connection_module, "time", clock)
+    drip, steady = Connection(), Connection()
+    for one in (drip, steady):
+        await one.feed(POST + b"Content-Length: 1000000\r\n\r\n")
+    for _ in range(10):
+        clock.now += LIMITS.body - 1
+        for one, data in ((drip, b"x"), (steady, b"x" * 8000)):
+            if not one.transport.closing:
+                await one.feed(data)
+            one.protocol.check(clock.now, LIMITS)
+    assert b"HTTP/1.1 408" in drip.transport.written
+    assert drip.transport.closing
+    assert not steady.transport.closing
+    await drip.end()
+    await steady.end()
 
 
 async def test_a_request_that_is_served_may_take_its_time() -> None:
