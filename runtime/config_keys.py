@@ -22,7 +22,7 @@ HONOURED = words("""
     temperature top_p top_k min_p repetition_penalty max_new_tokens
 """)
 NEEDLESS = words("""
-    _name_or_path transformers_version transformers.js_config use_cache pretraining_tp return_dict
+    is_llama_config _name_or_path transformers_version transformers.js_config use_cache pretraining_tp return_dict
     output_attentions output_hidden_states chunk_size_feed_forward id2label label2id problem_type num_labels
     is_decoder pruned_heads tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss finetuning_task
     task_specific_params tokenizer_class prefix gradient_checkpointing use_return_dict return_dict_in_generate
@@ -61,7 +61,7 @@ MATHS = frozenset(NEUTRAL) | words("""
     attn_temperature_tuning floor_scale no_rope_layers no_rope_layer_interval nope_layer_interval
     sliding_window_pattern sliding_window_size attention_window_size window_size local_attention local_layer_ids
     global_attn_every_n_layers attention_type attention_types rope_local_base_freq local_rope_theta
-    layer_rope_theta rope_interleave rotary_dim rotary_emb_base alibi alibi_bias_max use_alibi mrope_section
+    layer_rope_theta rope_interleave rope_interleaved rotary_dim rotary_emb_base alibi alibi_bias_max use_alibi mrope_section
     use_mrope use_logn_attn use_dynamic_ntk use_bidirectional_attention is_bidirectional bidirectional bias
     use_bias qkv_bias use_qkv_bias add_bias_linear add_qkv_bias attn_bias attention_out_bias lm_head_bias
     use_qk_norm qk_norm qk_layernorm use_parallel_residual parallel_residual parallel_attn use_post_norm

@@ -188,7 +188,7 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
             raise ValueError(f"rope_scaling and rope_parameters differ in {key}")
-    raw = {key: value for key, value in (old | new).items() if value is not None}
+    raw = {key: value for key, value in (old | new).items() if value is not None and key != "finetuned"}
     kind = raw.get("rope_type", raw.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported: {', '.join(ROPE_KEYS)}")

@@ -174,6 +174,44 @@ def test_values_that_ask_for_nothing() -> None:
     assert spec == parse_config(CONFIG, HERE)[0]
 
 
+# Of models that many people serve, as their config.json has them beside the sizes.
+REAL: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "transformers.js_config": {"dtype": "q4"},
+        "pad_token_id": 2,
+        "torch_dtype": "bfloat16",
+    },
+    "Llama-3.1": {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "pretraining_tp": 1, "eos_token_id": [1, 2]},
+    "Yarn-Llama-2": {
+        "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "finetuned": True},
+        "_name_or_path": "x",
+    },
+    "Qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_window_layers": 1,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+        "use_mrope": False,
+        "num_key_value_heads": 2,
+    },
+    "Mistral-7B-v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": None,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_models_that_many_people_serve(model: str) -> None:
+    assert parse_config({**CONFIG, **REAL[model]}, HERE)[1] == ()
+
+
 def test_unknown_keys_are_named_once() -> None:
     _, notes = parse_config({**CONFIG, "b_of_a_trainer": 5, "a": "x", "auto_map": {"AutoModel": "m.M"}}, HERE)
     assert notes[0] == "m/config.json: unknown keys are ignored: a, b_of_a_trainer"
