@@ -10,7 +10,7 @@ import time
 from array import array
 from pathlib import Path
 
-from meshlm.protocol.admit_edge import Assign, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -42,7 +42,7 @@ def steady(num_requests: int, num_steps: int) -> dict[str, float]:
     )
     for number in range(num_requests):
         prompt = pack_i32([number] * PROMPT_LEN)
-        work = Work(
+        work = EngineRequest(
             RequestId(f"r{number}"), Handle(number), prompt, SamplingParams(max_tokens=max_tokens), arrival_s=number
         )
         core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)

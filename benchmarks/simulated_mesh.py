@@ -21,10 +21,10 @@ from meshlm.protocol.admit_edge import (
     Admit,
     CoordinatorToScheduler,
     DetokenizerToCoordinator,
+    EngineRequest,
     Load,
     Readmit,
     Refused,
-    Work,
 )
 from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -107,7 +107,7 @@ class World:
         self.calls: Counter[str] = Counter()
         self.codec: dict[str, list[float]] = {}
         self.jobs: dict[int, Job] = {}
-        self.work: dict[int, Work] = {}
+        self.work: dict[int, EngineRequest] = {}
         self.ttft: list[float] = []
         self.num_done = self.num_tokens = self.num_moved = 0
         self.outstanding: list[float] = []  # of the fullest rank, over the mean
@@ -192,11 +192,13 @@ class World:
         self._handle += 1
         sampling = SamplingParams(max_tokens=2048, eos_token_ids=(2,))
         # The model ends it: max_tokens says nothing to the coordinator, as in real traffic. The scheduler's copy is cut to length.
-        work = Work(RequestId(job.name), Handle(self._handle), job.prompt.tobytes(), sampling, arrival_s=self.now)
+        work = EngineRequest(
+            RequestId(job.name), Handle(self._handle), job.prompt.tobytes(), sampling, arrival_s=self.now
+        )
         self.jobs[self._handle], self.work[self._handle] = job, work
         self.admit(work)
 
-    def admit(self, work: Work) -> None:
+    def admit(self, work: EngineRequest) -> None:
         sender = self.detokenizers[work.handle % len(self.detokenizers)]
         message = Admit(work)
         self.count("detokenizer > coordinator", message)

@@ -9,16 +9,17 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from meshlm.coordinator.events import Event, PeerLost, Received, Send, Tick
-from meshlm.coordinator.gate import Gate
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.questions import Questions
+from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
     Admit,
     Assign,
+    EngineRequest,
     GiveBack,
     Load,
     RankLost,
@@ -28,7 +29,6 @@ from meshlm.protocol.admit_edge import (
     Returned,
     Routed,
     SchedulerLife,
-    Work,
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 
@@ -44,7 +44,7 @@ class _Held(Struct, frozen=True):
 
 
 def _patience_s(admit: Admit) -> float:
-    return RESUME_HOLD_S if admit.work.attempt or admit.work.emitted else HOLD_S
+    return RESUME_HOLD_S if admit.work.attempt or admit.work.output_token_ids else HOLD_S
 
 
 class Coordinator:
@@ -70,7 +70,7 @@ class Coordinator:
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
         self.moving = Moves(self.router)
-        self.gate = Gate()
+        self.gate = QueueGate()
         self.questions = Questions()
         self._seen_changes = 0
         self._serving = False
@@ -212,7 +212,7 @@ class Coordinator:
             ranks = f"ranks {first} to {last}" if self.num_ranks > 1 else f"rank {first} only"
             text = f"{name}: there is no rank {admit.dp_rank}; this mesh has {ranks}"
             return Refused(work.handle, ErrorKind.INVALID, text, name)
-        if work.attempt or work.emitted or admit.again:
+        if work.attempt or work.output_token_ids or admit.again:
             return None  # it was let in before, and its client may read already
         if self._full():
             text = f"{self.max_waiting} requests are waiting already (--max-waiting)"
@@ -240,7 +240,7 @@ class Coordinator:
             self.router.drop(self.ranks[rank], request_id)
         return Refused(assign.work.handle, ErrorKind.INTERNAL, text)
 
-    def _leave_others(self, work: Work, rank: Rank) -> list[Send]:
+    def _leave_others(self, work: EngineRequest, rank: Rank) -> list[Send]:
         """An earlier attempt ends where it is: no request has two ranks. `rank` itself sees which attempt is newer."""
         nowhere = self.moving.end(work.request_id)
         before = self.owner.get(work.request_id)

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import MAX_CHUNKS, Chain, Found, PrefixIndex, chain_of
-from meshlm.protocol.admit_edge import Load, SchedulerLife, Started, Work
+from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerLife, Started
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 Policy = Literal["cache-aware", "least-loaded", "round-robin"]
@@ -86,7 +86,7 @@ class Router:
     # --- choosing ---
 
     def choose(
-        self, work: Work, wanted: int = -1, lost: Iterable[SchedulerLife] = (), again: bool = False
+        self, work: EngineRequest, wanted: int = -1, lost: Iterable[SchedulerLife] = (), again: bool = False
     ) -> Choice | None:
         """The rank for a request: the wanted one, or the policy's; none of those lives that are `lost`, or that came before
         them. None when none may have it.
@@ -147,7 +147,7 @@ class Router:
 
     # --- the ledger ---
 
-    def dispatch(self, choice: Choice, work: Work, incarnation: Incarnation, pinned: bool) -> None:
+    def dispatch(self, choice: Choice, work: EngineRequest, incarnation: Incarnation, pinned: bool) -> None:
         """The request goes there."""
         rank, index = choice.rank, self.index
         self._clock += 1
@@ -155,17 +155,17 @@ class Router:
         if index is not None and choice.chain:
             last_use = index.last_use(rank.number, choice.chain, choice.cached)
             index.add(rank.number, choice.chain, self._clock, rank.kv_tokens, MAX_CHUNKS // len(self.ranks))
-        given = (len(work.prompt_token_ids) + len(work.emitted)) // 4
+        given = (len(work.prompt_token_ids) + len(work.output_token_ids)) // 4
         prefill = given - choice.cached
         entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation, given)
         rank.add(work.request_id, entry)
         self.num_fresh += 1
         self._reorder(rank, used=self._clock)
 
-    def _output(self, work: Work) -> int:
+    def _output(self, work: EngineRequest) -> int:
         """Output tokens to come: known where nothing but max_tokens ends it, else what is usual here."""
         sampling = work.sampling
-        most = sampling.max_tokens - len(work.emitted) // 4
+        most = sampling.max_tokens - len(work.output_token_ids) // 4
         if not sampling.eos_token_ids and not sampling.stop_token_ids:
             return most
         return min(most, max(sampling.min_tokens, round(self.mean_output)))

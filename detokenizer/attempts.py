@@ -38,9 +38,12 @@ class Attempts(Journal):
         self.by_handle[stream.handle] = stream
         if stream.stop is not None and stream.stop.matched is not None:
             return self._end(stream, FinishReason.STOP, stop_reason=stream.stop.matched)
-        if stream.emitted and stream.emitted[-1] in {*stream.sampling.eos_token_ids, *stream.sampling.stop_token_ids}:
+        if stream.output_token_ids and stream.output_token_ids[-1] in {
+            *stream.sampling.eos_token_ids,
+            *stream.sampling.stop_token_ids,
+        }:
             return self._end(stream, FinishReason.STOP)
-        if len(stream.emitted) >= stream.sampling.max_tokens:
+        if len(stream.output_token_ids) >= stream.sampling.max_tokens:
             return self._end(stream, FinishReason.LENGTH)
         return self._ask(stream)
 
@@ -141,16 +144,16 @@ class Attempts(Journal):
         for handle, num_crashes in zip_longest(readmit.handles, readmit.num_crashes, fillvalue=0):
             stream = self.by_handle.get(handle)
             if stream is not None:
-                stream.num_crashes, stream.crashed_at = num_crashes, len(stream.emitted)
+                stream.num_crashes, stream.crashed_at = num_crashes, len(stream.output_token_ids)
                 effects += self._next_attempt(stream)
         return effects
 
     def _admit_again(self, stream: Stream) -> list[Effect]:
         """Go on from the journal after a death: of a scheduler that had it, or of the coordinator while it had it."""
         role = Role.COORDINATOR if stream.scheduler is None else Role.SCHEDULER
-        before = () if len(stream.emitted) > stream.begun_with else stream.deaths
+        before = () if len(stream.output_token_ids) > stream.begun_with else stream.deaths
         stream.deaths = one_more(before, role, self.now)
-        stream.begun_with = len(stream.emitted)
+        stream.begun_with = len(stream.output_token_ids)
         if text := too_many(stream.deaths, self.max_deaths):
             self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
             return []
@@ -170,7 +173,7 @@ class Attempts(Journal):
         for handle, stream in self.by_handle.items():
             assert stream.handle == handle
             assert self.by_id.get(stream.request_id) is stream, "an admitted stream that is not in the journal"
-            assert len(stream.emitted) <= stream.sampling.max_tokens, "more tokens than allowed"
+            assert len(stream.output_token_ids) <= stream.sampling.max_tokens, "more tokens than allowed"
             life, asked = stream.scheduler, stream.asked
             assert life is None or not self._lives.over(life.scheduler, life.incarnation), "left with a dead scheduler"
             assert stream.heard or asked == self._lives.coordinator or not self._lives.coordinator, "nobody was asked"

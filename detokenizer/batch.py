@@ -76,7 +76,7 @@ class FrontendBatch:
             self.first[place] = deltas.first[row]
         if row in deltas.logprobs:
             sizes = stream.num_chars(table, len(taken))
-            self.logprobs[place] = positions(deltas.logprobs[row], stream.emitted, sizes, table, skip)
+            self.logprobs[place] = positions(deltas.logprobs[row], stream.output_token_ids, sizes, table, skip)
             self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
             reader = table.decoder(skip_special_tokens=False)
@@ -92,7 +92,7 @@ class FrontendBatch:
 
     def again(self, stream: Stream, begin: int, end: int, text: str) -> int:
         """A row of tokens that were told before; its place."""
-        place = self.row(stream.frontend_handle, begin, stream.emitted[begin:end], text)
+        place = self.row(stream.frontend_handle, begin, stream.output_token_ids[begin:end], text)
         self.num_bytes += 4 * (end - begin + len(text))
         if stream.logprobs:
             self.logprobs[place] = found = stream.logprobs[begin:end]

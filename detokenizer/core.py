@@ -1,7 +1,7 @@
 """The detokenizer's pure core: what each message means for the journal of requests, and what their tokens become.
 
-The journal is what survives a scheduler: prompt, sampling parameters and emitted ids of every request admitted here. `handle(event)`
-answers with effects; `batches()` gives the text that piled up. Called by io.py.
+The journal is what survives a scheduler: prompt, sampling parameters and output token ids of every request admitted here.
+`handle(event)` answers with effects; `batches()` gives the text that piled up. Called by io.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -201,9 +201,9 @@ class Detokenizer(Attempts):
         deltas: TokenDeltas,
     ) -> list[Effect]:
         """A row of a stream, from output token `start` on: what is new of it."""
-        skip = len(stream.emitted) - start
+        skip = len(stream.output_token_ids) - start
         if skip < 0:
-            return [Send(sender, AttachTokens(stream.handle, len(stream.emitted)))]
+            return [Send(sender, AttachTokens(stream.handle, len(stream.output_token_ids)))]
         if skip < len(tokens) or (ended is not None and skip == len(tokens)):
             return self._new_tokens(stream, tokens[skip:], ended, row, deltas, skip)
         return []
@@ -222,7 +222,7 @@ class Detokenizer(Attempts):
             if stream is None:
                 effects += self._stranger(sender, handle) if row not in ended else ()
                 continue
-            have, start = len(stream.emitted), starts[row]
+            have, start = len(stream.output_token_ids), starts[row]
             if start != have or stream.slow or row in special:
                 effects += self._known(sender, stream, start, tokens[row : row + 1], ended.get(row), row, deltas)
                 frontend = None  # that may have begun another batch
@@ -247,7 +247,7 @@ class Detokenizer(Attempts):
         self, stream: Stream, new: memoryview, ended: Ended | None, row: int, deltas: TokenDeltas, skip: int
     ) -> list[Effect]:
         """Decode, look for stop strings, add a row to the frontend's batch. `skip`: tokens of the row that were here before."""
-        before = stream.cut - len(stream.emitted)
+        before = stream.cut - len(stream.output_token_ids)
         if 0 < before < len(new):  # two rows
             effects = self._new_tokens(stream, new[:before], None, row, deltas, skip)
             if self.by_handle.get(stream.handle) is not stream:

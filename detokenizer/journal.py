@@ -49,7 +49,7 @@ class Journal:
     def _row(self, stream: Stream, taken: list[int], text: str, *, alone: bool = False) -> int:
         stream.batch = None
         batch = self._batch_of(stream, alone=alone)
-        return batch.row(stream.frontend_handle, len(stream.emitted) - len(taken), taken, text)
+        return batch.row(stream.frontend_handle, len(stream.output_token_ids) - len(taken), taken, text)
 
     def _batch_of(self, stream: Stream, *, alone: bool = False) -> FrontendBatch:
         """The batch for one more row, which begins it if it is to stand `alone`: what may be long is not to harm what came before."""
@@ -71,7 +71,7 @@ class Journal:
         kind: ErrorKind = ErrorKind.INTERNAL,
         param: str = "",
     ) -> None:
-        finished = Finished(place, reason, stop_reason, len(stream.emitted), message, kind, param)
+        finished = Finished(place, reason, stop_reason, len(stream.output_token_ids), message, kind, param)
         self._batches[stream.frontend].finished.append(finished)
         if stream.submit.retry is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
             self._forget(stream)
@@ -90,7 +90,7 @@ class Journal:
         stream.batch = None
         finished = stream.finished
         if stream.submit.retry is not None:
-            if start == len(stream.emitted) and finished is None:
+            if start == len(stream.output_token_ids) and finished is None:
                 return  # nothing yet: a row would only begin the client's stream
             if start == 0 and stream.lacks_prompt_logprobs:
                 return  # the client's stream begins with them: its frontend sees the gap before the next token, and asks
@@ -130,7 +130,7 @@ class Journal:
         if stream.state is StreamState.FINISHED:
             self._keep(stream)
         stream.look_ahead()
-        self._again(stream, min(num_delivered, len(stream.emitted)))
+        self._again(stream, min(num_delivered, len(stream.output_token_ids)))
         return [*effects, Send(sender, replies.accepted([stream], stream.prompt, self.table))]
 
     def _detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[RequestId]:
@@ -150,7 +150,7 @@ class Journal:
     def _note_told(self, stream: Stream) -> None:
         """Its connection has all that there is; the next one, which gets it again, is not to count it again."""
         if stream.frontend != NOBODY:
-            stream.num_told = max(stream.num_told, len(stream.emitted))
+            stream.num_told = max(stream.num_told, len(stream.output_token_ids))
 
     def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         """Another frontend, or the same one after a gap, wants a stream from `from_index` on."""

@@ -107,7 +107,7 @@ class _Pool:
 
 def size_of(stream: Stream) -> int:
     """Bytes that a request takes, about: with its prompt as it was asked, and what the client listed."""
-    columns = 4 * (len(stream.prompt) + len(stream.emitted))
+    columns = 4 * (len(stream.prompt) + len(stream.output_token_ids))
     positions = [*stream.logprobs, *(stream.prompt_logprobs or ())]
     entries = sum(1 + len(position.top) for position in positions if position is not None)
     submit, params = stream.submit, stream.submit.sampling

@@ -1,6 +1,6 @@
 """Stop strings across token borders.
 
-Text is held back only while its end could be the beginning of a stop string. What is emitted after k tokens depends on those k
+Text is held back only while its end could be the beginning of a stop string. What is output_token_ids after k tokens depends on those k
 tokens alone.
 """
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.protocol.admit_edge import SchedulerLife, Work
+from meshlm.protocol.admit_edge import EngineRequest, SchedulerLife
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit, piece_len
@@ -37,7 +37,6 @@ class Stream:
         "cut",
         "deaths",
         "decoder",
-        "emitted",
         "finished",
         "first",
         "frontend",
@@ -51,6 +50,7 @@ class Stream:
         "num_crashes",
         "num_measured",
         "num_told",
+        "output_token_ids",
         "place",
         "prompt",
         "prompt_logprobs",
@@ -84,7 +84,7 @@ class Stream:
         self.attempt = submit.attempt
         self.state = StreamState.ENCODING
         self.prompt: array[int] = array("i")
-        self.emitted: array[int] = array("i")
+        self.output_token_ids: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
         self.asked = Incarnation(0)  # the life of the coordinator that this attempt's Admit went to; 0: none yet
         self.scheduler: SchedulerLife | None = None  # which has this attempt
@@ -118,12 +118,12 @@ class Stream:
         self.decoder, self.stop = self._reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
-        self.begun_with = len(self.emitted)
+        self.begun_with = len(self.output_token_ids)
         self.look_ahead()
 
     def look_ahead(self) -> None:
         """Whether the next tokens need more than a look-up and a search for stop strings."""
-        self.slow = len(self.emitted) < self.cut
+        self.slow = len(self.output_token_ids) < self.cut
 
     def _reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
         """The state of decoding, before the first token."""
@@ -134,8 +134,8 @@ class Stream:
     def push(self, token: int) -> str:
         """One more output token; the text to show. `stop.matched` is set when a stop string is complete."""
         assert self.decoder is not None
-        self.emitted.append(token)
-        return self._read(self.decoder, self.stop, token, len(self.emitted))
+        self.output_token_ids.append(token)
+        return self._read(self.decoder, self.stop, token, len(self.output_token_ids))
 
     def _read(self, decoder: Decoder, stop: StopFinder | None, token: int, num_tokens: int) -> str:
         text = decoder.push(token)
@@ -144,12 +144,12 @@ class Stream:
     def shown(self, table: TokenTable) -> list[str]:
         """The text that each token has shown: read all again, what is held back now stays so."""
         decoder, stop = self._reader(table)
-        ids = self.emitted[:-1] if self.hidden else self.emitted
+        ids = self.output_token_ids[:-1] if self.hidden else self.output_token_ids
         return [self._read(decoder, stop, token, number) for number, token in enumerate(ids, 1)]
 
     def borders(self, start: int) -> list[int]:
         """Where its rows begin and end when it is told again from token `start` on: its cut is one, and none is too long."""
-        end = len(self.emitted)
+        end = len(self.output_token_ids)
         inner = {*range(start, end, piece_len(self.sampling.logprobs)), self.cut}
         return [start, *sorted(place for place in inner if start < place < end), end]
 
@@ -157,8 +157,8 @@ class Stream:
         """How many characters each of the newest tokens brings to the text, stop strings apart."""
         if self.measured is None:
             self.measured = self._reader(table)[0]
-        sizes = [len(self.measured.push(token)) for token in self.emitted[self.num_measured :]]
-        self.num_measured = len(self.emitted)
+        sizes = [len(self.measured.push(token)) for token in self.output_token_ids[self.num_measured :]]
+        self.num_measured = len(self.output_token_ids)
         return sizes[len(sizes) - count :]
 
     @property
@@ -169,7 +169,7 @@ class Stream:
 
     def push_silent(self, token: int) -> str:
         """A stop token: counted, not shown."""
-        self.emitted.append(token)
+        self.output_token_ids.append(token)
         return ""
 
     def finish(self) -> str:
@@ -191,18 +191,18 @@ class Stream:
             return ended.stop_token_id
         return None
 
-    def work(self) -> Work:
+    def work(self) -> EngineRequest:
         """The request as a scheduler needs it now."""
-        return Work(
+        return EngineRequest(
             request_id=self.work_id,
             handle=self.handle,
             prompt_token_ids=self.prompt.tobytes(),
             sampling=self.sampling,
             attempt=self.attempt,
-            emitted=self.emitted.tobytes(),
+            output_token_ids=self.output_token_ids.tobytes(),
             priority=self.submit.priority,
             cache_salt=self.submit.cache_salt,
             arrival_s=self.submit.arrival_s,
             deadline_s=self.submit.deadline_s,
-            num_crashes=self.num_crashes if len(self.emitted) == self.crashed_at else 0,
+            num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
         )

@@ -5,7 +5,7 @@ and what each sequence takes beside its tokens. It counts until it is closed.
 """
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Prompt, num_bytes_of
 
@@ -18,7 +18,7 @@ MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
 MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
 
-def cost_of(ask: Ask) -> int:
+def cost_of(ask: ParsedRequest) -> int:
     """Bytes that a generation request takes, about."""
     prompts = sum(map(num_bytes_of, ask.prompts))
     ids = ask.sampling
@@ -35,7 +35,7 @@ class Budget:
         self.num_bytes = 0
         self.num_questions = self.question_bytes = 0
 
-    def open(self, ask: Ask) -> int:
+    def open(self, ask: ParsedRequest) -> int:
         """Let a request in, whose cost is to be given to `close`. HttpError: 400 if it is too large for any time, 503 for now."""
         cost = cost_of(ask)
         if cost > self._max_bytes:

@@ -1,4 +1,4 @@
-"""One sequence that is being generated, and what its HTTP request does with news of it. Owned by desk.py; implemented by answers.py."""
+"""One sequence that is being generated, and what its HTTP request does with news of it (responses.py). Owned by request_tracker.py."""
 
 from array import array
 from typing import Protocol
@@ -17,7 +17,6 @@ class Choice:
         "deaths",
         "detokenizer",
         "engine",
-        "exchange",
         "finished",
         "first",
         "first_at",
@@ -30,12 +29,13 @@ class Choice:
         "opened_at",
         "orphan_since",
         "prompt_index",
+        "sink",
         "submit",
         "token_ids",
     )
 
-    def __init__(self, exchange: "Exchange", index: int, prompt_index: int, submit: Submit, handle: Handle) -> None:
-        self.exchange, self.index, self.prompt_index = exchange, index, prompt_index
+    def __init__(self, sink: "ResponseSink", index: int, prompt_index: int, submit: Submit, handle: Handle) -> None:
+        self.sink, self.index, self.prompt_index = sink, index, prompt_index
         self.submit, self.handle = submit, handle
         self.detokenizer: Identity | None = None
         self.token_ids: array[int] = array("i")
@@ -52,8 +52,8 @@ class Choice:
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 
-class Exchange(Protocol):
-    """What an HTTP request does with news of its choices (answers.py)."""
+class ResponseSink(Protocol):
+    """What an HTTP request does with news of its choices (responses.py)."""
 
     choices: list[Choice]  # all of them
 

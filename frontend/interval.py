@@ -5,7 +5,7 @@ Pure. server.py puts one between a streamed answer's choices and the answer. The
 
 from array import array
 
-from meshlm.frontend.choice import Choice, Exchange
+from meshlm.frontend.choice import Choice, ResponseSink
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
 from meshlm.protocol.token_edge import First
@@ -20,9 +20,9 @@ class _Held:
 
 
 class Interval:
-    """An Exchange before another."""
+    """A ResponseSink before another."""
 
-    def __init__(self, answer: Exchange, num_tokens: int) -> None:
+    def __init__(self, answer: ResponseSink, num_tokens: int) -> None:
         self._answer, self._num_tokens = answer, num_tokens
         self.choices = answer.choices
         self._held: dict[int, _Held] = {}  # by choice, from its first row on

@@ -9,13 +9,13 @@ from msgspec import Struct
 
 from meshlm import __version__
 from meshlm.frontend import http, request_metrics, submits
-from meshlm.frontend.answers import Answer
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.connection import Timeouts
-from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.request_tracker import RequestTracker, Send
+from meshlm.frontend.responses import Response
 from meshlm.frontend.server import Routes
 from meshlm.protocol.control_edge import (
     AskStats,
@@ -64,7 +64,7 @@ class FrontendApp:
     version = __version__
 
     def __init__(self) -> None:
-        self._desk = Desk()
+        self._tracker = RequestTracker()
         self._mesh: Mesh | None = None
         self._stats = MeshStats(False, "starting")
         self._asked: dict[int, tuple[Identity, asyncio.Future[TokenizeReply | DetokenizeReply | None]]] = {}
@@ -91,9 +91,9 @@ class FrontendApp:
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
-        self._desk.num_detokenizers = mesh.config.server.detokenizers
+        self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._budget = Budget(mesh.config.server.max_concurrent_bytes)
-        self._desk.max_deaths = allowed(mesh.config.run.max_restarts)
+        self._tracker.max_deaths = allowed(mesh.config.run.max_restarts)
         if why := shared_metrics.prepare(mesh.config.run.run_dir, mesh.config.parallel.data_parallel_size):
             mesh.log.warning("metrics are of this frontend alone", reason=why)
         from meshlm.frontend import metrics  # after the directory is set
@@ -128,8 +128,8 @@ class FrontendApp:
         self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         self._ticks += 1
         self._flush()
-        self._send(self._desk.expire(time.time()))
-        self._desk.expire_orphans(time.monotonic())
+        self._send(self._tracker.expire(time.time()))
+        self._tracker.expire_orphans(time.monotonic())
 
     def _send(self, sends: list[Send]) -> None:
         assert self._mesh is not None
@@ -142,11 +142,11 @@ class FrontendApp:
             except LinkFull:
                 self._mesh.log.warning("queue full", to=str(send.to), message=type(send.message).__name__)
                 if isinstance(send.message, Submit):
-                    self._send(self._desk.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
+                    self._send(self._tracker.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
             except MessageTooLong as error:
                 if isinstance(send.message, Submit):
                     kind = ErrorKind.INTERNAL if send.message.attempt else ErrorKind.INVALID
-                    self._send(self._desk.rejected(Rejected(send.message.handles, kind, str(error), "prompt")))
+                    self._send(self._tracker.rejected(Rejected(send.message.handles, kind, str(error), "prompt")))
 
     # --- Backend ---
 
@@ -155,7 +155,7 @@ class FrontendApp:
             return STOPPING
         if self._refusing:
             return "this server is draining and takes no new requests (meshlm drain)"
-        if self._stats.serving and not self._desk.load:
+        if self._stats.serving and not self._tracker.load:
             return "no detokenizer can be reached"
         if not self._stats.serving:
             return self._stats.reason
@@ -172,7 +172,7 @@ class FrontendApp:
         waiting = self.config.scheduler.max_waiting
         if self._queue_full:
             return f"{waiting} requests are waiting already (--max-waiting)"
-        if len(self._desk.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._stats.ranks)):
+        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._stats.ranks)):
             return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
         return ""
 
@@ -195,7 +195,7 @@ class FrontendApp:
             self.num_open -= 1
         return self.not_ready_reason()
 
-    def admit(self, ask: Ask) -> int:
+    def admit(self, ask: ParsedRequest) -> int:
         """Its cost, for `release`. HttpError when there is no room for it."""
         return self._budget.open(ask)
 
@@ -203,20 +203,20 @@ class FrontendApp:
         self._budget.close(cost)
 
     def new_handle(self) -> Handle:
-        return self._desk.new_handle()
+        return self._tracker.new_handle()
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         self.num_open += 1
         now = time.monotonic()
         for choice in choices:
             choice.opened_at = now
-        self._send(self._desk.open(choices, submit))
+        self._send(self._tracker.open(choices, submit))
 
     def close(self, choices: list[Choice]) -> None:
         self._closed.set()
         self.num_open = max(0, self.num_open - len({choice.prompt_index for choice in choices}))
         self._tell_open()
-        self._send(self._desk.close(choices))
+        self._send(self._tracker.close(choices))
 
     def _tell_open(self) -> None:
         if self._refusing and self._mesh is not None:
@@ -224,7 +224,7 @@ class FrontendApp:
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """While it waits it counts towards the budget; when its client leaves (cancelled) its detokenizer hears so."""
-        most = self._desk.max_deaths
+        most = self._tracker.max_deaths
         size = self._budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids)
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -259,7 +259,7 @@ class FrontendApp:
         """Wait for one, HOLD_S at most: the only one may be the one that died."""
         try:
             async with asyncio.timeout(HOLD_S):
-                while (target := self._desk.least_loaded()) is None:
+                while (target := self._tracker.least_loaded()) is None:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -288,7 +288,7 @@ class FrontendApp:
                 self._unknown_seen.add(name)
                 self._mesh.log.warning("unknown request field ignored", field=name, path=path)
 
-    def done(self, answer: Answer, started: float, path: str, status: int) -> None:
+    def done(self, answer: Response, started: float, path: str, status: int) -> None:
         """Metrics and the one log line of a request."""
         assert self._mesh is not None
         usage = answer.usage()
@@ -333,18 +333,18 @@ class FrontendApp:
         return await asyncio.to_thread(self._exposition)  # it reads the files of all frontends: streams go on meanwhile
 
     def _flush(self) -> None:
-        request_metrics.observe_tokens(self._metrics, self._desk)
+        request_metrics.observe_tokens(self._metrics, self._tracker)
 
     # --- App ---
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
             case TextDeltas():
-                self._send(self._desk.deltas(message, peer, time.monotonic()))
+                self._send(self._tracker.deltas(message, peer, time.monotonic()))
             case Accepted():
-                self._desk.accepted(message)
+                self._tracker.accepted(message)
             case Rejected():
-                self._send(self._desk.rejected(message))
+                self._send(self._tracker.rejected(message))
             case TokenizeReply() | DetokenizeReply():
                 _, future = self._asked.get(message.handle, (peer, None))
                 if future is not None and not future.done():
@@ -371,14 +371,14 @@ class FrontendApp:
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer.role is Role.DETOKENIZER:
-            sends = self._desk.detokenizer_up(peer)
+            sends = self._tracker.detokenizer_up(peer)
             if self._mesh is not None:  # before start() there is nothing to send
                 self._send(sends)
             self._news.set()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
-            self._send(self._desk.detokenizer_down(peer, time.monotonic()))
+            self._send(self._tracker.detokenizer_down(peer, time.monotonic()))
             for asked, future in self._asked.values():
                 if asked == peer and not future.done():
                     future.set_result(None)
@@ -407,7 +407,7 @@ class FrontendApp:
     async def stop(self) -> None:
         """What is open still gets its reason; after a hand-over its connections break, since others serve who asks again."""
         if not self._handing_over:
-            self._send(self._desk.end_all(STOPPING))
+            self._send(self._tracker.end_all(STOPPING))
             for _, future in self._asked.values():
                 if not future.done():
                     future.set_exception(HttpError.of(ErrorKind.OVERLOADED, STOPPING))

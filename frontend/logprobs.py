@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's and vLLM's forms. Pure; called by answers.py."""
+"""Log-probabilities in OpenAI's and vLLM's forms. Pure; called by responses.py."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar

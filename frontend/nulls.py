@@ -1,6 +1,6 @@
 """Keys that vLLM's answers have with null where nothing fills them: code that was made for it reads them as attributes.
 
-Used by answers.py, which puts values over them.
+Used by responses.py, which puts values over them.
 """
 
 ANSWER = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))

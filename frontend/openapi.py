@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.answer_schema import ErrorResponse
-from meshlm.frontend.body_schema import Served, refine
 from meshlm.frontend.operations import EVENTS, Operation, Parameter
+from meshlm.frontend.request_schema import Served, refine
+from meshlm.frontend.response_schema import ErrorResponse
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
 Json = dict[str, Any]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from meshlm.frontend import answer_schema as answers
+from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
 from meshlm.frontend.errors import STATUS
 from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
@@ -62,7 +62,7 @@ OPERATIONS = (
     Operation(
         "/v1/chat/completions",
         "chat",
-        answers.ChatCompletionResponse,
+        responses.ChatCompletionResponse,
         "Answer a conversation.",
         schema.ChatRequest,
         ("POST",),
@@ -73,7 +73,7 @@ OPERATIONS = (
     Operation(
         "/v1/completions",
         "completions",
-        answers.CompletionResponse,
+        responses.CompletionResponse,
         "Complete one prompt or several.",
         schema.CompletionRequest,
         ("POST",),
@@ -84,7 +84,7 @@ OPERATIONS = (
     Operation(
         "/tokenize",
         "tokenize",
-        answers.TokenizeResponse,
+        responses.TokenizeResponse,
         "The token ids of a prompt or of a conversation.",
         schema.TokenizeRequest,
         ("POST",),
@@ -93,24 +93,24 @@ OPERATIONS = (
     Operation(
         "/detokenize",
         "detokenize",
-        answers.DetokenizeResponse,
+        responses.DetokenizeResponse,
         "The text of token ids.",
         schema.DetokenizeRequest,
         ("POST",),
         _ASKS,
     ),
-    Operation("/v1/models", "models", answers.ModelList, "The served names."),
-    Operation("/v1/models/{model}", "model", answers.ModelCard, "One of them.", errors=(404, 503), parameters=(_MODEL,)),
-    Operation("/version", "version", answers.Version, "The server's version."),
-    Operation("/load", "load", answers.ServerLoad, "How many requests are answered now."),
+    Operation("/v1/models", "models", responses.ModelList, "The served names."),
+    Operation("/v1/models/{model}", "model", responses.ModelCard, "One of them.", errors=(404, 503), parameters=(_MODEL,)),
+    Operation("/version", "version", responses.Version, "The server's version."),
+    Operation("/load", "load", responses.ServerLoad, "How many requests are answered now."),
     Operation("/metrics", "metrics", METRICS, "Metrics for Prometheus."),
     Operation("/health", "health", None, f"200 while the process lives. {_PROBE}", is_open=True),
     Operation("/ping", "health", None, "As /health, for SageMaker.", methods=("GET", "POST"), is_open=True),
     Operation(
         "/ready", "ready", TEXT, f"503 with the reason while requests cannot be served. {_PROBE}", plain_errors=(503,), is_open=True
     ),
-    Operation("/start_profile", "start_profile", answers.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
-    Operation("/stop_profile", "stop_profile", answers.Traces, "End the traces.", None, ("POST",), _TRACES),
+    Operation("/start_profile", "start_profile", responses.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
+    Operation("/stop_profile", "stop_profile", responses.Traces, "End the traces.", None, ("POST",), _TRACES),
 )  # fmt: skip
 DOCUMENTATION = (
     Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),

@@ -28,7 +28,7 @@ MAX_ID_DIGITS = 10
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
 
 
-class Ask(NamedTuple):
+class ParsedRequest(NamedTuple):
     """What one HTTP request asks of the mesh."""
 
     prompts: list[Prompt]
@@ -69,7 +69,9 @@ class Ask(NamedTuple):
         return self.begins_with_reasoning and not self.include_reasoning
 
 
-def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> Ask:
+def completion(
+    request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig
+) -> ParsedRequest:
     """POST /v1/completions."""
     if request.suffix:
         raise HttpError(400, "suffix is not supported", "suffix")
@@ -104,7 +106,7 @@ def completion(request: CompletionRequest, unknown: tuple[str, ...], resolved: R
     )._replace(prompt_only=prompt_only)
 
 
-def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> Ask:
+def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
     """POST /v1/chat/completions."""
     if not request.messages:
         raise HttpError(400, "messages: give at least one message", "messages")
@@ -229,7 +231,7 @@ def _ask(
     prompt_logprobs: int | None,
     is_chat: bool,
     cap_max_tokens: bool = False,
-) -> Ask:
+) -> ParsedRequest:
     """The part that both endpoints share."""
     if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
         raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
@@ -249,7 +251,7 @@ def _ask(
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
     limits.check(prompts, sampling, stops, salt, num_sequences, bool(truncation), resolved)
-    return Ask(
+    return ParsedRequest(
         prompts=prompts,
         sampling=sampling,
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,

@@ -1,9 +1,9 @@
-"""A chat answer's text as reasoning, content and tool calls. Pure; called by answers.py for answers that may have more than content."""
+"""A chat answer's text as reasoning, content and tool calls, where it may have more than content. Pure; called by responses.py."""
 
 import hashlib
 from typing import Any, NamedTuple
 
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
 from meshlm.frontend.tool_calls import FINDERS, TAGGED, Call
 
@@ -18,7 +18,7 @@ class Said(NamedTuple):
     calls: list[Json]  # in OpenAI's form
 
 
-def needed(ask: Ask) -> bool:
+def needed(ask: ParsedRequest) -> bool:
     """Whether there may be more than content."""
     return ask.begins_with_reasoning or bool(ask.tool_call_parser)
 
@@ -26,7 +26,7 @@ def needed(ask: Ask) -> bool:
 class Reader:
     """One choice. Names of calls are made from the request's, so that they are the same when it is asked again."""
 
-    def __init__(self, ask: Ask, request_id: str, index: int) -> None:
+    def __init__(self, ask: ParsedRequest, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
         self._splitter = Splitter(calls=ask.tool_call_parser in TAGGED) if ask.begins_with_reasoning else None
         self._finder = FINDERS[ask.tool_call_parser](ask.tool_names) if ask.tool_call_parser else None

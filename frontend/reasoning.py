@@ -1,4 +1,4 @@
-"""Reasoning told from the answer: what a model writes before `</think>` (--reasoning-parser). Pure; called by parse.py and answers.py.
+"""Reasoning told from the answer: what a model writes before `</think>` (--reasoning-parser). Pure; called by parse.py, responses.py.
 
 The opening tag may be the model's or already stand in the prompt. What is given out after some text is a function of that text alone,
 however it is cut into pieces, so a stream that is taken up again repeats nothing.

@@ -7,9 +7,9 @@ goes on without its client: the connection that sees its end counts it.
 
 from typing import TYPE_CHECKING
 
-from meshlm.frontend.answers import Answer
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.desk import Desk
+from meshlm.frontend.request_tracker import RequestTracker
+from meshlm.frontend.responses import Response
 from meshlm.protocol.ids import ErrorKind, FinishReason
 
 if TYPE_CHECKING:  # prometheus_client must not be imported before its directory is set
@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # prometheus_client must not be imported before its directory
 _FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let in; all else refuses it
 
 
-def observe_tokens(metrics: "Metrics", desk: Desk) -> None:
+def observe_tokens(metrics: "Metrics", tracker: RequestTracker) -> None:
     """What came since the last call: first tokens, the times between tokens, their number."""
-    begun, counts = desk.take_counts()
+    begun, counts = tracker.take_counts()
     for choice in begun:
         engine = metrics.engine(choice.engine)
         engine.ttft.observe(choice.first_at - choice.opened_at)
@@ -34,7 +34,7 @@ def observe_tokens(metrics: "Metrics", desk: Desk) -> None:
             engine.generation_tokens.inc(count.num_tokens)
 
 
-def observe_end(metrics: "Metrics", answer: Answer, max_model_len: int) -> None:
+def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> None:
     """The HTTP request is over, by its answer or since its client left."""
     whole: dict[int, list[Choice]] = {}
     for choice in answer.choices:
@@ -54,7 +54,7 @@ def observe_end(metrics: "Metrics", answer: Answer, max_model_len: int) -> None:
             engine.longest.observe(max(len(choice.token_ids) for choice in choices))
 
 
-def _observe_sequence(metrics: "Metrics", answer: Answer, choice: Choice, max_model_len: int) -> None:
+def _observe_sequence(metrics: "Metrics", answer: Response, choice: Choice, max_model_len: int) -> None:
     engine, num_tokens = metrics.engine(choice.engine), len(choice.token_ids)
     retry, decode_s = choice.submit.retry, choice.last_at - choice.first_at
     before_s = max(0.0, choice.submit.arrival_s - retry.begun_s) if retry is not None and retry.begun_s else 0.0

@@ -1,4 +1,4 @@
-"""What lets a client ask again: its Idempotency-Key, and the ids of the events that it has. Pure; called by server.py and answers.py.
+"""What lets a client ask again: its Idempotency-Key, and the ids of the events that it has. Pure; called by server.py and responses.py.
 
 An event's id is how far the stream has come with it: for each choice the number of its output tokens, `e` behind it once its end is
 told, nothing before its first event; joined by `-`; then `.u` with the usage and `.d` with [DONE]. `12`, `7-9e`, `30e.d`.
@@ -20,7 +20,7 @@ MAX_CHOICES = 64  # of a stream with event ids: an id names them all
 _ENTRY = re.compile(r"([0-9]{1,9})(e?)")
 
 
-class Again(NamedTuple):
+class IdempotencyKey(NamedTuple):
     """One request that may come again."""
 
     key: str  # 32 hexadecimal digits, of the client's key, its API key and the route
@@ -33,7 +33,7 @@ class Again(NamedTuple):
         return int(self.key[16:], 16) >> 1
 
 
-def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes) -> Again | None:
+def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes) -> IdempotencyKey | None:
     """None without an Idempotency-Key; HttpError for one that is not allowed. `body` is JSON; its layout does not count."""
     if not keys:
         return None
@@ -47,7 +47,7 @@ def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes
     except RecursionError:  # parse.py took it with a little less below it on the stack
         raise HttpError(400, "the body is nested too deeply") from None
     name = hashlib.sha256(b"\0".join((path.encode(), api_key.encode(), key.encode()))).hexdigest()[:32]
-    return Again(name, hashlib.sha256(asked).digest()[:16], last_id)
+    return IdempotencyKey(name, hashlib.sha256(asked).digest()[:16], last_id)
 
 
 class Position(NamedTuple):

@@ -1,6 +1,6 @@
 """The routes: HTTP requests to exchanges with the mesh and back.
 
-Everything here belongs to one request; state across requests is desk.py's and io.py's (`Backend`).
+Everything here belongs to one request; state across requests is request_tracker.py's and io.py's (`Backend`).
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, submits
-from meshlm.frontend.answers import Answer, WholeAnswer
-from meshlm.frontend.body_schema import Served
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.endpoint import Endpoint, KeyCheck, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.fingerprint import system_fingerprint
-from meshlm.frontend.gate import Gate
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
+from meshlm.frontend.load_shedder import LoadShedder
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, Operation, served
+from meshlm.frontend.request_schema import Served
+from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from meshlm.frontend.stream_answer import StreamAnswer
+from meshlm.frontend.stream_response import StreamResponse
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.control_edge import Profiled
@@ -57,7 +57,7 @@ class Backend(Protocol):
 
     draws: random.Random  # of seeds, for requests without one
 
-    def admit(self, ask: parse.Ask) -> int: ...
+    def admit(self, ask: parse.ParsedRequest) -> int: ...
     def release(self, cost: int) -> None: ...
     def new_handle(self) -> Handle: ...
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
@@ -65,7 +65,7 @@ class Backend(Protocol):
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
     async def profile(self, *, start: bool) -> Profiled: ...
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
-    def done(self, answer: Answer, started: float, path: str, status: int) -> None: ...
+    def done(self, answer: Response, started: float, path: str, status: int) -> None: ...
     async def load(self) -> int: ...
     async def metrics(self) -> bytes: ...
 
@@ -99,7 +99,7 @@ class Routes:
             middleware=[
                 cors,
                 Middleware(KeyCheck, keys=keys),
-                Middleware(Gate, refusal=self._backend.refusal, refused=self._backend.refused),
+                Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),
             ],
             exception_handlers={HTTPException: plain_error},
         )
@@ -109,11 +109,11 @@ class Routes:
 
     # --- small routes ---
 
-    async def openapi(self, request: Request) -> Response:
+    async def openapi(self, request: Request) -> HttpResponse:
         return _json(self._document())
 
-    async def docs(self, request: Request) -> Response:
-        return Response(openapi.page(self._document()), media_type=HTML)
+    async def docs(self, request: Request) -> HttpResponse:
+        return HttpResponse(openapi.page(self._document()), media_type=HTML)
 
     def _document(self) -> dict[str, Any]:
         keys = bool(self._backend.config.server.api_key)
@@ -130,26 +130,26 @@ class Routes:
             self._backend.config.scheduler.scheduling_policy == "priority",
         )
 
-    async def health(self, request: Request) -> Response:
-        return Response()
+    async def health(self, request: Request) -> HttpResponse:
+        return HttpResponse()
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, request: Request) -> HttpResponse:
         reason = self._backend.not_ready_reason()
-        return Response(reason, 503 if reason else 200, media_type="text/plain")
+        return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request) -> HttpResponse:
         return _json({"version": self._backend.version})
 
-    async def metrics(self, request: Request) -> Response:
-        return Response(await self._backend.metrics(), media_type=METRICS)
+    async def metrics(self, request: Request) -> HttpResponse:
+        return HttpResponse(await self._backend.metrics(), media_type=METRICS)
 
-    async def start_profile(self, request: Request) -> Response:
+    async def start_profile(self, request: Request) -> HttpResponse:
         return await self._profile(start=True)
 
-    async def stop_profile(self, request: Request) -> Response:
+    async def stop_profile(self, request: Request) -> HttpResponse:
         return await self._profile(start=False)
 
-    async def _profile(self, *, start: bool) -> Response:
+    async def _profile(self, *, start: bool) -> HttpResponse:
         if not self._backend.config.worker.profiler_dir:
             raise HttpError(404, "start the server with --profiler-dir to take traces", kind="not_found_error")
         answer = await self._backend.profile(start=start)
@@ -157,19 +157,19 @@ class Routes:
             raise HttpError(409, answer.error)
         return _json({"paths": list(answer.paths)})
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: Request) -> HttpResponse:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
         return _json({"object": "list", "data": entries})
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: Request) -> HttpResponse:
         if not (name := request.path_params["model"]):  # a slash too many
             return await self.models(request)
         return _json(model_card(self._check_model(name), self._backend.resolved))
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, request: Request) -> HttpResponse:
         return _json({"server_load": await self._backend.load()})
 
-    async def tokenize(self, request: Request) -> Response | None:
+    async def tokenize(self, request: Request) -> HttpResponse | None:
         body, unknown = bodies.decode(await self._body(request), TokenizeRequest)
         self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
@@ -183,7 +183,7 @@ class Routes:
         strings = list(reply.strings) if body.return_token_strs else None
         return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
 
-    async def detokenize(self, request: Request) -> Response | None:
+    async def detokenize(self, request: Request) -> HttpResponse | None:
         body, unknown = bodies.decode(await self._body(request), DetokenizeRequest)
         self._backend.ignored(unknown, request.url.path)
         self._check_model(body.model)
@@ -212,7 +212,7 @@ class Routes:
 
     # --- generation ---
 
-    async def completions(self, request: Request) -> Response | None:
+    async def completions(self, request: Request) -> HttpResponse | None:
         raw = await self._body(request)
         body, unknown = bodies.decode(raw, CompletionRequest)
         model = self._check_model(body.model)
@@ -221,7 +221,7 @@ class Routes:
         del raw, body  # they may be large, and the answer may take long
         return await self._generate(request, ask, model, "cmpl-", again)
 
-    async def chat(self, request: Request) -> Response | None:
+    async def chat(self, request: Request) -> HttpResponse | None:
         raw = await self._body(request)
         body, unknown = bodies.decode(raw, ChatRequest)
         model = self._check_model(body.model)
@@ -230,7 +230,7 @@ class Routes:
         del raw, body  # they may be large, and the answer may take long
         return await self._generate(request, ask, model, "chatcmpl-", again)
 
-    def _again(self, request: Request, body: bytes) -> retry.Again | None:
+    def _again(self, request: Request, body: bytes) -> retry.IdempotencyKey | None:
         headers = request.headers
         api_key = headers.get("authorization", "") if self._backend.config.server.api_key else ""
         keys, last_id = headers.getlist(retry.KEY), headers.get(retry.LAST_ID, "")
@@ -268,8 +268,8 @@ class Routes:
             self._incoming.give(held)
 
     async def _generate(
-        self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
-    ) -> Response | None:
+        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str, again: retry.IdempotencyKey | None
+    ) -> HttpResponse | None:
         backend = self._backend
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
@@ -285,8 +285,8 @@ class Routes:
             backend.release(cost)
 
     async def _answered(
-        self, request: Request, ask: parse.Ask, model: str, prefix: str, again: retry.Again | None
-    ) -> Response | None:
+        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str, again: retry.IdempotencyKey | None
+    ) -> HttpResponse | None:
         backend = self._backend
         name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
@@ -294,13 +294,13 @@ class Routes:
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
-        answer: WholeAnswer | StreamAnswer
+        answer: WholeResponse | StreamResponse
         has = submits.position(ask, again)
         if ask.stream:
             progress = retry.Progress(has) if has else None
-            answer = StreamAnswer(ask, request_id, created, model, end.set, writer.write, progress)
+            answer = StreamResponse(ask, request_id, created, model, end.set, writer.write, progress)
         else:
-            answer = WholeAnswer(ask, request_id, created, model, end.set)
+            answer = WholeResponse(ask, request_id, created, model, end.set)
         answer.fingerprint = self._fingerprint
         asked = submits.build(
             answer,
@@ -314,7 +314,7 @@ class Routes:
         if ask.stream and (interval := backend.config.server.stream_interval) > 1:
             spaced = Interval(answer, interval)
             for choice in answer.choices:
-                choice.exchange = spaced
+                choice.sink = spaced
         status = 200
         try:
             for choices, submit in asked:
@@ -328,7 +328,7 @@ class Routes:
                 raise answer.error
             long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0  # a quarter of a second, for as many as there may be
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
-            return Response(content, media_type="application/json", headers={"X-Request-Id": shown})
+            return HttpResponse(content, media_type="application/json", headers={"X-Request-Id": shown})
         except HttpError as error:
             status = error.status
             raise
@@ -337,8 +337,8 @@ class Routes:
             backend.done(answer, started, request.url.path, status)
 
     async def _stream(
-        self, request: Request, answer: StreamAnswer, writer: EventWriter, end: asyncio.Event, shown: str
-    ) -> Response | None:
+        self, request: Request, answer: StreamResponse, writer: EventWriter, end: asyncio.Event, shown: str
+    ) -> HttpResponse | None:
         """Start with the first news, so that a refusal still has its HTTP status."""
         name = [(b"x-request-id", shown.encode("latin-1", "replace"))]
         pump = asyncio.ensure_future(_first_then_pump(writer, name))
@@ -385,11 +385,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: Any) -> HttpResponse:
+    return HttpResponse(msgspec.json.encode(value), media_type="application/json")
 
 
-class _AlreadySent(Response):
+class _AlreadySent(HttpResponse):
     """The response went out through the EventWriter."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

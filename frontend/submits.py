@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from meshlm.frontend import parse, retry
-from meshlm.frontend.answers import Answer
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.responses import Response
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Retry, Submit
 
@@ -26,7 +26,7 @@ def draws_of(seed: int | None, index: int) -> random.Random:
     return _OF_THE_SYSTEM if seed is None else random.Random(f"{seed} {index}")
 
 
-def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None:
+def position(ask: parse.ParsedRequest, again: retry.IdempotencyKey | None) -> retry.Position | None:
     """Where the client's stream goes on; None for an answer without event ids."""
     num_choices = len(ask.prompts) * ask.num_choices
     if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
@@ -35,11 +35,11 @@ def position(ask: parse.Ask, again: retry.Again | None) -> retry.Position | None
 
 
 def build(
-    answer: Answer,
-    ask: parse.Ask,
+    answer: Response,
+    ask: parse.ParsedRequest,
     new_handle: Callable[[], Handle],
     rank: int,
-    again: retry.Again | None = None,
+    again: retry.IdempotencyKey | None = None,
     cuts: tuple[int, ...] = (),
     draws: random.Random = _OF_THE_SYSTEM,
 ) -> list[tuple[list[Choice], Submit]]:

@@ -1,6 +1,6 @@
 """detokenizer <-> coordinator -> scheduler: a request looks for a rank.
 
-The coordinator passes `Work` through unread but for its prompt ids and priority. Abort takes the same road as the request, so
+The coordinator passes `EngineRequest` through unread but for its prompt ids and priority. Abort takes the same road as the request, so
 it can never overtake it.
 """
 
@@ -11,7 +11,7 @@ from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, Reques
 from meshlm.protocol.sampling import SamplingParams
 
 
-class Work(Struct, frozen=True, omit_defaults=True):
+class EngineRequest(Struct, frozen=True, omit_defaults=True):
     """Everything a scheduler must know of one request."""
 
     request_id: RequestId
@@ -19,7 +19,7 @@ class Work(Struct, frozen=True, omit_defaults=True):
     prompt_token_ids: bytes  # int32, at least one
     sampling: SamplingParams
     attempt: int = 0
-    emitted: bytes = b""  # int32: output ids that exist already (resume); sampling goes on after them
+    output_token_ids: bytes = b""  # int32: output ids that exist already (resume); sampling goes on after them
     priority: int = 0
     cache_salt: str = ""
     arrival_s: float = 0.0  # wall clock
@@ -37,7 +37,7 @@ class SchedulerLife(Struct, frozen=True):
 class Admit(Struct, frozen=True, tag="admit"):
     """A newer attempt takes the place of the older ones, wherever those are. A rank drops what it has already."""
 
-    work: Work
+    work: EngineRequest
     dp_rank: int = -1  # -1: the coordinator chooses
     lost: tuple[SchedulerLife, ...] = ()  # over, with all lives before; the coordinator may not have heard yet
     again: bool = False  # an earlier life of the coordinator chose dp_rank for this attempt; did Assign get there?
@@ -88,7 +88,7 @@ CoordinatorToDetokenizer = Routed | Refused | RankLost | Readmit
 class Assign(Struct, frozen=True, tag="assign"):
     """The scheduler owns this request from now on, and answers to `detokenizer`."""
 
-    work: Work
+    work: EngineRequest
     detokenizer: Identity
     incarnation: Incarnation  # of the detokenizer: a request whose detokenizer was replaced is dropped
 
@@ -127,7 +127,7 @@ class Returned(Struct, frozen=True, array_like=True):
     handle: Handle
     detokenizer: Identity
     incarnation: Incarnation  # of the detokenizer
-    num_crashes: int = 0  # for Work
+    num_crashes: int = 0  # as in EngineRequest
 
 
 class Load(Struct, frozen=True, tag="load"):

@@ -29,10 +29,10 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-STEPPING = "stepping"  # the phase of a Beat in which `step` must move on
+STEPPING = "stepping"  # the phase of a Heartbeat in which `step` must move on
 
 
-class Beat(Struct, frozen=True, tag="beat"):
+class Heartbeat(Struct, frozen=True, tag="beat"):
     """Twice a second, from the event loop; `step` and `phase` are as the threads that work left them: alive, or stuck."""
 
     step: int
@@ -93,7 +93,7 @@ class SetRanks(Struct, frozen=True, tag="set_ranks"):
     num_ranks: int
 
 
-ChildToSupervisor = Progress | Ready | Failed | Beat | Profile | Profiled | RankDrained | OpenRequests
+ChildToSupervisor = Progress | Ready | Failed | Heartbeat | Profile | Profiled | RankDrained | OpenRequests
 SupervisorToChild = Died | Shutdown | Profile | Profiled | SetRanks | Refuse
 
 

@@ -74,15 +74,15 @@ def pack(header: Header, body: bytes = b"") -> bytes:
     )
 
 
-LANE_BYTES = 32  # up to the numbers
+FRAME_PREFIX_BYTES = 32  # up to the numbers
 _NUMBERS = struct.Struct("<QQ")
-pack_numbers = _NUMBERS.pack  # seq, ack: what follows a lane in the header
+pack_numbers = _NUMBERS.pack  # seq, ack: what follows a frame_prefix in the header
 unpack_numbers = _NUMBERS.unpack_from
 
 
-def data_lane(sender: Identity, life: Incarnation, receiver: Identity, to_life: Incarnation) -> bytes:
-    """The first LANE_BYTES of every DATA frame from this life to that one."""
-    return pack(Header(Kind.DATA, sender, receiver, life, to_life, 0, 0))[:LANE_BYTES]
+def data_frame_prefix(sender: Identity, life: Incarnation, receiver: Identity, to_life: Incarnation) -> bytes:
+    """The first FRAME_PREFIX_BYTES of every DATA frame from this life to that one."""
+    return pack(Header(Kind.DATA, sender, receiver, life, to_life, 0, 0))[:FRAME_PREFIX_BYTES]
 
 
 def unpack(frame: bytes) -> tuple[Header, memoryview]:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.channels import MAX_QUEUED_BYTES, WhenFull
-from meshlm.protocol.frames import HEADER_BYTES, Header, Kind, data_lane, pack, pack_numbers
+from meshlm.protocol.frames import HEADER_BYTES, Header, Kind, data_frame_prefix, pack, pack_numbers
 from meshlm.protocol.ids import Identity, Incarnation
 
 HELLO_EVERY_S = 0.05  # at first; a peer that does not answer is greeted ever less often
@@ -126,8 +126,8 @@ class Session:
         self._peer_node = ""
         self._over = Incarnation(0)  # the latest life of the peer that is known to have ended
         self.wire: deque[bytes] = deque()
-        self.lane = b""  # how the peer's DATA frames of this session begin; b"" without a session
-        self._own_lane = b""  # and ours
+        self.frame_prefix = b""  # how the peer's DATA frames of this session begin; b"" without a session
+        self._own_frame_prefix = b""  # and ours
         self._hello_body, self._digest = _encode(hello), hello.digest
         self._window, self._max_queued, self._max_bytes, self._when_full = window, max_queued, max_bytes, when_full
         self._hello_at = -1e9
@@ -184,8 +184,8 @@ class Session:
         return self._on_bye() if header.kind is Kind.BYE else None
 
     def is_next(self, now: float, seq: int, ack: int) -> bool:
-        """A DATA frame of this session's `lane`: whether its message is to be delivered now. Else it is a duplicate, or there is a gap
-        that the peer's replay will fill."""
+        """A DATA frame of this session's `frame_prefix`: whether its message is to be delivered now. Else it is a duplicate, or there
+        is a gap that the peer's replay will fill."""
         if self._unacked or self._queued:
             self._on_ack(ack, now)
         if seq != self._received + 1:
@@ -271,7 +271,7 @@ class Session:
 
     def _closed(self) -> None:
         self.state = SessionState.CLOSED
-        self.lane = self._own_lane = b""
+        self.frame_prefix = self._own_frame_prefix = b""
         self._hello_every_s = HELLO_EVERY_S
         self._reset(0.0)
 
@@ -317,7 +317,7 @@ class Session:
         )
         self.wire.append(pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
         self.state = SessionState.REFUSED
-        self.lane = self._own_lane = b""
+        self.frame_prefix = self._own_frame_prefix = b""
         return Refused(reason)
 
     def _open(self, hello: Hello, life: Incarnation, incarnation: Incarnation, now: float) -> Opened:
@@ -325,8 +325,8 @@ class Session:
         self._reset(now)
         self.state, self.peer_incarnation, self._peer_life = SessionState.OPEN, incarnation, life
         self._peer_node, self._hello_every_s = hello.node, HELLO_EVERY_S
-        self.lane = data_lane(self.peer, life, self.me, self.life)
-        self._own_lane = data_lane(self.me, self.life, self.peer, life)
+        self.frame_prefix = data_frame_prefix(self.peer, life, self.me, self.life)
+        self._own_frame_prefix = data_frame_prefix(self.me, self.life, self.peer, life)
         self._quiet_s, self._ticked_at = 0.0, now
         return Opened(incarnation, replaced, hello)
 
@@ -342,7 +342,7 @@ class Session:
     def _transmit(self, body: bytes, now: float) -> None:
         if not self._unacked:
             self._progress_at = now
-        frame = self._own_lane + pack_numbers(self._next_seq, self._received) + body
+        frame = self._own_frame_prefix + pack_numbers(self._next_seq, self._received) + body
         self._unacked.append((self._next_seq, frame))
         self._next_seq += 1
         self._acked_to_peer = self._received
@@ -367,4 +367,6 @@ class Session:
         assert not self._queued or len(numbers) == self._window, "queued although the window has room"
         assert self._acked_to_peer <= self._received
         assert self.state is SessionState.OPEN or not numbers, "frames in flight without a session"
-        assert (self.state is SessionState.OPEN) == bool(self.lane) == bool(self._own_lane), "a lane without a session"
+        assert (self.state is SessionState.OPEN) == bool(self.frame_prefix) == bool(self._own_frame_prefix), (
+            "a frame_prefix without a session"
+        )

@@ -27,7 +27,7 @@ class Reset(Struct, frozen=True, tag="reset"):
     lives: tuple[int, ...] = ()
 
 
-class Disband(Struct, frozen=True, tag="disband"):
+class ResetGroup(Struct, frozen=True, tag="disband"):
     """A worker of the group is lost, or its workers are not at the same step. Those that have met end and are started again."""
 
     reason: str
@@ -72,7 +72,7 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     planned_ns: int = 0  # monotonic clock, for the step timeline
 
 
-SchedulerToWorker = Reset | StepPlan | Disband
+SchedulerToWorker = Reset | StepPlan | ResetGroup
 
 
 class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
@@ -92,7 +92,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     kept_hashes: bytes = b""  # HASH_BYTES each
 
 
-class Standing(Struct, frozen=True, tag="standing"):
+class LastPlan(Struct, frozen=True, tag="standing"):
     """A worker of a group at once on Reset: the last plan that it was sent in its life, zeros for none.
 
     A scheduler may die between sending a plan to one worker and to the next. Then they differ, and the one that has the plan waits for
@@ -135,4 +135,4 @@ class WorkerStats(Struct, frozen=True, tag="stats"):
     graphs: GraphCounts
 
 
-WorkerToScheduler = WorkerReady | Standing | StepResult | StepFailed | WorkerStats
+WorkerToScheduler = WorkerReady | LastPlan | StepResult | StepFailed | WorkerStats

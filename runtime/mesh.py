@@ -17,7 +17,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.channels import MAX_MESSAGE_BYTES, WhenFull, are_linked
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.digest import schema_digest
-from meshlm.protocol.frames import HEADER_BYTES, LANE_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
+from meshlm.protocol.frames import FRAME_PREFIX_BYTES, HEADER_BYTES, FrameError, Kind, sender_of, unpack, unpack_numbers
 from meshlm.protocol.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
 from meshlm.protocol.session import (
     BAD_BODY,
@@ -60,7 +60,7 @@ class Mesh:
         self._listener = listener
         self._run_dir = Path(config.run.run_dir)
         self._context = descriptors.context(identity, config)
-        self._lanes: dict[bytes, Peer] = {}  # by how the frames of their sessions begin
+        self._by_frame_prefix: dict[bytes, Peer] = {}  # by how the frames of their sessions begin
         self._epoch = (Incarnation(0), Epoch(0))
         self._remote = Remote.of(identity, config)
         self._limited = Limited(self.log)
@@ -195,13 +195,13 @@ class Mesh:
     # --- frames ---
 
     def _on_frame(self, frame: bytes) -> None:
-        link = self._lanes.get(lane := frame[:LANE_BYTES])
-        if link is None or link.session.lane != lane or len(frame) < HEADER_BYTES:
+        link = self._by_frame_prefix.get(frame_prefix := frame[:FRAME_PREFIX_BYTES])
+        if link is None or link.session.frame_prefix != frame_prefix or len(frame) < HEADER_BYTES:
             self._on_any_frame(frame)
             return
         assert self._loop is not None
         session = link.session
-        is_next = session.is_next(self._loop.time(), *unpack_numbers(frame, LANE_BYTES))
+        is_next = session.is_next(self._loop.time(), *unpack_numbers(frame, FRAME_PREFIX_BYTES))
         if session.wire:
             link.outbox.flush(session.wire)
         if is_next:
@@ -282,7 +282,9 @@ class Mesh:
         self._listener.on_message(sender, message)
 
     def _on_opened(self, sender: Identity, link: Peer, opened: Opened) -> None:
-        self._lanes = {peer.session.lane: peer for peer in self._peers.values() if peer.session.lane}
+        self._by_frame_prefix = {
+            peer.session.frame_prefix: peer for peer in self._peers.values() if peer.session.frame_prefix
+        }
         if opened.replaced is not None:
             self._listener.on_peer_down(sender, opened.replaced, "replaced by a new process")
         if sender == COORDINATOR:
@@ -351,7 +353,7 @@ class Mesh:
 
     def _forget(self, link: Peer) -> None:
         """Nobody named this newcomer, so it goes again; if it lives, it comes again."""
-        self._lanes.pop(link.session.lane, None)
+        self._by_frame_prefix.pop(link.session.frame_prefix, None)
         self._links.forget(link)
         if link.session.state is SessionState.OPEN:
             self._listener.on_peer_down(link.session.peer, link.session.peer_incarnation, "nobody knows it")

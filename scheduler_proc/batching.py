@@ -3,7 +3,7 @@
 Asynchronous scheduling makes steps overlap: step N+1 is planned and sent while N runs. What makes that safe is
 that a worker executes plans strictly in the order of sending, on one stream. So a row or block that a plan frees may be
 given away by the next plan at once: whatever an earlier step still writes there is written before the new owner's
-step runs. A token that the last step samples is counted in `num_inflight` until its result is here.
+step runs. A token that the last step samples is counted in `num_output_placeholders` until its result is here.
 
 In a pipeline the first stage needs the token that the last one sampled, so a request that waits for a token is not planned again until
 it is here. Instead each step takes its share of the running requests: as many steps as there are stages are in flight, and alternate.
@@ -108,14 +108,14 @@ class Batching:
             request = running[at]
             at += 1
             computed = request.num_computed
-            virtual = len(request.tokens) + request.num_inflight
+            virtual = len(request.tokens) + request.num_output_placeholders
             if virtual - computed != 1:
                 if virtual > computed:
                     prompts.append(request)
                 continue
             if virtual >= request.max_len or not left:
                 continue  # everything it may still get is on its way
-            if stages > 1 and request.num_inflight:
+            if stages > 1 and request.num_output_placeholders:
                 continue
             if virtual > request.capacity and not self._grow(builder, request, virtual):
                 continue  # it was preempted itself
@@ -123,13 +123,15 @@ class Batching:
             starts.append(computed)
             left -= 1
             request.num_computed = virtual
-            request.num_inflight += 1
+            request.num_output_placeholders += 1
         builder.num_tokens = len(decodes)
         return prompts
 
     def _outstanding(self, prompts: list[Request]) -> int:
         """Prompt tokens that these and the waiting have to compute, but for what the cache has; the first of a queue stand for all."""
-        tokens = sum(len(request.tokens) + request.num_inflight - request.num_computed for request in prompts)
+        tokens = sum(
+            len(request.tokens) + request.num_output_placeholders - request.num_computed for request in prompts
+        )
         if self.waiting and self._free_rows:
             first = self.waiting[:QUEUE_SAMPLE]
             tokens += sum([len(request.tokens) for request in first]) * len(self.waiting) // len(first)
@@ -138,7 +140,7 @@ class Batching:
     def _plan_prompts(self, builder: PlanBuilder, prompts: list[Request], left: int) -> int:
         """Running requests with more than one token to compute, within `left` tokens; returns what is left of these."""
         for place, request in enumerate(prompts):
-            virtual = len(request.tokens) + request.num_inflight
+            virtual = len(request.tokens) + request.num_output_placeholders
             count = builder.prompt_room(request, min(virtual - request.num_computed, left))
             if count <= 0 or request.state is not RequestState.RUNNING:
                 continue
@@ -184,7 +186,7 @@ class Batching:
         builder.add(request, count, samples)
         request.num_computed += count
         if samples:
-            request.num_inflight += 1
+            request.num_output_placeholders += 1
         if self.limits.prefix_caching:
             self._remember(request, min(request.num_computed, len(request.tokens)))
 
@@ -207,7 +209,7 @@ class Batching:
         at = 0
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
-            if request.num_inflight:
+            if request.num_output_placeholders:
                 at += 1  # preempted with results outstanding: others may pass
                 continue
             cached = self._cached_blocks(request)
@@ -296,7 +298,7 @@ class Batching:
         assert not set(rows) & set(self._free_rows), "a used row is free"
         for request in self.running:
             assert request.state is RequestState.RUNNING
-            num_tokens = len(request.tokens) + request.num_inflight
+            num_tokens = len(request.tokens) + request.num_output_placeholders
             assert request.num_computed <= num_tokens, "computed what does not exist"
             assert request.capacity == len(request.blocks) * self.block_size
             assert request.capacity >= request.num_computed, "tokens without a block"

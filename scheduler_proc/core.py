@@ -9,12 +9,12 @@ from collections import deque
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, ReportLoad, Started
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
-from meshlm.protocol.step_edge import Standing, StepFailed, StepResult, WorkerReady, WorkerStats
+from meshlm.protocol.step_edge import LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere, TokenDeltas
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
-from meshlm.scheduler_proc.news import News
+from meshlm.scheduler_proc.load_reporter import LoadReporter
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
@@ -33,7 +33,7 @@ class Scheduler:
         self.num_steps = 0
         self._next_step = 1
         self._detokenizers = Detokenizers()
-        self.news = News()
+        self.load = LoadReporter()
         self._last_done_ns = 0
 
     @property
@@ -66,13 +66,13 @@ class Scheduler:
                 effects = self._peer_lost(event, output)
             case Tick():
                 self._expire(event.wall_s, output)
-                self.news.tell_all()
+                self.load.tell_all()
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
     def report(self) -> list[Send]:
         """A Load, if one is due. After all news and the plan, which are not to wait for it, and once for a burst of requests."""
-        load = self.news.load(self.batching, self.serving, self.num_steps)
+        load = self.load.load(self.batching, self.serving, self.num_steps)
         return [] if load is None else [Send(COORDINATOR, load)]
 
     def _received(self, event: Received, output: Output) -> list[Send]:
@@ -83,17 +83,17 @@ class Scheduler:
                 for request_id in abort.request_ids:
                     self._drop(self.requests.get(request_id))
                 early = self._detokenizers.take_early(abort.request_ids)  # counts in the coordinator's ledger too
-                self.news.ended += [one.work.request_id for one in early]
+                self.load.ended += [one.work.request_id for one in early]
             case GiveBack() as ask:
                 self._give_back(ask)
             case ReportLoad() as ask_load:
-                self.news.asked(ask_load.number)
+                self.load.asked(ask_load.number)
             case WorkerReady() as ready:
                 self._worker_ready(event.sender, ready)
-            case Standing() as standing:
+            case LastPlan() as standing:
                 return self.workers.standing(event.sender, standing)
             case WorkerStats() as stats:
-                self.news.worker(stats.graphs, event.incarnation)
+                self.load.worker(stats.graphs, event.incarnation)
             case StepFailed() as failed:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:
@@ -114,7 +114,7 @@ class Scheduler:
         reach = self._detokenizers.meet(assign)
         if reach is not Reach.HERE:
             if reach is Reach.GONE:
-                self.news.ended.append(work.request_id)
+                self.load.ended.append(work.request_id)
             return
         known = self.requests.get(work.request_id)
         if known is not None:
@@ -174,14 +174,14 @@ class Scheduler:
         """Forget a request and free what it holds; steps in flight may still carry it."""
         if request is not None:
             self._remove(request)
-            self.news.ended.append(request.work.request_id)
+            self.load.ended.append(request.work.request_id)
 
     def _remove(self, request: Request) -> None:
         """Like `_drop`, but the coordinator is not told that it ended."""
         self.batching.remove(request)
         request.move(RequestState.FINISHED)
         del self.requests[request.work.request_id]
-        self.news.live_tokens -= len(request.tokens) - request.num_given
+        self.load.live_tokens -= len(request.tokens) - request.num_given
 
     def _give_back(self, ask: GiveBack) -> None:
         """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
@@ -190,10 +190,10 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None and request.state in leaving:
                 num_crashes = request.num_crashes if request.crashed_at == len(request.tokens) else 0
-                self.news.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
+                self.load.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
                 self._remove(request)
         for one in self._detokenizers.take_early(None if ask.everything else ask.request_ids):
-            self.news.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
+            self.load.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
 
     def _still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
         """It admits again what is not here: given back, and the coordinator may not have lived to say so."""
@@ -220,7 +220,7 @@ class Scheduler:
             self._next_step = 1
             return self.workers.up(event.identity, event.incarnation, now)
         if event.identity == COORDINATOR:
-            self.news.begin()
+            self.load.begin()
         elif event.identity.role is Role.DETOKENIZER:
             for assign in self._detokenizers.up(event.identity, event.incarnation):
                 self._assign(assign, output)
@@ -250,7 +250,7 @@ class Scheduler:
         for request in list(self.batching.running):
             self.batching.preempt(request)
         for request in self.requests.values():
-            request.num_inflight = 0
+            request.num_output_placeholders = 0
 
     def _worker_ready(self, sender: Identity, ready: WorkerReady) -> None:
         facts = self.workers.ready(sender, ready)
@@ -300,7 +300,7 @@ class Scheduler:
             return ()  # of an earlier session, or another worker's copy
         record = self.inflight.popleft()
         self._learn(record, result)
-        self.news.prompt_tokens += record.num_tokens - record.num_decodes
+        self.load.prompt_tokens += record.num_tokens - record.num_decodes
         tokens = unpack_i32(result.token_ids)
         if record.samples or result.logprobs or result.prompt_logprobs:
             self._tokens_with_details(record, result, tokens, output)
@@ -325,11 +325,11 @@ class Scheduler:
                 box = output.of(detokenizer)
             known = request.tokens
             known.append(token)
-            request.num_inflight -= 1
+            request.num_output_placeholders -= 1
             length = len(known)
             row = box.token(request.handle, length - 1 - request.num_prompt, token)
             if request.num_cached >= 0:
-                self.news.started.append(Started(request.work.request_id, request.num_cached))
+                self.load.started.append(Started(request.work.request_id, request.num_cached))
                 box.first(row, request)
             if length % block_size == 1:
                 self.batching.appended(request, length)
@@ -339,8 +339,8 @@ class Scheduler:
             elif length >= request.max_len:
                 box.ended.append(Ended(row, FinishReason.LENGTH))
                 self._drop(request)
-        self.news.generation_tokens += len(batch)
-        self.news.live_tokens += len(batch) - num_dead
+        self.load.generation_tokens += len(batch)
+        self.load.live_tokens += len(batch) - num_dead
 
     def _tokens_with_details(
         self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
@@ -370,8 +370,8 @@ class Scheduler:
         self._last_done_ns = result.done_ns
         duration_ns = result.gpu_ns or result.done_ns - begun
         self.batching.budget.learn(record.num_tokens, record.num_decodes, duration_ns / 1e9)
-        self.news.busy_ns += duration_ns
-        self.news.idle_ns += gap_ns if record.goes_on else 0
+        self.load.busy_ns += duration_ns
+        self.load.idle_ns += gap_ns if record.goes_on else 0
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -380,11 +380,13 @@ class Scheduler:
         assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, "the queues are not all requests"
         assert len(self.inflight) <= self._depth + 1
         live = sum(len(r.tokens) - r.num_given for r in self.requests.values())
-        assert self.news.live_tokens == live
+        assert self.load.live_tokens == live
         owed: dict[int, int] = {}
         for record in self.inflight:
             for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
                 owed[id(request)] = owed.get(id(request), 0) + samples
         for request in self.requests.values():
-            assert request.num_inflight == owed.get(id(request), 0), "tokens in flight differ from what was sent"
-            assert len(request.tokens) + request.num_inflight <= request.max_len, "more tokens than allowed"
+            assert request.num_output_placeholders == owed.get(id(request), 0), (
+                "tokens in flight differ from what was sent"
+            )
+            assert len(request.tokens) + request.num_output_placeholders <= request.max_len, "more tokens than allowed"

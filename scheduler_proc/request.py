@@ -1,6 +1,6 @@
 """One request as its scheduler sees it.
 
-There is no prefill or decode phase: a request has tokens, some of them computed, and must catch up. `num_inflight` counts
+There is no prefill or decode phase: a request has tokens, some of them computed, and must catch up. `num_output_placeholders` counts
 tokens that the worker is sampling or will sample in steps already sent; their values are not known here yet.
 """
 
@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from enum import Enum
 
-from meshlm.protocol.admit_edge import Work
+from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.ids import BlockId, Identity, Incarnation, Row
 from meshlm.protocol.token_edge import LogprobColumns
 
@@ -51,7 +51,7 @@ class Request:
         "num_computed",
         "num_crashes",
         "num_given",
-        "num_inflight",
+        "num_output_placeholders",
         "num_prompt",
         "num_remembered",
         "num_reused",
@@ -65,10 +65,12 @@ class Request:
         "work",
     )
 
-    def __init__(self, work: Work, detokenizer: Identity, incarnation: Incarnation, max_model_len: int) -> None:
+    def __init__(
+        self, work: EngineRequest, detokenizer: Identity, incarnation: Incarnation, max_model_len: int
+    ) -> None:
         self.work, self.detokenizer, self.incarnation = work, detokenizer, incarnation
         self.handle = work.handle
-        self.tokens = array("i", work.prompt_token_ids + work.emitted)
+        self.tokens = array("i", work.prompt_token_ids + work.output_token_ids)
         self.num_given = len(self.tokens)  # when it came here
         self.num_prompt = len(work.prompt_token_ids) // 4
         self.max_len = min(self.num_prompt + work.sampling.max_tokens, max_model_len)
@@ -81,7 +83,7 @@ class Request:
         self.hashes: list[bytes] = []
         self.num_remembered = 0  # blocks that the pool knows by hash or that came from it
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
-        self.num_inflight = 0
+        self.num_output_placeholders = 0
         self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...
         self.crashed_at = self.num_given if work.num_crashes else 0  # ... and its tokens at the last one
         self.arrived_ns = self.started_ns = 0  # here, and in the batch for the first time
@@ -107,4 +109,4 @@ class Request:
                 f"{self.work.request_id}: {self.state.value} -> {state.value}; so far: {', '.join(self.story)}"
             )
         self.state = state
-        self.story.append(f"{state.value} at {self.num_computed}/{len(self.tokens)}+{self.num_inflight}")
+        self.story.append(f"{state.value} at {self.num_computed}/{len(self.tokens)}+{self.num_output_placeholders}")

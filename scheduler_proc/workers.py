@@ -7,7 +7,7 @@ collective; when an earlier scheduler died between sending a plan to one and to 
 """
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
-from meshlm.protocol.step_edge import Disband, Reset, Standing, WorkerReady
+from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, WorkerReady
 from meshlm.scheduler_proc.events import Limits, Send
 
 
@@ -54,9 +54,9 @@ class Workers:
 
     def _disband(self, reason: str) -> list[Send]:
         self.forget()
-        return [Send(worker, Disband(reason)) for worker in self._lives if len(self.all) > 1]
+        return [Send(worker, ResetGroup(reason)) for worker in self._lives if len(self.all) > 1]
 
-    def standing(self, worker: Identity, standing: Standing) -> list[Send]:
+    def standing(self, worker: Identity, standing: LastPlan) -> list[Send]:
         """All were sent the same plans, or the group must be made anew."""
         if standing.session != self.session:
             return []

@@ -135,7 +135,7 @@ class Supervisor:
                 self._do(events.BecameReady(peer, life))
             case edge.Failed():
                 self._do(events.SaidFailed(peer, life, message.message))
-            case edge.Beat():
+            case edge.Heartbeat():
                 self._do(events.Beaten(peer, life, message.step, message.phase))
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open

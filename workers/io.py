@@ -16,9 +16,9 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import STEPPING, GraphCounts, Profile
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import (
-    Disband,
+    LastPlan,
     Reset,
-    Standing,
+    ResetGroup,
     StepFailed,
     StepPlan,
     StepResult,
@@ -242,7 +242,7 @@ class WorkerApp:
                 self._on_reset(message)
             case Profile():  # from the supervisor
                 self._plans.put((message, 0))
-            case Disband():
+            case ResetGroup():
                 if not self._membership.withdraw():
                     self._leave(message.reason)
 
@@ -251,7 +251,7 @@ class WorkerApp:
             if not self._membership.offer(reset.lives):
                 self._leave("another worker of the group was started again")
                 return
-            self._send(Standing(reset.session, *self._last))
+            self._send(LastPlan(reset.session, *self._last))
         if self._engine is None:
             self._reset = reset
         else:

@@ -8,8 +8,8 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     Admit,
     Assign,
+    EngineRequest,
     Load,
-    Work,
 )
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
@@ -25,7 +25,7 @@ def admit(name: str, prompt_len: int = 10, max_tokens: int = 10, handle: int = 1
     dp_rank = more.pop("dp_rank", -1)
     assert isinstance(dp_rank, int)
     prompt, sampling = pack_i32(range(prompt_len)), SamplingParams(max_tokens=max_tokens)
-    return Admit(Work(RequestId(name), Handle(handle), prompt, sampling, **more), dp_rank)  # type: ignore[arg-type]
+    return Admit(EngineRequest(RequestId(name), Handle(handle), prompt, sampling, **more), dp_rank)  # type: ignore[arg-type]
 
 
 def load(num_running: int = 0, num_waiting: int = 0, free: int = 100, **more: object) -> Load:

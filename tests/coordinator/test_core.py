@@ -218,7 +218,7 @@ def test_after_a_schedulers_death_its_requests_are_admitted_again() -> None:
     assert set(told(sends)) == {D0, S1}
     assert only(sends, Assign) == [], "the journal is the detokenizer's"
     assert bench.core.owner == {"b": S1}
-    again = admit("a", handle=3, attempt=1, emitted=pack_i32([7, 8]))
+    again = admit("a", handle=3, attempt=1, output_token_ids=pack_i32([7, 8]))
     assert bench.says(D0, again) == [
         Send(S1, Assign(again.work, D0, LIFE)),
         Send(D0, Routed(Handle(3), S1, LIFE)),

@@ -148,7 +148,7 @@ def test_a_running_stream_is_not_refused_because_the_queue_is_full() -> None:
     for name in names:
         assert assigned(bench, admit(name)) == S0
     bench.lost(S0)
-    again = [bench.says(D0, admit(name, attempt=1, emitted=pack_i32([1]))) for name in names]
+    again = [bench.says(D0, admit(name, attempt=1, output_token_ids=pack_i32([1]))) for name in names]
     assert [only(sends, Refused) for sends in again] == [[], [], [], []]
 
 
@@ -158,7 +158,7 @@ def test_what_was_let_in_before_is_not_refused_because_the_queue_is_full() -> No
     (send,) = bench.says(D0, admit("new"))
     assert isinstance(send.message, Refused)
     assert assigned(bench, admit("another attempt", attempt=1)) == S0
-    assert assigned(bench, admit("a resume of its client", emitted=pack_i32([1]))) == S0
+    assert assigned(bench, admit("a resume of its client", output_token_ids=pack_i32([1]))) == S0
     routed_before = msgspec.structs.replace(admit("routed before", dp_rank=0), again=True)
     assert assigned(bench, routed_before) == S0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import PrefixIndex, chain_of, tokens_at
 from meshlm.coordinator.routing import MISS_WEIGHT, PREFILL_WEIGHT, Policy, Router
-from meshlm.protocol.admit_edge import Load, SchedulerLife, Started, Work
+from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerLife, Started
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -19,9 +19,9 @@ LIFE = Incarnation(1)
 names = (RequestId(f"r{number}") for number in range(10**9))
 
 
-def work(prompt: list[int] | range, max_tokens: int = 10, salt: str = "", eos: tuple[int, ...] = ()) -> Work:
+def work(prompt: list[int] | range, max_tokens: int = 10, salt: str = "", eos: tuple[int, ...] = ()) -> EngineRequest:
     sampling = SamplingParams(max_tokens=max_tokens, eos_token_ids=eos)
-    return Work(next(names), Handle(1), pack_i32(prompt), sampling, cache_salt=salt)
+    return EngineRequest(next(names), Handle(1), pack_i32(prompt), sampling, cache_salt=salt)
 
 
 def load(free: int = 10_000, **more: object) -> Load:
@@ -38,7 +38,7 @@ def router(num_ranks: int, policy: Policy = "cache-aware") -> Router:
     return found
 
 
-def send(where: Router, request: Work, wanted: int = -1) -> int:
+def send(where: Router, request: EngineRequest, wanted: int = -1) -> int:
     """Dispatch; the number of the rank."""
     choice = where.choose(request, wanted)
     assert choice is not None
@@ -51,7 +51,7 @@ def rank_of(where: Router, number: int) -> Rank:
     return where.ranks[Identity(Role.SCHEDULER, number)]
 
 
-def end(where: Router, number: int, request: Work) -> None:
+def end(where: Router, number: int, request: EngineRequest) -> None:
     where.load(rank_of(where, number), load(ended=(request.request_id,)))
     where.check()
 
@@ -232,7 +232,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
         if dice.random() < 0.3:
             rank = dice.choice(list(where.ranks.values()))
             if rank.requests:
-                end(where, rank.number, Work(next(iter(rank.requests)), Handle(1), b"", SamplingParams()))
+                end(where, rank.number, EngineRequest(next(iter(rank.requests)), Handle(1), b"", SamplingParams()))
 
 
 # --- the ledger ---

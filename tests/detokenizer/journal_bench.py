@@ -80,7 +80,7 @@ class Bench:
         life: int = 1,
     ) -> list[Effect]:
         """The scheduler's news; an attempt's first tokens say how much of the prompt was cached."""
-        ids, first = pack_i32(token_ids(text)), start == len(request.work.emitted) // 4
+        ids, first = pack_i32(token_ids(text)), start == len(request.work.output_token_ids) // 4
         ended = [] if end is None else [Ended(0, end)]
         begun = {0: First(0)} if first else {}
         handle, counts = pack_i32([request.work.handle]), pack_i32([len(text)])

@@ -6,7 +6,7 @@ from journal_bench import LETTERS, TABLE, token_ids
 
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received, Send, Tick
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Work
+from meshlm.protocol.admit_edge import AbortRequests, Admit, EngineRequest
 from meshlm.protocol.columns import ints, pack_f32, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -31,7 +31,7 @@ LIFE = Incarnation(1)
 
 
 class Connection:
-    """One HTTP request at a frontend, as desk.py keeps it: rows are taken in at the index that follows."""
+    """One HTTP request at a frontend, as request_tracker.py keeps it: rows are taken in at the index that follows."""
 
     def __init__(self, frontend: Identity, handle: int) -> None:
         self.frontend, self.handle = frontend, handle
@@ -77,7 +77,7 @@ class Bench:
     def __init__(self) -> None:
         self.core = Detokenizer(TABLE, len(LETTERS), 100, WINDOW_S, life=7)
         self.now = 0.0
-        self.works: list[Work] = []  # admitted
+        self.works: list[EngineRequest] = []  # admitted
         self.aborted: set[RequestId] = set()
         self.connections: list[Connection] = []
         self._next_handle = 0
@@ -149,7 +149,9 @@ class Bench:
         for job in jobs:
             self.event(Encoded(job.job, array("i", [1, 2])))
 
-    def generate(self, work: Work, start: int, end: int, *, logprobs: bool = False, of_prompt: bool = False) -> None:
+    def generate(
+        self, work: EngineRequest, start: int, end: int, *, logprobs: bool = False, of_prompt: bool = False
+    ) -> None:
         ids = token_ids(ANSWER[start:end])
         ended = [Ended(0, FinishReason.LENGTH)] if end == len(ANSWER) else []
         columns = LogprobColumns(0, pack_f32([-1.0] * len(ids)), pack_i32([1] * len(ids)))

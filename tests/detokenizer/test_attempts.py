@@ -19,7 +19,7 @@ def test_a_dead_schedulers_requests_are_admitted_again() -> None:
     assert bench.routed(first, S0) == bench.routed(other, S1) == []
     bench.tokens(first, 0, "xy")
     again = admitted(bench.lost(S0))
-    assert (again.work.request_id, again.work.attempt, ints(again.work.emitted)) == ("a", 1, token_ids("xy"))
+    assert (again.work.request_id, again.work.attempt, ints(again.work.output_token_ids)) == ("a", 1, token_ids("xy"))
     assert again.work.handle != first.work.handle
     assert again.lost == (SchedulerLife(S0, Incarnation(1)),)
     assert bench.tokens(first, 2, "z") == [], "the late words of the dead one"
@@ -94,7 +94,7 @@ def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
         bench.routed(request, S0, life)
         bench.tokens(request, life - 1, "x", life=life)
         request = admitted(bench.lost(S0, life))
-        assert len(ints(request.work.emitted)) == life
+        assert len(ints(request.work.output_token_ids)) == life
         bench.up(S0, life + 1)
 
 
@@ -166,7 +166,7 @@ def test_a_move_is_no_attempt_without_a_token() -> None:
     for life in range(1, 3 * MAX_DEATHS):
         bench.routed(request, S0, life)
         if life % (MAX_DEATHS - 1) == 0:
-            bench.tokens(request, len(ints(request.work.emitted)), "x", life=life)
+            bench.tokens(request, len(ints(request.work.output_token_ids)), "x", life=life)
         request = admitted(bench.says(COORDINATOR, Readmit((request.work.handle,))))
         bench.routed(request, S0, life)
         request = admitted(bench.lost(S0, life))
@@ -204,7 +204,7 @@ def test_a_request_that_is_moved_goes_on_after_its_tokens() -> None:
     bench.routed(first, S0)
     bench.tokens(first, 0, "x")
     again = admitted(bench.says(COORDINATOR, Readmit((first.work.handle,))))
-    assert ints(again.work.emitted) == token_ids("x")
+    assert ints(again.work.output_token_ids) == token_ids("x")
     bench.tokens(first, 1, "z")
     bench.tokens(again, 1, "y", S1)
     assert [row[3] for row in bench.news()] == ["x", "y"], "the old rank's late token finds nobody"
@@ -266,7 +266,7 @@ def test_what_runs_does_not_notice_a_new_coordinator() -> None:
     handles = pack_i32([first.work.handle, second.work.handle])
     assert bench.up(COORDINATOR, 2) == [Send(S0, StillThere(handles))], "not admitted again"
     again = admits(bench.lost(S0))
-    assert [(request.work.request_id, ints(request.work.emitted)) for request in again] == [
+    assert [(request.work.request_id, ints(request.work.output_token_ids)) for request in again] == [
         ("a", token_ids("x")),
         ("bb", token_ids("x")),
     ]
@@ -286,6 +286,6 @@ def test_whether_what_runs_was_given_back_is_asked_of_its_rank() -> None:
         Send(S1, StillThere(pack_i32([second.work.handle]))),
     ]
     again = admitted(bench.says(S1, Readmit((second.work.handle,))))
-    assert (again.work.request_id, ints(again.work.emitted)) == ("bb", token_ids("x"))
+    assert (again.work.request_id, ints(again.work.output_token_ids)) == ("bb", token_ids("x"))
     effects = bench.says(COORDINATOR, RankLost(SchedulerLife(S0, Incarnation(1))), 2)
     assert effects == [Send(S0, StillThere(pack_i32([first.work.handle])))]

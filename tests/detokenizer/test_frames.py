@@ -109,7 +109,8 @@ def test_a_frame_of_a_token_each_gives_what_rows_of_any_number_give(
         deltas = TokenDeltas(
             pack_i32(stream.handle if stream else 99 for stream in streams),
             pack_i32(
-                max(0, len(s.emitted) + off) if s else 0 for s, (_, off, _, _) in zip(streams, frame, strict=True)
+                max(0, len(s.output_token_ids) + off) if s else 0
+                for s, (_, off, _, _) in zip(streams, frame, strict=True)
             ),
             b"",
             pack_i32(token for _, _, token, _ in frame),
@@ -119,7 +120,9 @@ def test_a_frame_of_a_token_each_gives_what_rows_of_any_number_give(
         counted = replace(deltas, counts=pack_i32([1] * len(frame)))
         effects = lean.event(Received(SCHEDULER, LIFE, deltas))
         assert effects == general.event(Received(SCHEDULER, LIFE, counted))
-        assert [stream.emitted for stream in lean.streams] == [stream.emitted for stream in general.streams]
+        assert [stream.output_token_ids for stream in lean.streams] == [
+            stream.output_token_ids for stream in general.streams
+        ]
     lean.flush()
     general.flush()
     assert (lean.texts, lean.ends) == (general.texts, general.ends)

@@ -109,7 +109,7 @@ class FakeScheduler:
             return
         known = self.requests.get(assign.work.request_id)
         if known is None or known[0].work.attempt < assign.work.attempt:
-            self.requests[assign.work.request_id] = (assign, len(assign.work.emitted) // 4)
+            self.requests[assign.work.request_id] = (assign, len(assign.work.output_token_ids) // 4)
 
     def step(self, name: RequestId) -> Sends:
         assign, index = self.requests[name]
@@ -122,7 +122,7 @@ class FakeScheduler:
             b"",
             pack_i32([truth(name, index)]),
             [Ended(0, FinishReason.LENGTH)] if ends else [],
-            first={0: First(0)} if index == len(work.emitted) // 4 else {},
+            first={0: First(0)} if index == len(work.output_token_ids) // 4 else {},
         )
         sends: Sends = [(DETOKENIZER, deltas)]
         if ends:

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from meshlm.frontend.answers import Answer, WholeAnswer
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.parse import Ask
-from meshlm.frontend.stream_answer import StreamAnswer
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.responses import Response, WholeResponse
+from meshlm.frontend.stream_response import StreamResponse
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
@@ -32,9 +32,9 @@ STOP = Finished(0, FinishReason.STOP)
 LENGTH = Finished(0, FinishReason.LENGTH)
 
 
-def asking(is_chat: bool, **changes: object) -> Ask:
-    """An Ask with nothing special, and these changes."""
-    plain = Ask(
+def asking(is_chat: bool, **changes: object) -> ParsedRequest:
+    """A ParsedRequest with nothing special, and these changes."""
+    plain = ParsedRequest(
         prompts=[TextPrompt(PROMPT_TEXT)],
         sampling=SamplingParams(),
         seed=None,
@@ -68,11 +68,11 @@ class Ends:
         self.count += 1
 
 
-Kind = TypeVar("Kind", bound=Answer)
+Kind = TypeVar("Kind", bound=Response)
 
 
 def filled(answer: Kind, num_prompts: int = 1) -> Kind:
-    """The answer with its choices, their prompts accepted; as server.py and desk.py do it."""
+    """The answer with its choices, their prompts accepted; as server.py and request_tracker.py do it."""
     n = answer.ask.num_choices
     for index in range(num_prompts * n):
         submit = Submit((Handle(index + 1),), (RequestId(str(index)),), TextPrompt(PROMPT_TEXT), SamplingParams())
@@ -82,19 +82,19 @@ def filled(answer: Kind, num_prompts: int = 1) -> Kind:
     return answer
 
 
-def whole(ask: Ask, num_prompts: int = 1) -> tuple[WholeAnswer, Ends]:
+def whole(ask: ParsedRequest, num_prompts: int = 1) -> tuple[WholeResponse, Ends]:
     ends = Ends()
-    return filled(WholeAnswer(ask, "cmpl-1", 1700000000, "tiny", ends), num_prompts), ends
+    return filled(WholeResponse(ask, "cmpl-1", 1700000000, "tiny", ends), num_prompts), ends
 
 
-def streamed(ask: Ask, num_prompts: int = 1) -> tuple[StreamAnswer, list[bytes], Ends]:
+def streamed(ask: ParsedRequest, num_prompts: int = 1) -> tuple[StreamResponse, list[bytes], Ends]:
     ends, events = Ends(), list[bytes]()
-    answer = StreamAnswer(ask._replace(stream=True), "cmpl-1", 1700000000, "tiny", ends, events.append)
+    answer = StreamResponse(ask._replace(stream=True), "cmpl-1", 1700000000, "tiny", ends, events.append)
     return filled(answer, num_prompts), events, ends
 
 
 def give(
-    answer: WholeAnswer | StreamAnswer,
+    answer: WholeResponse | StreamResponse,
     index: int,
     token_ids: Sequence[int],
     text: str,
@@ -103,7 +103,7 @@ def give(
     prompt_logprobs: list[PositionLogprobs | None] | None = None,
     num_cached: int | None = None,
 ) -> None:
-    """One row of deltas, as desk.py hands it on."""
+    """One row of deltas, as request_tracker.py hands it on."""
     choice = answer.choices[index]
     ids = unpack_i32(pack_i32(token_ids))
     choice.token_ids.extend(ids)
@@ -116,7 +116,7 @@ def give(
     answer.row(choice, ids, text, finished, logprobs, prompt_logprobs, first)
 
 
-def body(answer: WholeAnswer) -> Json:
+def body(answer: WholeResponse) -> Json:
     """The answer, in the form of OpenAI's own models."""
     found: Json = json.loads(answer.body())
     if answer.ask.is_chat:

@@ -7,7 +7,7 @@ from tiny_models import resolved_of, spec_of
 
 from meshlm.frontend import bodies, parse
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.config import Resolved, ServerConfig
 
@@ -20,7 +20,7 @@ LEAST: dict[str, dict[str, object]] = {"text": {"prompt": "hi"}, "chat": {"messa
 ENDPOINTS = ("text", "chat")
 
 
-def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED, server: ServerConfig = SERVER) -> Ask:
+def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED, server: ServerConfig = SERVER) -> ParsedRequest:
     """What the endpoint's route does with a body."""
     if endpoint == "text":
         completion, unknown = bodies.decode(body, CompletionRequest)
@@ -34,7 +34,7 @@ def body_of(endpoint: str, fields: dict[str, object]) -> bytes:
     return json.dumps({**LEAST[endpoint], **fields}).encode()
 
 
-def ask(endpoint: str, **fields: object) -> Ask:
+def ask(endpoint: str, **fields: object) -> ParsedRequest:
     return asked(endpoint, body_of(endpoint, fields))
 
 

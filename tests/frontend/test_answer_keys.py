@@ -8,13 +8,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from parsing import RESOLVED
 
 from meshlm.frontend.model_card import model_card
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 
 # Ours alone: the older name of reasoning, and the calls that vLLM leaves out where there are none.
 OF_CALLS = {"tool_calls"}
 
 
-def answered(ask: Ask) -> Json:
+def answered(ask: ParsedRequest) -> Json:
     answer, _ = whole(ask)
     give(answer, 0, [7], "Hé", STOP, logprobs=[HELLO] if ask.logprobs >= 0 else None)
     return body(answer)

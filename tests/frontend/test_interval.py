@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshlm.frontend import retry
 from meshlm.frontend.interval import Interval
-from meshlm.frontend.stream_answer import StreamAnswer
+from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.submits import build, position
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind, Handle
@@ -18,7 +18,7 @@ from meshlm.protocol.token_edge import First
 
 
 def feed(spaced: Interval, text: str, end: bool = True, index: int = 0) -> None:
-    """One token for each letter, as desk.py hands them on."""
+    """One token for each letter, as request_tracker.py hands them on."""
     choice = spaced.choices[index]
     for letter in text:
         ids = unpack_i32(pack_i32([ord(letter)]))
@@ -79,7 +79,7 @@ def stream(whole: str, interval: int, last_id: str) -> list[bytes]:
     ask = asking(False, stream=True)
     has = position(ask, again)
     assert has is not None
-    answer: Any = StreamAnswer(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
+    answer: Any = StreamResponse(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
     build(answer, ask, lambda: Handle(1), -1, again, has.cuts)
     answer.accepted(answer.choices[0], Accepted((Handle(1),), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     feed(Interval(answer, interval), whole)

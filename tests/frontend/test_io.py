@@ -51,7 +51,7 @@ class StubMesh:
         return await asyncio.wait_for(self.sent.get(), LIMIT_S)
 
 
-class Exchange:
+class ResponseSink:
     """Of one choice: how it failed."""
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ def started(*detokenizers: Identity) -> tuple[FrontendApp, StubMesh]:
     return app, mesh
 
 
-def asking(app: FrontendApp) -> tuple[list[Choice], Submit, Exchange]:
+def asking(app: FrontendApp) -> tuple[list[Choice], Submit, ResponseSink]:
     handle = app.new_handle()
     submit = Submit((handle,), (RequestId("r"),), TextPrompt("a"), SamplingParams())
-    exchange = Exchange()
-    stub: Any = exchange
-    exchange.choices = [Choice(stub, 0, 0, submit, handle)]
-    return exchange.choices, submit, exchange
+    sink = ResponseSink()
+    stub: Any = sink
+    sink.choices = [Choice(stub, 0, 0, submit, handle)]
+    return sink.choices, submit, sink
 
 
 async def test_a_question_goes_on_at_another_detokenizer() -> None:
@@ -120,14 +120,14 @@ async def test_a_question_that_kills_detokenizers_is_given_up() -> None:
 
 async def test_what_is_open_when_its_time_is_over_is_told_why() -> None:
     app, mesh = started(ONE)
-    choices, submit, exchange = asking(app)
+    choices, submit, sink = asking(app)
     app.open(choices, submit)
     asked = asyncio.ensure_future(app.ask(Detokenize(Handle(7), b"")))
     await mesh.next()
     await mesh.next()
     await app.stop()
     assert await mesh.next() == (ONE, Abort((RequestId("r"),)))
-    assert exchange.failures == [(ErrorKind.OVERLOADED, "this server is stopping")]
+    assert sink.failures == [(ErrorKind.OVERLOADED, "this server is stopping")]
     with pytest.raises(HttpError, match="this server is stopping") as told:
         await asyncio.wait_for(asked, LIMIT_S)
     assert told.value.status == 503
@@ -136,12 +136,12 @@ async def test_what_is_open_when_its_time_is_over_is_told_why() -> None:
 async def test_after_a_hand_over_what_is_open_breaks_off() -> None:
     """With an Idempotency-Key it goes on at another frontend, which an error would not lead to."""
     app, mesh = started(ONE)
-    choices, submit, exchange = asking(app)
+    choices, submit, sink = asking(app)
     app.open(choices, submit)
     await mesh.next()
     app.on_message(Identity(Role.SUPERVISOR), Shutdown(1.0, handover=True))
     await app.stop()
-    assert not exchange.failures
+    assert not sink.failures
     assert mesh.sent.empty()
 
 
@@ -168,19 +168,19 @@ async def test_a_question_that_nobody_takes(why: str, monkeypatch: pytest.Monkey
 async def test_a_full_queue_ends_a_request_and_no_other() -> None:
     """Also where it is not the request's own call that meets it, but another detokenizer's death."""
     app, mesh = started(ONE)
-    choices, submit, exchange = asking(app)
+    choices, submit, sink = asking(app)
     app.open(choices, submit)
     assert await mesh.next() == (ONE, submit)
     app.on_peer_up(OTHER, LIFE)
     mesh.full.add(OTHER)
     app.on_peer_down(ONE, LIFE, "the process died")
-    assert exchange.failures == [(ErrorKind.OVERLOADED, FULL)]
+    assert sink.failures == [(ErrorKind.OVERLOADED, FULL)]
     app.close(choices)
-    more, submit, exchange = asking(app)
+    more, submit, sink = asking(app)
     app.open(more, submit)
-    assert exchange.failures == [(ErrorKind.OVERLOADED, FULL)]
+    assert sink.failures == [(ErrorKind.OVERLOADED, FULL)]
     app.close(more)
-    app._desk.check()
+    app._tracker.check()
     assert app.num_open == 0
     assert mesh.sent.empty()
 
@@ -243,9 +243,9 @@ async def test_a_request_that_no_frame_holds_is_refused(attempt: int, kind: Erro
     """By the client's fault at first; not when it goes on after a death."""
     app, mesh = started(ONE)
     mesh.too_long = True
-    choices, submit, exchange = asking(app)
+    choices, submit, sink = asking(app)
     app.open(choices, msgspec.structs.replace(submit, attempt=attempt))
-    assert exchange.failures == [
+    assert sink.failures == [
         (kind, "a message of 101 bytes is too long for the mesh (Submit to detokenizer/0; at most 100)")
     ]
 

@@ -10,10 +10,10 @@ from parsing import RESOLVED, VOCAB, ask, refused
 from meshlm.detokenizer.admission import MAX_PROMPT_LOGPROBS
 from meshlm.detokenizer.batch import ENTRY_BYTES, MAX_BATCH_BYTES
 from meshlm.frontend import limits
-from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.submits import build
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, SchedulerLife, Work
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, EngineRequest, SchedulerLife
 from meshlm.protocol.channels import MAX_MESSAGE_BYTES
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role, Row, StepId
@@ -118,7 +118,9 @@ def test_the_largest_requests_fit_into_their_messages() -> None:
         text=TextParams(stop=(copied,)),
         delivered=bytes(4 * CONTEXT),
     )
-    work = Work(names[0], handles[0], bytes(4 * CONTEXT), FULL_LISTS, emitted=bytes(4 * CONTEXT), cache_salt=copied)
+    work = EngineRequest(
+        names[0], handles[0], bytes(4 * CONTEXT), FULL_LISTS, output_token_ids=bytes(4 * CONTEXT), cache_salt=copied
+    )
     row = NewRow(Row(0), bytes(8 * CONTEXT), CONTEXT, bytes(CONTEXT), FULL_LISTS)
     no_rows = {"rows": b"", "starts": b"", "counts": b"", "samples": b"", "num_tokens": 0}
     life = Incarnation(1 << 62)
@@ -178,7 +180,7 @@ def test_a_small_body_stays_small(data: st.DataObject) -> None:
         assert refusal.status == 400
         assert "at most" in refusal.message or "more than" in refusal.message
         return
-    answer = WholeAnswer(found, "cmpl-1", 0, "m", lambda: None)
+    answer = WholeResponse(found, "cmpl-1", 0, "m", lambda: None)
     handles = iter(range(1, 1 << 20))
     asked = build(answer, found, lambda: Handle(next(handles)), -1)
     messages = [submit for _, submit in asked]

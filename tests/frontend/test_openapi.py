@@ -11,10 +11,10 @@ import pytest
 from answering import HELLO, OF_PROMPT, PROMPT_IDS, STOP, asking, give, whole
 from jsonschema import Draft202012Validator
 
-from meshlm.frontend import answer_schema, openapi
-from meshlm.frontend.body_schema import Served
+from meshlm.frontend import openapi, response_schema
 from meshlm.frontend.errors import NOT_SERVED, STATUS
 from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS, served
+from meshlm.frontend.request_schema import Served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
@@ -135,7 +135,7 @@ def test_answers_are_as_declared(is_chat: bool, fields: Json, text: str) -> None
         OF_PROMPT if fields == PLAIN else None,
         1,
     )
-    kind = answer_schema.ChatCompletionResponse if is_chat else answer_schema.CompletionResponse
+    kind = response_schema.ChatCompletionResponse if is_chat else response_schema.CompletionResponse
     found = json.loads(answer.body())
     read = msgspec.convert(found, kind)
     assert missing(found, msgspec.to_builtins(read)) == []

@@ -11,8 +11,8 @@ from parse_cases import CHATS, EVERY_BAD, TAKEN
 from parsing import ENDPOINTS, EOS, RESOLVED, SERVER, USER, ask, asked, body_of, refused
 
 from meshlm.frontend import bodies, prompts
-from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.schema import (
     ChatRequest,
     Common,
@@ -137,7 +137,7 @@ def test_seed_zero_is_a_seed(endpoint: str) -> None:
 def seeds(endpoint: str, draws: random.Random | None = None, **fields: object) -> list[int]:
     """The seed of each choice as it is sent."""
     asking = ask(endpoint, **fields)
-    answer = WholeAnswer(asking, "id", 0, "tiny", lambda: None)
+    answer = WholeResponse(asking, "id", 0, "tiny", lambda: None)
     handles = iter(range(1, 1000))
     build_submits(answer, asking, lambda: Handle(next(handles)), -1, draws=draws or random.SystemRandom())
     return [choice.submit.sampling.seed for choice in answer.choices]

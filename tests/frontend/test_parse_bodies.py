@@ -12,7 +12,7 @@ from parsing import ENDPOINTS, MAX_LOGPROBS, ask, asked, body_of
 
 from meshlm.frontend import bodies
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.text_edge import ChatPrompt
 
@@ -94,7 +94,7 @@ values = st.recursive(
 def test_any_values_are_taken_or_refused_by_name(endpoint: str, data: st.DataObject) -> None:
     kind = CompletionRequest if endpoint == "text" else ChatRequest
     fields: dict[str, object] = data.draw(st.dictionaries(st.sampled_from(kind.__struct_fields__), values, max_size=3))
-    got: Ask | HttpError
+    got: ParsedRequest | HttpError
     try:
         got = ask(endpoint, **fields)
     except HttpError as error:

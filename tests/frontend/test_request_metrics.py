@@ -5,11 +5,11 @@ from typing import Any
 import answering
 import pytest
 
-from meshlm.frontend.answers import WholeAnswer
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.desk import Desk
 from meshlm.frontend.request_metrics import observe_end, observe_tokens
-from meshlm.frontend.retry import Again
+from meshlm.frontend.request_tracker import RequestTracker
+from meshlm.frontend.responses import WholeResponse
+from meshlm.frontend.retry import IdempotencyKey
 from meshlm.frontend.submits import build
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Role
@@ -53,18 +53,18 @@ class _Engine:
 
 
 class Client:
-    """One HTTP request of a desk with one detokenizer."""
+    """One HTTP request of a tracker with one detokenizer."""
 
-    def __init__(self, desk: Desk, again: Again | None = None, **ask: Any) -> None:
-        self.desk, self.metrics = desk, Recorder()
-        answer: Any = WholeAnswer(
+    def __init__(self, tracker: RequestTracker, again: IdempotencyKey | None = None, **ask: Any) -> None:
+        self.tracker, self.metrics = tracker, Recorder()
+        answer: Any = WholeResponse(
             answering.asking(False, num_returned=ask.get("num_choices", 1), **ask), "id", 0, "m", lambda: None
         )
-        self.answer: WholeAnswer = answer
-        for choices, submit in build(answer, answer.ask, desk.new_handle, -1, again):
+        self.answer: WholeResponse = answer
+        for choices, submit in build(answer, answer.ask, tracker.new_handle, -1, again):
             for choice in choices:
                 choice.opened_at = 10.0
-            desk.open(choices, submit)
+            tracker.open(choices, submit)
 
     @property
     def choices(self) -> list[Choice]:
@@ -72,7 +72,7 @@ class Client:
 
     def accepted(self, num_prompt: int, *, num_told: tuple[int, ...] = (), arrival_s: float = 0.0) -> None:
         handles = tuple(choice.handle for choice in self.choices)
-        self.desk.accepted(Accepted(handles, num_prompt, num_told=num_told, arrival_s=arrival_s))
+        self.tracker.accepted(Accepted(handles, num_prompt, num_told=num_told, arrival_s=arrival_s))
 
     def row(self, place: int, tokens: list[int], now: float, end: FinishReason | None = None, rank: int = 2) -> None:
         choice = self.choices[place]
@@ -80,28 +80,28 @@ class Client:
         finished = [Finished(0, end, None, have + len(tokens))] if end else []
         first = {} if have else {0: First(0, 1_000_000, 2_000_000, rank)}
         columns = (pack_i32([choice.handle]), pack_i32([have]), pack_i32([len(tokens)]), pack_i32(tokens))
-        self.desk.deltas(TextDeltas(*columns, ["x"], finished, first=first), D0, now)
+        self.tracker.deltas(TextDeltas(*columns, ["x"], finished, first=first), D0, now)
 
     def seen(self) -> dict[str, list[Any]]:
-        observe_tokens(self.metrics, self.desk)  # type: ignore[arg-type]
+        observe_tokens(self.metrics, self.tracker)  # type: ignore[arg-type]
         return self.metrics.take()
 
     def end(self) -> dict[str, list[Any]]:
-        observe_tokens(self.metrics, self.desk)  # type: ignore[arg-type]
+        observe_tokens(self.metrics, self.tracker)  # type: ignore[arg-type]
         observe_end(self.metrics, self.answer, MAX_MODEL_LEN)  # type: ignore[arg-type]
         return self.metrics.take()
 
 
 @pytest.fixture
-def desk() -> Desk:
-    desk = Desk()
-    desk.detokenizer_up(D0)
-    return desk
+def tracker() -> RequestTracker:
+    tracker = RequestTracker()
+    tracker.detokenizer_up(D0)
+    return tracker
 
 
-def test_the_first_token_is_observed_when_it_comes(desk: Desk) -> None:
+def test_the_first_token_is_observed_when_it_comes(tracker: RequestTracker) -> None:
     """And the prompt's tokens are counted, while the request runs."""
-    client = Client(desk)
+    client = Client(tracker)
     client.accepted(7)
     assert client.seen() == {}
     client.row(0, [1], 10.5)
@@ -110,8 +110,8 @@ def test_the_first_token_is_observed_when_it_comes(desk: Desk) -> None:
     assert client.seen() == {"itl/2": [(0.25, 1)], "generation_tokens/2": [1]}
 
 
-def test_a_sequence_is_observed_at_its_end(desk: Desk) -> None:
-    client = Client(desk, num_choices=2, max_tokens=None)
+def test_a_sequence_is_observed_at_its_end(tracker: RequestTracker) -> None:
+    client = Client(tracker, num_choices=2, max_tokens=None)
     client.accepted(96)
     client.row(0, [1], 11.0)
     client.row(0, [2, 3], 12.0, FinishReason.LENGTH)
@@ -127,41 +127,41 @@ def test_a_sequence_is_observed_at_its_end(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.INVALID, ErrorKind.OVERLOADED, ErrorKind.CONFLICT])
-def test_what_the_mesh_refuses_is_observed_nowhere(desk: Desk, kind: ErrorKind) -> None:
-    client = Client(desk, num_choices=2)
+def test_what_the_mesh_refuses_is_observed_nowhere(tracker: RequestTracker, kind: ErrorKind) -> None:
+    client = Client(tracker, num_choices=2)
     handles = tuple(choice.handle for choice in client.choices)
-    desk.rejected(Rejected(handles, kind, "no"))
+    tracker.rejected(Rejected(handles, kind, "no"))
     assert client.end() == {}
 
 
-def test_what_the_scheduler_refuses_is_observed_nowhere(desk: Desk) -> None:
-    client = Client(desk)
+def test_what_the_scheduler_refuses_is_observed_nowhere(tracker: RequestTracker) -> None:
+    client = Client(tracker)
     client.accepted(7)
     finished = Finished(0, FinishReason.ERROR, None, 0, "too long", ErrorKind.INVALID, "max_tokens")
     columns = (pack_i32([client.choices[0].handle]), pack_i32([0]), pack_i32([0]), b"")
-    desk.deltas(TextDeltas(*columns, [""], [finished]), D0, 11.0)
+    tracker.deltas(TextDeltas(*columns, [""], [finished]), D0, 11.0)
     assert client.end() == {}
 
 
-def test_a_client_that_leaves_has_no_latency(desk: Desk) -> None:
-    client = Client(desk)
+def test_a_client_that_leaves_has_no_latency(tracker: RequestTracker) -> None:
+    client = Client(tracker)
     client.accepted(7)
     client.row(0, [1], 10.5)
     assert client.seen()
-    desk.close(client.choices)
+    tracker.close(client.choices)
     assert client.end() == {"finished/2": [FinishReason.ABORT]}
 
 
-def test_a_keyed_request_is_counted_once(desk: Desk) -> None:
+def test_a_keyed_request_is_counted_once(tracker: RequestTracker) -> None:
     """By the connection that sees its end: the one before left, the one after reads it again."""
-    again = Again("0" * 32, b"", "")
-    left = Client(desk, again)
+    again = IdempotencyKey("0" * 32, b"", "")
+    left = Client(tracker, again)
     left.accepted(7, arrival_s=left.choices[0].submit.arrival_s)
     left.row(0, [1, 2], 10.5)
     assert left.seen()["prompt_tokens/2"] == [7]
-    desk.close(left.choices)
+    tracker.close(left.choices)
     assert left.end() == {}
-    back = Client(desk, again)
+    back = Client(tracker, again)
     back.accepted(7, num_told=(2,), arrival_s=back.choices[0].submit.arrival_s - 5.0)
     back.row(0, [1, 2], 10.5)
     assert back.seen() == {}
@@ -169,7 +169,7 @@ def test_a_keyed_request_is_counted_once(desk: Desk) -> None:
     seen = back.end()
     assert (seen["finished/2"], seen["generation_tokens/2"], seen["e2e/2"]) == ([FinishReason.STOP], [1], [6.0])
     assert not {"ttft/2", "tpot/2", "phases/2", "prompt_tokens/2"} & seen.keys()
-    reader = Client(desk, again)
+    reader = Client(tracker, again)
     reader.accepted(7, num_told=(3,), arrival_s=1.0)
     reader.row(0, [1, 2, 3], 10.5, FinishReason.STOP)
     assert reader.end() == {}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from meshlm.frontend import retry
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.desk import Desk, Send
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.parse import Ask
-from meshlm.frontend.stream_answer import StreamAnswer
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.request_tracker import RequestTracker, Send
+from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.submits import build as build_submits
 from meshlm.frontend.submits import position, salt_of
 from meshlm.protocol.columns import pack_i32, unpack_i32
@@ -25,13 +25,15 @@ D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 PATH = "/v1/completions"
 
 
-def asking(**changes: object) -> Ask:
+def asking(**changes: object) -> ParsedRequest:
     """A streamed one, unless it is changed."""
     streamed: dict[str, Any] = {"is_chat": False, "stream": True, **changes}
     return answering.asking(**streamed)
 
 
-def read(key: str = "k", last_id: str = "", path: str = PATH, api_key: str = "", body: bytes = b"{}") -> retry.Again:
+def read(
+    key: str = "k", last_id: str = "", path: str = PATH, api_key: str = "", body: bytes = b"{}"
+) -> retry.IdempotencyKey:
     found = retry.read([key], last_id, path, api_key, body)
     assert found is not None
     return found
@@ -72,8 +74,8 @@ def test_what_makes_a_request_the_same() -> None:
 
 
 def test_without_a_seed_it_comes_from_the_key() -> None:
-    def seeds(again: retry.Again | None, **ask: object) -> list[int]:
-        answer: Any = StreamAnswer(asking(num_choices=2, **ask), "id", 0, "m", lambda: None, lambda event: None)
+    def seeds(again: retry.IdempotencyKey | None, **ask: object) -> list[int]:
+        answer: Any = StreamResponse(asking(num_choices=2, **ask), "id", 0, "m", lambda: None, lambda event: None)
         handles = iter(range(1, 100))
         build_submits(answer, answer.ask, lambda: Handle(next(handles)), -1, again)
         return [choice.submit.sampling.seed for choice in answer.choices]
@@ -84,9 +86,9 @@ def test_without_a_seed_it_comes_from_the_key() -> None:
 
 
 def test_names_of_requests_are_the_same_each_time() -> None:
-    def submits(again: retry.Again) -> list[Submit]:
+    def submits(again: retry.IdempotencyKey) -> list[Submit]:
         ask = asking(prompts=[TextPrompt("a"), TextPrompt("b")], num_choices=2)
-        answer: Any = StreamAnswer(ask, f"cmpl-{again.key}", 0, "m", lambda: None, lambda event: None)
+        answer: Any = StreamResponse(ask, f"cmpl-{again.key}", 0, "m", lambda: None, lambda event: None)
         handles = iter(range(1, 100))
         has = position(ask, again)
         assert has is not None
@@ -124,13 +126,13 @@ def test_a_stream_of_very_many_choices_has_no_ids() -> None:
 Row = tuple[int, list[int], str, bool]  # choice, tokens, text, end
 
 
-def stream(ask: Ask, rows: list[Row], last_id: str = "") -> list[tuple[str, str]]:
+def stream(ask: ParsedRequest, rows: list[Row], last_id: str = "") -> list[tuple[str, str]]:
     """What a client reads: id and data of each event."""
     events: list[bytes] = []
     again = read(last_id=last_id)
     has = position(ask, again)
     assert has is not None
-    answer = StreamAnswer(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
+    answer = StreamResponse(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
     handles = iter(range(1, 100))
     build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts)
     for choice in answer.choices:
@@ -156,7 +158,7 @@ def stream(ask: Ask, rows: list[Row], last_id: str = "") -> list[tuple[str, str]
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[Ask, list[list[Row]]]:
+def histories(draw: st.DrawFn) -> tuple[ParsedRequest, list[list[Row]]]:
     """For each choice its rows."""
     ask = asking(
         num_choices=draw(st.integers(1, 3)),
@@ -276,54 +278,54 @@ def test_the_ids_of_a_chat() -> None:
     assert [name for name, _ in events] == ["0", "1", "4", "5e", "5e.u", "5e.d"]
 
 
-# --- the desk ---
+# --- the tracker ---
 
 
-def opened(desk: Desk, key: str) -> tuple[list[Choice], list[Send]]:
-    again = retry.Again(key.ljust(32, "0"), b"", "")
-    answer: Any = StreamAnswer(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None, lambda event: None)
-    ((choices, submit),) = build_submits(answer, answer.ask, desk.new_handle, -1, again)
-    sends = desk.open(choices, submit)
-    desk.check()
+def opened(tracker: RequestTracker, key: str) -> tuple[list[Choice], list[Send]]:
+    again = retry.IdempotencyKey(key.ljust(32, "0"), b"", "")
+    answer: Any = StreamResponse(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None, lambda event: None)
+    ((choices, submit),) = build_submits(answer, answer.ask, tracker.new_handle, -1, again)
+    sends = tracker.open(choices, submit)
+    tracker.check()
     return choices, sends
 
 
 def test_the_key_says_which_detokenizer() -> None:
     homes = []
     for up in ([D0, D1], [D1, D0]):
-        desk = Desk(2)
+        tracker = RequestTracker(2)
         for one in up:
-            desk.detokenizer_up(one)
-        homes.append([opened(desk, f"{number:08x}")[1][0].to for number in range(6)])
+            tracker.detokenizer_up(one)
+        homes.append([opened(tracker, f"{number:08x}")[1][0].to for number in range(6)])
     assert homes[0] == homes[1] == [D0, D1] * 3
 
 
 def test_tokens_that_another_connection_had_are_not_counted_again() -> None:
     """In rows that end before, at and after the last of them."""
-    desk = Desk()
-    desk.detokenizer_up(D0)
-    (first, second), _ = opened(desk, "0")
-    desk.accepted(Accepted((first.handle, second.handle), 3, num_told=(4, 0)))
+    tracker = RequestTracker()
+    tracker.detokenizer_up(D0)
+    (first, second), _ = opened(tracker, "0")
+    tracker.accepted(Accepted((first.handle, second.handle), 3, num_told=(4, 0)))
     counted = []
     for start, count in ((0, 2), (2, 3), (5, 2)):
         handles, starts = pack_i32([first.handle, second.handle]), pack_i32([start, start])
         counts = pack_i32([count, count])
-        desk.deltas(TextDeltas(handles, starts, counts, pack_i32([7] * 2 * count), ["x", "x"]), D0, 1.0)
-        counted.append(desk.counts[""].num_tokens)
+        tracker.deltas(TextDeltas(handles, starts, counts, pack_i32([7] * 2 * count), ["x", "x"]), D0, 1.0)
+        counted.append(tracker.counts[""].num_tokens)
     assert counted == [2, 2 + 3 + 1, 2 + 3 + 1 + 4]
 
 
 def test_a_key_waits_for_its_detokenizer() -> None:
-    desk = Desk(2)
-    desk.detokenizer_up(D0)
-    choices, sends = opened(desk, "00000001")
+    tracker = RequestTracker(2)
+    tracker.detokenizer_up(D0)
+    choices, sends = opened(tracker, "00000001")
     assert sends == []
-    assert desk.detokenizer_up(Identity(Role.DETOKENIZER, 2)) == []
-    assert [send.to for send in desk.detokenizer_up(D1)] == [D1, D1]
-    assert desk.detokenizer_down(D1, 0.0) == []
-    desk.check()
-    again = desk.detokenizer_up(D1)
+    assert tracker.detokenizer_up(Identity(Role.DETOKENIZER, 2)) == []
+    assert [send.to for send in tracker.detokenizer_up(D1)] == [D1, D1]
+    assert tracker.detokenizer_down(D1, 0.0) == []
+    tracker.check()
+    again = tracker.detokenizer_up(D1)
     assert [(send.to, send.message.attempt) for send in again if isinstance(send.message, Submit)] == [(D1, 1)] * 2
-    (left,) = desk.close(choices)
+    (left,) = tracker.close(choices)
     handles = tuple(choice.handle for choice in choices)
     assert left == Send(D1, Detach(tuple(choice.submit.request_ids[0] for choice in choices), handles))

@@ -56,13 +56,13 @@ SAMPLING = sampling.SamplingParams(
     logprobs=0,
     prompt_logprobs=4,
 )
-WORK = admit.Work(
+WORK = admit.EngineRequest(
     request_id=RequestId("cmpl-é-0"),
     handle=Handle(0x7FFF_FFFF),
     prompt_token_ids=pack_i32([1, 2, 70000]),
     sampling=SAMPLING,
     attempt=2,
-    emitted=pack_i32([9]),
+    output_token_ids=pack_i32([9]),
     priority=-7,
     cache_salt="salt",
     arrival_s=1750000000.25,
@@ -184,7 +184,7 @@ FULL: tuple[Struct, ...] = (
     token.StillThere(pack_i32([4])),
     # scheduler <-> worker
     step.Reset(77, (1, 2)),
-    step.Disband("worker/1 is lost"),
+    step.ResetGroup("worker/1 is lost"),
     NEW_ROW,
     step.StepPlan(
         session=77,
@@ -205,7 +205,7 @@ FULL: tuple[Struct, ...] = (
         planned_ns=1,
     ),
     step.WorkerReady(77, 1000, 16, 64, 1024, 49152, pack_i32([10]), b"h" * step.HASH_BYTES),
-    step.Standing(77, 76, 5),
+    step.LastPlan(77, 76, 5),
     step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5),
     step.StepFailed(77, StepId(5), "out of memory"),
     step.WorkerStats(GRAPHS),
@@ -213,7 +213,7 @@ FULL: tuple[Struct, ...] = (
     control.Progress("weights", 12, 100, "MB"),
     control.Ready({"KV cache": "9,000 blocks"}),
     control.Failed("no such model"),
-    control.Beat(4, "stepping", 1 << 33),
+    control.Heartbeat(4, "stepping", 1 << 33),
     control.RankDrained(3),
     control.Died(SCHEDULER, LIFE),
     control.SetRanks(4),

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlm.protocol.frames import (
-    LANE_BYTES,
+    FRAME_PREFIX_BYTES,
     FrameError,
     Header,
     Kind,
-    data_lane,
+    data_frame_prefix,
     pack,
     pack_numbers,
     unpack,
@@ -34,10 +34,12 @@ def test_round_trip(header: Header, body: bytes) -> None:
 @given(headers, st.binary())
 def test_a_data_frame_is_its_lane_its_numbers_and_its_body(header: Header, body: bytes) -> None:
     frame = pack(header._replace(kind=Kind.DATA), body)
-    lane = data_lane(header.sender, header.sender_incarnation, header.receiver, header.receiver_incarnation)
-    assert lane + pack_numbers(header.seq, header.ack) + body == frame
-    assert len(lane) == LANE_BYTES
-    assert unpack_numbers(frame, LANE_BYTES) == (header.seq, header.ack)
+    frame_prefix = data_frame_prefix(
+        header.sender, header.sender_incarnation, header.receiver, header.receiver_incarnation
+    )
+    assert frame_prefix + pack_numbers(header.seq, header.ack) + body == frame
+    assert len(frame_prefix) == FRAME_PREFIX_BYTES
+    assert unpack_numbers(frame, FRAME_PREFIX_BYTES) == (header.seq, header.ack)
 
 
 @given(st.binary(max_size=200))

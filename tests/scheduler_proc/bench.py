@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from meshlm.protocol.admit_edge import Assign, Load, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -162,7 +162,7 @@ class Bench:
 
     def assign(self, handle: int, prompt: list[int], max_tokens: int, **params: object) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=params.pop("stop", ()))  # type: ignore[arg-type]
-        work = Work(
+        work = EngineRequest(
             RequestId(f"r{handle}"),
             Handle(handle),
             pack_i32(prompt),

@@ -9,7 +9,7 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, VOCAB, WORKER, Bench, limits, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Load, ReportLoad, Work
+from meshlm.protocol.admit_edge import AbortRequests, Assign, EngineRequest, GiveBack, Load, ReportLoad
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -65,7 +65,9 @@ def test_no_step_is_wasted_at_max_tokens() -> None:
 def test_resumed_request_goes_on_after_its_tokens() -> None:
     expected = reference([9, 8], 6)
     bench = Bench(limits(), 64, 4)
-    work = Work(RequestId("r"), Handle(1), pack_i32([9, 8]), SamplingParams(max_tokens=6), 1, pack_i32(expected[:4]))
+    work = EngineRequest(
+        RequestId("r"), Handle(1), pack_i32([9, 8]), SamplingParams(max_tokens=6), 1, pack_i32(expected[:4])
+    )
     bench.tokens[1] = expected[:4]
     bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
     bench.finish()
@@ -236,7 +238,7 @@ def test_a_request_waits_until_its_detokenizer_can_be_reached() -> None:
 def test_an_abort_of_a_request_that_waits_for_its_detokenizer_is_reported() -> None:
     """Found by tests/simulation: the coordinator's ledger kept it for ever."""
     core = Scheduler(limits())
-    work = Work(RequestId("r"), Handle(1), pack_i32([1]), SamplingParams(max_tokens=2))
+    work = EngineRequest(RequestId("r"), Handle(1), pack_i32([1]), SamplingParams(max_tokens=2))
     core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
     assert core.handle(Received(COORDINATOR, LIFE, AbortRequests((RequestId("r"), RequestId("s")))), 0.0) == []
     (told,) = core.report()
@@ -288,7 +290,7 @@ def test_graph_counts_go_to_the_coordinator_once_and_again_to_a_new_one() -> Non
 
 def test_a_load_that_is_asked_for_knows_of_the_abort_before() -> None:
     core = Bench(limits(), 64, 4).core
-    work = Work(RequestId("r1"), Handle(1), pack_i32([1, 2]), SamplingParams(max_tokens=9))
+    work = EngineRequest(RequestId("r1"), Handle(1), pack_i32([1, 2]), SamplingParams(max_tokens=9))
 
     def reported(*events: Received | PeerUp) -> list[tuple[int, int]]:
         for event in events:
@@ -311,7 +313,7 @@ class OfPrompts(Bench):
         self.of_prompts: list[list[float]] = []
         super().__init__(limits(max_num_batched_tokens=4), 64, 4)
         sampling = SamplingParams(max_tokens=3, prompt_logprobs=0)
-        work = Work(RequestId("r1"), Handle(1), pack_i32(range(10)), sampling)
+        work = EngineRequest(RequestId("r1"), Handle(1), pack_i32(range(10)), sampling)
         self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
 
     def step(self) -> None:
@@ -350,7 +352,7 @@ def test_prompt_logprobs_of_a_prompt_that_begins_anew(reason: str, num_before: i
 def test_a_burst_of_requests_is_reported_once_and_after_the_plan() -> None:
     bench = Bench(limits(), 64, 4)
     for number in range(1, 5):
-        work = Work(RequestId(f"r{number}"), Handle(number), pack_i32([1, 2]), SamplingParams(max_tokens=2))
+        work = EngineRequest(RequestId(f"r{number}"), Handle(number), pack_i32([1, 2]), SamplingParams(max_tokens=2))
         assert bench.core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0) == []
     assert bench.core.plan(0)
     (told,) = bench.core.report()

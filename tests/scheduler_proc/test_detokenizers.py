@@ -1,6 +1,6 @@
 """Requests wait for the life of the detokenizer that they name, and for no other."""
 
-from meshlm.protocol.admit_edge import Assign, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
@@ -9,7 +9,7 @@ ONE, OTHER = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 
 
 def assign(name: str, life: int, detokenizer: Identity = ONE) -> Assign:
-    work = Work(RequestId(name), Handle(1), bytes(4), SamplingParams())
+    work = EngineRequest(RequestId(name), Handle(1), bytes(4), SamplingParams())
     return Assign(work, detokenizer, Incarnation(life))
 
 

@@ -16,7 +16,7 @@ def bench() -> Bench:
 
 def run(bench: Bench, **times: int) -> tuple[int, int]:
     """One step that says these times of itself; what that adds to the counts."""
-    news, model = bench.core.news, bench.model.run
+    news, model = bench.core.load, bench.model.run
     before = news.busy_ns, news.idle_ns
 
     def timed(plan: object) -> StepResult:

@@ -2,7 +2,7 @@
 
 from bench import COORDINATOR, DETOKENIZER, LIFE, OTHER, WORKER, Bench, limits, reference
 
-from meshlm.protocol.admit_edge import Assign, GiveBack, Load, Readmit, Returned, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest, GiveBack, Load, Readmit, Returned
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
@@ -73,7 +73,7 @@ def test_deaths_of_workers_count_where_a_request_was_before_too() -> None:
 
 def test_what_waits_for_its_detokenizer_is_given_back_too() -> None:
     core = Scheduler(limits())
-    work = Work(RequestId("r"), Handle(7), pack_i32([1]), SamplingParams(max_tokens=2), attempt=3)
+    work = EngineRequest(RequestId("r"), Handle(7), pack_i32([1]), SamplingParams(max_tokens=2), attempt=3)
     core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
     assert core.handle(Received(COORDINATOR, LIFE, GiveBack((RequestId("r"),))), 0.0) == []
     (told,) = core.report()

@@ -7,7 +7,7 @@ from typing import Any
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, limits
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Assign, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.sampling import SamplingParams
@@ -70,7 +70,7 @@ def test_what_it_does_is_what_is_shown() -> None:
     assert mesh.beats == []
     hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))
     assert mesh.beats == ["idle"], "said at once: the mesh may be ready now"
-    work = Work(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=1), arrival_s=1.0)
+    work = EngineRequest(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=1), arrival_s=1.0)
     hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
     assert app.beat() == (1, "1 requests"), "its step runs"
     plan: StepPlan = mesh.last(StepPlan)
@@ -88,7 +88,7 @@ def test_what_no_frame_holds_ends_with_an_error() -> None:
     app._mesh, app._core = mesh, Scheduler(limits())
     up(app, (DETOKENIZER, WORKER))
     hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))
-    work = Work(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=3), arrival_s=1.0)
+    work = EngineRequest(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=3), arrival_s=1.0)
     hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
     plan = next(message for message in mesh.sent if isinstance(message, StepPlan))
     mesh.too_long = TokenDeltas
@@ -107,7 +107,7 @@ def test_a_plan_that_no_frame_holds_begins_anew_with_the_worker() -> None:
     app._mesh, app._core = mesh, Scheduler(limits())
     up(app, (DETOKENIZER, WORKER))
     hear(app, (WORKER, WorkerReady(mesh.last(Reset).session, 8, 4, 64, 64, 997)))
-    work = Work(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=3), arrival_s=1.0)
+    work = EngineRequest(RequestId("r"), Handle(1), pack_i32([5]), SamplingParams(max_tokens=3), arrival_s=1.0)
     mesh.too_long = StepPlan
     hear(app, (COORDINATOR, Assign(work, DETOKENIZER, LIFE)))
     assert mesh.dropped == [WORKER]

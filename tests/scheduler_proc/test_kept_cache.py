@@ -5,7 +5,7 @@ from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, referen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.protocol.admit_edge import Assign, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
@@ -26,7 +26,7 @@ def take_over(bench: Bench) -> None:
 def resume(bench: Bench, handle: int, prompt: list[int], max_tokens: int) -> None:
     done = bench.tokens.get(handle, [])
     sampling = SamplingParams(max_tokens=max_tokens)
-    work = Work(RequestId(f"r{handle}"), Handle(handle), pack_i32(prompt), sampling, 1, pack_i32(done))
+    work = EngineRequest(RequestId(f"r{handle}"), Handle(handle), pack_i32(prompt), sampling, 1, pack_i32(done))
     bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
 
 
@@ -40,7 +40,7 @@ def test_a_stream_goes_on_from_its_last_full_block() -> None:
     take_over(bench)
     resume(bench, 1, prompt, 30)
     bench.step()
-    assert bench.core.news.prompt_tokens <= 8, "two blocks at most: the last one, and one whose end was in flight"
+    assert bench.core.load.prompt_tokens <= 8, "two blocks at most: the last one, and one whose end was in flight"
     assert bench.cached == {1: len(prompt)}
     assert have - 8 <= bench.core.batching.cache_hits
     bench.finish()

@@ -2,11 +2,11 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Assign, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import Disband, Reset, Standing, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, StepPlan, StepResult, WorkerReady
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
 
@@ -46,7 +46,7 @@ def all_up(core: Scheduler, life: int = 1) -> Reset:
 
 def answer(core: Scheduler, reset: Reset, last: tuple[int, int] = (0, 0)) -> None:
     for index, worker in enumerate(WORKERS):
-        core.handle(Received(worker, LIFE, Standing(reset.session, *last)), 1.0)
+        core.handle(Received(worker, LIFE, LastPlan(reset.session, *last)), 1.0)
         core.handle(Received(worker, LIFE, WorkerReady(reset.session, 100 - index, 4, 64, 64, 99)), 1.0)
 
 
@@ -61,7 +61,7 @@ def test_a_lost_worker_disbands_the_group() -> None:
     core = scheduler()
     answer(core, all_up(core))
     sends = core.handle(PeerLost(WORKERS[2], LIFE), 2.0)
-    assert set(messages(sends, Disband)) == set(WORKERS) - {WORKERS[2]}
+    assert set(messages(sends, ResetGroup)) == set(WORKERS) - {WORKERS[2]}
     assert not core.serving
     for worker in (WORKERS[0], WORKERS[1], WORKERS[3]):
         core.handle(PeerLost(worker, LIFE), 2.0)
@@ -72,7 +72,7 @@ def test_one_worker_alone_is_no_group() -> None:
     core = scheduler(num_workers=1)
     (reset,) = messages(core.handle(PeerUp(WORKERS[0], LIFE), 1.0), Reset).values()
     assert reset == Reset(1_000_000)
-    assert not messages(core.handle(PeerLost(WORKERS[0], LIFE), 1.0), Disband)
+    assert not messages(core.handle(PeerLost(WORKERS[0], LIFE), 1.0), ResetGroup)
 
 
 def test_workers_that_were_sent_different_plans_are_disbanded() -> None:
@@ -80,9 +80,9 @@ def test_workers_that_were_sent_different_plans_are_disbanded() -> None:
     core = scheduler()
     reset = all_up(core)
     for worker in WORKERS[:3]:
-        assert not messages(core.handle(Received(worker, LIFE, Standing(reset.session, 5, 17)), 1.0), Disband)
-    sends = core.handle(Received(WORKERS[3], LIFE, Standing(reset.session, 5, 16)), 1.0)
-    assert set(messages(sends, Disband)) == set(WORKERS)
+        assert not messages(core.handle(Received(worker, LIFE, LastPlan(reset.session, 5, 17)), 1.0), ResetGroup)
+    sends = core.handle(Received(WORKERS[3], LIFE, LastPlan(reset.session, 5, 16)), 1.0)
+    assert set(messages(sends, ResetGroup)) == set(WORKERS)
     for worker in WORKERS:
         core.handle(Received(worker, LIFE, WorkerReady(reset.session, 100, 4, 64, 64, 99)), 1.0)
     assert not core.serving, "their answers to a session that is over"
@@ -101,7 +101,9 @@ def test_steps_of_a_pipeline_alternate() -> None:
     answer(core, all_up(core))
     for number in range(10):
         sampling = SamplingParams(max_tokens=20)
-        work = Work(RequestId(f"r{number}"), Handle(number), pack_i32([number, 7]), sampling, arrival_s=float(number))
+        work = EngineRequest(
+            RequestId(f"r{number}"), Handle(number), pack_i32([number, 7]), sampling, arrival_s=float(number)
+        )
         core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 1.0)
     plans: list[StepPlan] = []
     sizes: list[int] = []

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, reference
 
-from meshlm.protocol.admit_edge import Assign, Work
+from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import ints, pack_f32, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
@@ -38,7 +38,7 @@ class Sized(Bench):
 
     def ask(self, params: SamplingParams) -> None:
         for handle in range(1, 9):
-            work = Work(
+            work = EngineRequest(
                 RequestId(f"r{handle}"), Handle(handle), pack_i32([handle, 2, 3, 4, 5]), params, arrival_s=handle
             )
             self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))

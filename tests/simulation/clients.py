@@ -238,13 +238,13 @@ class Frontend(FrontendApp):
         self.life = mesh.incarnation
         nothing: Any = SimpleNamespace(mesh=lambda stats: None)
         self._metrics = nothing
-        self._desk.num_detokenizers = mesh.config.server.detokenizers
+        self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._tick()
         return {}
 
     def _flush(self) -> None:
         """Nobody reads its metrics."""
-        self._desk.take_counts()
+        self._tracker.take_counts()
 
     def take(self, client: Client) -> None:
         self.clients.append(client)

@@ -184,8 +184,8 @@ def leftovers(process: Process) -> str:
     kept: dict[str, object] = {}
     match app:
         case Frontend():
-            desk = app._desk
-            kept = {"choices": desk.by_handle, "orphans": desk.orphans, "load": any(desk.load.values())}
+            tracker = app._tracker
+            kept = {"choices": tracker.by_handle, "orphans": tracker.orphans, "load": any(tracker.load.values())}
             kept["not ready"] = app.not_ready_reason()
         case DetokenizerApp():
             core = app._core

@@ -170,7 +170,7 @@ class Process:
 
     def check(self) -> None:
         if self._core is None:
-            self._core = cast("Checked | None", getattr(self.app, "_core", None) or getattr(self.app, "_desk", None))
+            self._core = cast("Checked | None", getattr(self.app, "_core", None) or getattr(self.app, "_tracker", None))
         if self._core is not None:
             self._core.check()
 

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.admit_edge import Admit, Assign, Load, Refused, Routed, Work
+from meshlm.protocol.admit_edge import Admit, Assign, EngineRequest, Load, Refused, Routed
 from meshlm.protocol.columns import ints
 from meshlm.protocol.control_edge import Died, Join, Members, MeshStats, QueueFull
 from meshlm.protocol.step_edge import StepPlan, StepResult
@@ -10,8 +10,10 @@ from meshlm.protocol.text_edge import Submit, TextDeltas
 from meshlm.protocol.token_edge import TokenDeltas
 
 
-def _work(work: Work) -> str:
-    return f"{work.request_id} handle {work.handle} attempt {work.attempt} after {len(work.emitted) // 4} tokens"
+def _work(work: EngineRequest) -> str:
+    return (
+        f"{work.request_id} handle {work.handle} attempt {work.attempt} after {len(work.output_token_ids) // 4} tokens"
+    )
 
 
 def _rows(names: bytes, starts: bytes, counts: bytes) -> str:

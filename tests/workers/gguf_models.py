@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tiny_models import spec_of
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.weights.encoded import _GGUF_LAYER, _GGUF_TOP
+from meshlm.workers.weights.gguf_source import _GGUF_LAYER, _GGUF_TOP
 from meshlm.workers.weights.sources import shapes
 
 SCALES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]}

@@ -36,7 +36,7 @@ from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model, weight_bytes
-from meshlm.workers.weights.places import place
+from meshlm.workers.weights.slices import place
 from meshlm.workers.weights.sources import shapes
 
 LIMIT_S = 30

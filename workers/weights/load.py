@@ -16,8 +16,8 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.check import check_finite, check_tensors
-from meshlm.workers.weights.kept import Kept, keep
-from meshlm.workers.weights.places import place
+from meshlm.workers.weights.packed_parameter import PackedParameter, keep
+from meshlm.workers.weights.slices import place
 from meshlm.workers.weights.sources import Source, sources
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -39,7 +39,7 @@ def load_model(
             tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
         if resolved.load_format != "dummy":
             check_tensors(tensors(), resolved)
-        kept: dict[str, Kept] = {}
+        kept: dict[str, PackedParameter] = {}
         if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
             kept = keep(model, tensors())
         memory.check_weights(weight_bytes(model), device)
@@ -63,7 +63,7 @@ def _fill(
     model: Decoder,
     resolved: Resolved,
     tensors: Iterable[tuple[str, Source]],
-    kept: dict[str, Kept],
+    kept: dict[str, PackedParameter],
     progress: Callable[[int, int], None],
 ) -> None:
     slots = dict(model.named_parameters())

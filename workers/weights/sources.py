@@ -15,7 +15,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.workers.weights.encoded import encoded_tensors
+from meshlm.workers.weights.gguf_source import encoded_tensors
 
 DUMMY_STD = 0.02
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -16,7 +16,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFTensor
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights.encoded import Encoded
+from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.load import load_model, weight_bytes
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
@@ -115,4 +115,4 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_shapes_that_cannot_lie_in_the_file(shape: tuple[int, ...], tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "m.gguf", np.uint8, mode="w+", shape=1 << 12)
     with pytest.raises(ProcessFatal, match=r"m\.gguf: cannot be read"):
-        Encoded(tmp_path / "m.gguf", mapped, GGUFTensor(shape, 2, 0), 0)
+        GGUFTensorSource(tmp_path / "m.gguf", mapped, GGUFTensor(shape, 2, 0), 0)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from meshlm.kernels.cpu import packed
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights.encoded import Encoded
-from meshlm.workers.weights.places import Place, place
+from meshlm.workers.weights.gguf_source import GGUFTensorSource
+from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.sources import Source
 
 
-class Kept:
+class PackedParameter:
     """A parameter [n, k] whose panels stay in these forms; its first `covered` rows come from files."""
 
     def __init__(self, forms: list[int], n: int, k: int, covered: int) -> None:
@@ -30,15 +30,15 @@ class Kept:
             parameter.zero_()  # padding
         packed.write_table(parameter, self._forms, self._k)
 
-    def take(self, parameter: Tensor, source: Source, found: Place) -> int:
+    def take(self, parameter: Tensor, source: Source, found: WeightSlice) -> int:
         """One part of it; how many elements that is."""
-        assert isinstance(source, Encoded)
+        assert isinstance(source, GGUFTensorSource)
         rows, order = source.rows(found.dim, found.begin, found.end)
         packed.repack(rows, order, parameter, found.row, self._k)
         return rows.data.shape[0] * self._k
 
 
-def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Kept]:
+def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, PackedParameter]:
     """The parameters of which all parts can stay encoded; in the model they become uint8, of the size that they will have."""
     parts: dict[str, list[tuple[int, int, int | None]]] = {}  # first row, rows, form
     for name, source in tensors:
@@ -58,15 +58,15 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Kep
         forms = _panels(sorted(parts.get(name, ())), covered, parameter.shape[0])
         if forms is None:
             continue
-        kept[name] = Kept(forms, parameter.shape[0], parameter.shape[1], covered)
+        kept[name] = PackedParameter(forms, parameter.shape[0], parameter.shape[1], covered)
         owner, _, attribute = name.rpartition(".")
         empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
         setattr(model.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))
     return kept
 
 
-def _form(source: Source, found: Place) -> int | None:
-    if isinstance(source, Encoded) and source.cuts(found.dim, found.begin, found.end):
+def _form(source: Source, found: WeightSlice) -> int | None:
+    if isinstance(source, GGUFTensorSource) and source.cuts(found.dim, found.begin, found.end):
         return packed.form_of(source.ggml_type)
     return None
 

@@ -36,7 +36,7 @@ _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  #
 _GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-class Encoded:
+class GGUFTensorSource:
     """See `meshlm.workers.weights.sources.Source`. Reads from the mapped file."""
 
     dtype = "F32"  # what decoding gives
@@ -104,7 +104,7 @@ def _block(path: Path, ggml_type: int) -> tuple[int, int]:
         raise ProcessFatal(f"{path}: a tensor has type {ggml_type}, which the gguf package does not know") from None
 
 
-def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Encoded]]:
+def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTensorSource]]:
     """Any quantisation that the gguf package decodes. All tensors can be read as long as one of them is kept. ProcessFatal.
 
     All are held against the file's size before the first is read: reading past a mapped file's end is SIGBUS.
@@ -115,7 +115,7 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Encoded]
     except (GGUFError, OSError, ValueError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
     yield from [
-        (ours, Encoded(path, mapped, tensor, spec.head_dim if _permuted(ours, spec) else 0))
+        (ours, GGUFTensorSource(path, mapped, tensor, spec.head_dim if _permuted(ours, spec) else 0))
         for ours, tensor in (
             (_gguf_name(name), tensor) for name, tensor in tensors.items() if not _NEEDLESS.fullmatch(name)
         )

@@ -1,9 +1,9 @@
-"""A desk and its clients without HTTP, fed by hand: shared by test_desk.py and test_desk_deaths.py."""
+"""A tracker and its clients without HTTP, fed by hand: shared by test_request_tracker.py and test_tracker_deaths.py."""
 
 import msgspec
 
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.desk import Desk, Send
+from meshlm.frontend.request_tracker import RequestTracker, Send
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -23,7 +23,7 @@ def word(token: int) -> str:
 
 
 class Client:
-    """An Exchange that writes down what it is told, and accepts nothing after an end."""
+    """A ResponseSink that writes down what it is told, and accepts nothing after an end."""
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
@@ -67,10 +67,10 @@ class Client:
         self.errors[choice.index] = (kind, message, param)
 
 
-def opened(desk: Desk, name: str = "r", n: int = 1) -> tuple[Client, list[Send]]:
+def opened(tracker: RequestTracker, name: str = "r", n: int = 1) -> tuple[Client, list[Send]]:
     """A client with one prompt and n choices, as submits.py makes them."""
     client = Client()
-    handles = tuple(desk.new_handle() for _ in range(n))
+    handles = tuple(tracker.new_handle() for _ in range(n))
     names = tuple(RequestId(f"{name}-{index}") for index in range(n))
     submit = Submit(handles, names, TextPrompt("hi"), SamplingParams(seed=7))
     for index, (handle, request_id) in enumerate(zip(handles, names, strict=True)):
@@ -78,8 +78,8 @@ def opened(desk: Desk, name: str = "r", n: int = 1) -> tuple[Client, list[Send]]
             submit, handles=(handle,), request_ids=(request_id,), sampling=SamplingParams(seed=7 + index)
         )
         client.choices.append(Choice(client, index, 0, own, handle))
-    sends = desk.open(client.choices, submit)
-    desk.check()
+    sends = tracker.open(client.choices, submit)
+    tracker.check()
     return client, sends
 
 
@@ -96,8 +96,8 @@ def deltas(*rows: tuple[Choice | int, int, list[int]], **more: object) -> TextDe
     return msgspec.structs.replace(found, **more)
 
 
-def a_desk(*detokenizers: Identity) -> Desk:
-    desk = Desk()
+def a_desk(*detokenizers: Identity) -> RequestTracker:
+    tracker = RequestTracker()
     for identity in detokenizers or (D0,):
-        assert desk.detokenizer_up(identity) == []
-    return desk
+        assert tracker.detokenizer_up(identity) == []
+    return tracker

@@ -1,4 +1,4 @@
-"""What the client reads, in OpenAI's form: what all answers share, and whole ones. Streamed ones are stream_answer.py's. Pure."""
+"""What the client reads, in OpenAI's form: what all answers share, and whole ones. Streamed ones are stream_response.py's. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from meshlm.frontend.logprobs import (
     echoed_logprobs,
     prompt_logprobs_json,
 )
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
 from meshlm.protocol.token_edge import First
@@ -25,10 +25,12 @@ Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
-class Answer:
+class Response:
     """State that whole and streamed answers share. `on_end` is called once, when no choice runs any more."""
 
-    def __init__(self, ask: Ask, request_id: str, created: int, model: str, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
+    ) -> None:
         self.ask, self.request_id, self.created, self.model = ask, request_id, created, model
         self.choices: list[Choice] = []
         self.fingerprint: str | None = None  # set by server.py
@@ -105,10 +107,12 @@ def visible_reason(finished: Finished, calls: bool = False) -> str:
     return "tool_calls" if calls and finished.reason is FinishReason.STOP else finished.reason.value
 
 
-class WholeAnswer(Answer):
+class WholeResponse(Response):
     """Not streamed: collects, then `body`."""
 
-    def __init__(self, ask: Ask, request_id: str, created: int, model: str, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(ask, request_id, created, model, on_end)
         self._texts: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[PositionLogprobs]] = {}

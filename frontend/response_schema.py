@@ -1,4 +1,4 @@
-"""The shapes of the answers, for /openapi.json: vLLM's names. answers.py and server.py write them; tests hold both together.
+"""The shapes of the answers, for /openapi.json: vLLM's names. responses.py and server.py write them; tests hold both together.
 
 A field that may be left out has UNSET for its default; one that is always null is there for clients of vLLM's that read it.
 """

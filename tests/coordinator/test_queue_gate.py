@@ -2,7 +2,7 @@
 
 from coordinator_bench import D0, F0, S0, Bench, admit, load, member, only
 
-from meshlm.coordinator.gate import LOOK_S, PAUSE_S
+from meshlm.coordinator.queue_gate import LOOK_S, PAUSE_S
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import Refused
 from meshlm.protocol.control_edge import QueueFull

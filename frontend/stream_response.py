@@ -1,4 +1,4 @@
-"""A streamed answer: server-sent events in OpenAI's form. Pure but for the `write` function that it is given; see answers.py.
+"""A streamed answer: server-sent events in OpenAI's form. Pure but for the `write` function that it is given; see responses.py.
 
 A chunk that is nothing but text is a constant prefix, the escaped text and a constant suffix: 0.3 µs instead of a JSON encoder's 1.
 """
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import msgspec
 
 from meshlm.frontend import nulls, reading, reasoning
-from meshlm.frontend.answers import Answer, Json, visible_reason
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import error_object
 from meshlm.frontend.logprobs import chat_logprobs, completion_logprobs
-from meshlm.frontend.parse import Ask
+from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reading import Reader
+from meshlm.frontend.responses import Json, Response, visible_reason
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.text_edge import Finished, PositionLogprobs
@@ -22,13 +22,13 @@ from meshlm.protocol.token_edge import First
 _encode = msgspec.json.Encoder().encode
 
 
-class StreamAnswer(Answer):
+class StreamResponse(Response):
     """Streamed: every row becomes a chunk at once. `write` takes complete events. With `progress` they have ids, and those that
     the client has are left out."""
 
     def __init__(
         self,
-        ask: Ask,
+        ask: ParsedRequest,
         request_id: str,
         created: int,
         model: str,

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from meshlm.frontend.gate import Gate
+from meshlm.frontend.load_shedder import LoadShedder
 
 FULL = "4 requests are waiting already (--max-waiting)"
 
@@ -17,7 +17,7 @@ class Door:
         self.reason, self.asked, self.times = reason, [], []
         self.asked: list[bool]
         self.times: list[float]
-        self.gate = Gate(self._app, self._refusal, self.times.append)
+        self.gate = LoadShedder(self._app, self._refusal, self.times.append)
 
     def _refusal(self, *, attaches: bool) -> str:
         self.asked.append(attaches)

@@ -8,7 +8,7 @@ PAUSE_S = 0.01  # between two closings: a queue at its limit changes its state w
 LOOK_S = 0.005  # between two looks at all ranks while it is closed
 
 
-class Gate:
+class QueueGate:
     """`shut` is what frontends have been told."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The frontend's pure core: which client has been sent what.
 
-One `Choice` per request of the mesh, grouped in an `Exchange` per HTTP request. Deltas are taken in only at the index that
+One `Choice` per request of the mesh, grouped in an `ResponseSink` per HTTP request. Deltas are taken in only at the index that
 follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by io.py.
 """
 
@@ -45,7 +45,7 @@ class EngineCounts:
         self.num_tokens = 0
 
 
-class Desk:
+class RequestTracker:
     """All open choices of this frontend.
 
     `num_detokenizers` of the whole mesh: a request with an Idempotency-Key goes to one of them by its key, so that any frontend
@@ -150,7 +150,7 @@ class Desk:
     # --- requests ---
 
     def open(self, choices: list[Choice], submit: Submit) -> list[Send]:
-        """Ask for all choices of one prompt; `submit` names them all. A prompt before it may have been refused, and all with it."""
+        """Ask for all choices of one prompt; `submit` names them all. If a prompt before it was refused, so is it."""
         if all(choice.finished is not None for choice in choices):
             return []
         target = self._target(submit)
@@ -198,7 +198,7 @@ class Desk:
                 if (retry := choice.submit.retry) is not None:  # for its detokenizer's next life
                     retry = msgspec.structs.replace(retry, begun_s=message.arrival_s)
                     choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
-                choice.exchange.accepted(choice, message)
+                choice.sink.accepted(choice, message)
 
     def rejected(self, message: Rejected) -> list[Send]:
         sends: list[Send] = []
@@ -214,7 +214,7 @@ class Desk:
 
     def _refused(self, choice: Choice, message: Rejected) -> list[Send]:
         """There is no room for it. An HTTP request is let in or refused as a whole: by what became of the first of its choices."""
-        mates = choice.exchange.choices
+        mates = choice.sink.choices
         if not choice.submit.attempt and any(mate.first_at for mate in mates):
             self._forget(choice)
             return self._next_attempt(choice)  # which has its place
@@ -226,7 +226,7 @@ class Desk:
     def _fail(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         self._forget(choice)
         choice.finished = Finished(0, FinishReason.ERROR, None, len(choice.token_ids), message, kind)
-        choice.exchange.failed(choice, kind, message, param)
+        choice.sink.failed(choice, kind, message, param)
 
     def expire_orphans(self, now: float) -> None:
         """No detokenizer came in time. Called often: an orphan's time begins with the first call that finds it."""
@@ -299,9 +299,9 @@ class Desk:
                         self._forget(choice)
                         choice.finished = end
                     if plain:
-                        choice.exchange.text(choice, ids, texts[row])
+                        choice.sink.text(choice, ids, texts[row])
                     else:
-                        choice.exchange.row(
+                        choice.sink.row(
                             choice, ids, texts[row], end, logprobs.get(row), prompt_logprobs.get(row), first.get(row)
                         )
                 elif start > have:

@@ -5,13 +5,13 @@ Pure; owned by core.py, which says what happened. Each request is named once; co
 
 import msgspec
 
-from meshlm.protocol.admit_edge import Load, Returned, Started, Work
+from meshlm.protocol.admit_edge import EngineRequest, Load, Returned, Started
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 from meshlm.scheduler_proc.batching import Batching
 
 
-class News:
+class LoadReporter:
     """Since the last Load; the token counts are of this scheduler's whole life."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class News:
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
 
-    def give_back(self, work: Work, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> None:
+    def give_back(self, work: EngineRequest, detokenizer: Identity, incarnation: Incarnation, num_crashes: int) -> None:
         """It has not ended: it goes on elsewhere."""
         one = Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, num_crashes)
         self.returned.append(one)

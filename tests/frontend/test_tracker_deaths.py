@@ -1,12 +1,12 @@
-"""The desk against detokenizers that die: choices go on elsewhere or wait, and any history gives each client its tokens once."""
+"""The tracker against detokenizers that die: choices go on elsewhere or wait, and any history gives each client its tokens once."""
 
 import msgspec
 import pytest
-from desk_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracker_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 
-from meshlm.frontend.desk import ORPHAN_S, Desk, Send
+from meshlm.frontend.request_tracker import ORPHAN_S, RequestTracker, Send
 from meshlm.protocol import text_edge
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
@@ -29,13 +29,13 @@ from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 
 
 def test_a_dead_detokenizers_choices_go_on_elsewhere() -> None:
-    desk = a_desk(D0, D1)
-    client, _ = opened(desk, n=2)
+    tracker = a_desk(D0, D1)
+    client, _ = opened(tracker, n=2)
     first, second = client.choices
     old = second.handle
-    desk.deltas(deltas((second, 0, [1, 2])), D0, 1.0)
-    sends = desk.detokenizer_down(D0, 0.0)
-    desk.check()
+    tracker.deltas(deltas((second, 0, [1, 2])), D0, 1.0)
+    sends = tracker.detokenizer_down(D0, 0.0)
+    tracker.check()
     assert [send.to for send in sends] == [D1, D1]
     submits = [send.message for send in sends]
     for choice, submit, delivered in zip((first, second), submits, ([], [1, 2]), strict=True):
@@ -46,97 +46,97 @@ def test_a_dead_detokenizers_choices_go_on_elsewhere() -> None:
         assert submit.sampling.seed == 7 + choice.index
         assert ints(submit.delivered) == delivered
     assert second.handle != old
-    desk.deltas(deltas((old, 2, [99])), D0, 2.0)  # the dead one's last words
-    desk.deltas(deltas((second, 2, [3])), D1, 3.0)
+    tracker.deltas(deltas((old, 2, [99])), D0, 2.0)  # the dead one's last words
+    tracker.deltas(deltas((second, 2, [3])), D1, 3.0)
     assert client.tokens == {1: [1, 2, 3]}
 
 
 def test_without_a_detokenizer_requests_wait() -> None:
-    desk = Desk()
-    client, sends = opened(desk, n=2)
+    tracker = RequestTracker()
+    client, sends = opened(tracker, n=2)
     assert sends == []
-    assert desk.orphans == client.choices
-    sends = desk.detokenizer_up(D2)
+    assert tracker.orphans == client.choices
+    sends = tracker.detokenizer_up(D2)
     assert [(send.to, type(send.message)) for send in sends] == [(D2, Submit), (D2, Submit)]
-    assert desk.orphans == []
-    assert desk.load == {D2: 2}
-    desk.check()
-    assert desk.detokenizer_up(D2) == [], "said twice is heard once"
-    assert desk.load == {D2: 2}
+    assert tracker.orphans == []
+    assert tracker.load == {D2: 2}
+    tracker.check()
+    assert tracker.detokenizer_up(D2) == [], "said twice is heard once"
+    assert tracker.load == {D2: 2}
 
 
 def test_orphans_expire_in_words() -> None:
-    desk = Desk()
-    client, _ = opened(desk)
-    desk.expire_orphans(100.0)
-    desk.expire_orphans(100.0 + ORPHAN_S)
-    assert desk.orphans
+    tracker = RequestTracker()
+    client, _ = opened(tracker)
+    tracker.expire_orphans(100.0)
+    tracker.expire_orphans(100.0 + ORPHAN_S)
+    assert tracker.orphans
     for _ in range(2):
-        desk.expire_orphans(101.0 + ORPHAN_S)
+        tracker.expire_orphans(101.0 + ORPHAN_S)
     assert client.errors == {0: (ErrorKind.OVERLOADED, "no detokenizer was there for 10 s", "")}
-    assert desk.detokenizer_up(D0) == []
+    assert tracker.detokenizer_up(D0) == []
 
 
 def test_an_orphans_time_is_its_own() -> None:
     """However often a detokenizer comes and goes: somebody may wait at each look, and nobody for long."""
-    desk = Desk()
-    desk.detokenizer_up(D0)
-    client, _ = opened(desk, "a")
+    tracker = RequestTracker()
+    tracker.detokenizer_up(D0)
+    client, _ = opened(tracker, "a")
     for second in range(30):
-        desk.detokenizer_down(D0, 100.0 + second)
-        desk.expire_orphans(100.0 + second)
-        desk.detokenizer_up(D0)
-        desk.deltas(deltas((client.choices[0], second, [second])), D0, 100.0 + second)
+        tracker.detokenizer_down(D0, 100.0 + second)
+        tracker.expire_orphans(100.0 + second)
+        tracker.detokenizer_up(D0)
+        tracker.deltas(deltas((client.choices[0], second, [second])), D0, 100.0 + second)
     assert (client.tokens, client.errors) == ({0: list(range(30))}, {})
-    waiting, _ = opened(desk, "b")
-    desk.detokenizer_down(D0, 140.0)
-    desk.expire_orphans(140.0)
-    late, _ = opened(desk, "c")
-    desk.expire_orphans(145.0)
-    desk.expire_orphans(141.0 + ORPHAN_S)
+    waiting, _ = opened(tracker, "b")
+    tracker.detokenizer_down(D0, 140.0)
+    tracker.expire_orphans(140.0)
+    late, _ = opened(tracker, "c")
+    tracker.expire_orphans(145.0)
+    tracker.expire_orphans(141.0 + ORPHAN_S)
     assert [bool(one.errors) for one in (waiting, late)] == [True, False]
-    desk.check()
+    tracker.check()
 
 
 def test_a_client_that_leaves_takes_its_orphans_along() -> None:
-    desk = Desk()
-    client, _ = opened(desk, "a")
-    other, _ = opened(desk, "b")
-    assert desk.close(client.choices) == []
-    assert desk.orphans == other.choices
-    assert len(desk.detokenizer_up(D0)) == 1
+    tracker = RequestTracker()
+    client, _ = opened(tracker, "a")
+    other, _ = opened(tracker, "b")
+    assert tracker.close(client.choices) == []
+    assert tracker.orphans == other.choices
+    assert len(tracker.detokenizer_up(D0)) == 1
 
 
 def test_a_deadline_holds_whoever_is_stuck() -> None:
-    desk = a_desk(D0)
-    client, orphan, other = (opened(desk, name)[0] for name in ("a", "b", "c"))
+    tracker = a_desk(D0)
+    client, orphan, other = (opened(tracker, name)[0] for name in ("a", "b", "c"))
     for late in (client, orphan):
         late.choices[0].submit = msgspec.structs.replace(late.choices[0].submit, deadline_s=100.0)
-    assert desk.expire(100.5) == [], "its scheduler's to say"
-    desk.detokenizer_down(D0, 0.0)
-    desk.detokenizer_up(D1)
-    (abort,) = desk.expire(102.0)
+    assert tracker.expire(100.5) == [], "its scheduler's to say"
+    tracker.detokenizer_down(D0, 0.0)
+    tracker.detokenizer_up(D1)
+    (abort,) = tracker.expire(102.0)
     assert abort == Send(D1, Abort((RequestId("a-0"), RequestId("b-0"))))
     assert [late.errors[0][0] for late in (client, orphan)] == [ErrorKind.TIMEOUT] * 2
     assert not other.errors
-    desk.check()
-    desk.detokenizer_down(D1, 0.0)
-    waiting, _ = opened(desk, "d")
+    tracker.check()
+    tracker.detokenizer_down(D1, 0.0)
+    waiting, _ = opened(tracker, "d")
     waiting.choices[0].submit = msgspec.structs.replace(waiting.choices[0].submit, deadline_s=100.0)
-    assert desk.expire(102.0) == []
+    assert tracker.expire(102.0) == []
     assert waiting.errors[0][0] is ErrorKind.TIMEOUT
-    assert waiting.choices[0] not in desk.orphans
+    assert waiting.choices[0] not in tracker.orphans
 
 
 @pytest.mark.parametrize("most", [MAX_DEATHS, 2])
 def test_a_request_that_kills_detokenizers_is_given_up(most: int) -> None:
-    desk = a_desk(D0)
-    desk.max_deaths = most
-    client, _ = opened(desk)
+    tracker = a_desk(D0)
+    tracker.max_deaths = most
+    client, _ = opened(tracker)
     num_sent = 1
     for _ in range(MAX_DEATHS + 2):
-        num_sent += len(desk.detokenizer_down(D0, 0.0)) + len(desk.detokenizer_up(D0))
-        desk.check()
+        num_sent += len(tracker.detokenizer_down(D0, 0.0)) + len(tracker.detokenizer_up(D0))
+        tracker.check()
     assert num_sent == most
     kind, text, _ = client.errors[0]
     assert kind is ErrorKind.INTERNAL
@@ -144,37 +144,37 @@ def test_a_request_that_kills_detokenizers_is_given_up(most: int) -> None:
 
 
 def test_a_request_that_gets_tokens_survives_any_number_of_deaths() -> None:
-    desk = a_desk(D0)
-    client, _ = opened(desk)
+    tracker = a_desk(D0)
+    client, _ = opened(tracker)
     choice = client.choices[0]
     for number in range(3 * MAX_DEATHS):
-        desk.deltas(deltas((choice, number, [truth("r-0", number)])), D0, 0.0)
-        desk.detokenizer_down(D0, 0.0)
-        (send,) = desk.detokenizer_up(D0)
+        tracker.deltas(deltas((choice, number, [truth("r-0", number)])), D0, 0.0)
+        tracker.detokenizer_down(D0, 0.0)
+        (send,) = tracker.detokenizer_up(D0)
         assert isinstance(send.message, Submit)
         assert (send.message.attempt, len(ints(send.message.delivered))) == (number + 1, number + 1)
     assert not client.errors
 
 
 def test_a_request_that_only_waits_outlives_deaths_over_minutes() -> None:
-    desk = a_desk(D0)
-    client, _ = opened(desk)
+    tracker = a_desk(D0)
+    client, _ = opened(tracker)
     for number in range(3 * MAX_DEATHS):
-        desk.detokenizer_down(D0, number * WINDOW_S / (MAX_DEATHS - 1))
-        (send,) = desk.detokenizer_up(D0)
+        tracker.detokenizer_down(D0, number * WINDOW_S / (MAX_DEATHS - 1))
+        (send,) = tracker.detokenizer_up(D0)
         assert isinstance(send.message, Submit)
         assert send.message.attempt == number + 1
     assert not client.errors
 
 
 def test_waiting_is_no_attempt() -> None:
-    desk = Desk()
-    opened(desk)
-    (send,) = desk.detokenizer_up(D0)
+    tracker = RequestTracker()
+    opened(tracker)
+    (send,) = tracker.detokenizer_up(D0)
     assert isinstance(send.message, Submit)
     assert send.message.attempt == 0
-    assert desk.detokenizer_down(D0, 0.0) == []
-    (send,) = desk.detokenizer_up(D1)
+    assert tracker.detokenizer_down(D0, 0.0) == []
+    (send,) = tracker.detokenizer_up(D1)
     assert isinstance(send.message, Submit)
     assert send.message.attempt == 1
 
@@ -183,10 +183,10 @@ def test_waiting_is_no_attempt() -> None:
 
 
 class Mesh:
-    """Detokenizers that know each request's true tokens, and a desk between them and its clients."""
+    """Detokenizers that know each request's true tokens, and a tracker between them and its clients."""
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.tracker = RequestTracker()
         self.clients: list[Client] = []
         self.up: set[Identity] = set()
         self.streams: dict[Identity, dict[int, tuple[str, int]]] = {}  # handle -> request, tokens generated
@@ -194,7 +194,7 @@ class Mesh:
         self.now = 0.0
 
     def take(self, sends: list[Send]) -> None:
-        self.desk.check()
+        self.tracker.check()
         for send in sends:
             assert send.to in self.up, "a message to nobody"
             streams = self.streams[send.to]
@@ -221,7 +221,7 @@ class Mesh:
 
     def hear(self, sender: Identity, batch: TextDeltas) -> None:
         self.now += 1.0
-        self.take(self.desk.deltas(batch, sender, self.now))
+        self.take(self.tracker.deltas(batch, sender, self.now))
 
     def step(self, sender: Identity, handle: int, count: int, lost: bool) -> None:
         name, at = self.streams[sender][handle]
@@ -239,13 +239,13 @@ class Mesh:
         if identity not in self.up:
             self.up.add(identity)
             self.streams[identity] = {}
-            self.take(self.desk.detokenizer_up(identity))
+            self.take(self.tracker.detokenizer_up(identity))
 
     def fall(self, identity: Identity) -> None:
         if identity in self.up:
             self.up.remove(identity)
             del self.streams[identity]
-            self.take(self.desk.detokenizer_down(identity, 0.0))
+            self.take(self.tracker.detokenizer_down(identity, 0.0))
 
     def open_streams(self) -> list[tuple[Identity, int]]:
         return [(identity, handle) for identity, streams in sorted(self.streams.items()) for handle in streams]
@@ -263,17 +263,17 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
         action = draw(st.sampled_from(actions))
         streams = mesh.open_streams()
         if action == "open":
-            client, sends = opened(mesh.desk, f"r{number}", draw(st.integers(1, 3)))
+            client, sends = opened(mesh.tracker, f"r{number}", draw(st.integers(1, 3)))
             mesh.clients.append(client)
             mesh.take(sends)
         elif action in ("rise", "fall"):
             getattr(mesh, action)(draw(st.sampled_from([D0, D1, D2])))
         elif action == "expire":
             for at in (1.0, 2.0 + ORPHAN_S):
-                mesh.desk.expire_orphans(at)
+                mesh.tracker.expire_orphans(at)
         elif action == "close" and (here := [client for client in mesh.clients if not client.closed]):
             client = draw(st.sampled_from(here))
-            sends = mesh.desk.close(client.choices)
+            sends = mesh.tracker.close(client.choices)
             client.closed = True
             mesh.take(sends)
         elif action == "again" and mesh.said:
@@ -284,19 +284,19 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
                 mesh.finish(sender, handle)
             elif action == "reject":
                 del mesh.streams[sender][handle]
-                mesh.desk.rejected(Rejected((Handle(handle),), ErrorKind.INTERNAL, "no"))
+                mesh.tracker.rejected(Rejected((Handle(handle),), ErrorKind.INTERNAL, "no"))
             elif action == "refuse":
                 del mesh.streams[sender][handle]
-                mesh.take(mesh.desk.rejected(Rejected((Handle(handle),), ErrorKind.OVERLOADED, "full")))
+                mesh.take(mesh.tracker.rejected(Rejected((Handle(handle),), ErrorKind.OVERLOADED, "full")))
             elif action in ("step", "lose"):
                 mesh.step(sender, handle, draw(st.integers(1, 3)), lost=action == "lose")
     mesh.rise(D0)
     for sender, handle in mesh.open_streams():
         mesh.finish(sender, handle)
-    mesh.desk.check()
-    assert not mesh.desk.by_handle
-    assert not mesh.desk.orphans
-    assert set(mesh.desk.load.values()) <= {0}
+    mesh.tracker.check()
+    assert not mesh.tracker.by_handle
+    assert not mesh.tracker.orphans
+    assert set(mesh.tracker.load.values()) <= {0}
     for client in mesh.clients:
         for choice in client.choices:
             got = client.tokens.get(choice.index, [])
@@ -309,18 +309,18 @@ def test_any_history_gives_each_client_its_tokens_once_and_one_end(data: st.Data
 
 def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next detokenizer may have to tell them all again, to a frontend that never had them; without a key nobody asks for them."""
-    desk = a_desk(D0)
-    client, _ = opened(desk, n=2)
+    tracker = a_desk(D0)
+    client, _ = opened(tracker, n=2)
     with_key, without = client.choices
     with_key.submit = msgspec.structs.replace(with_key.submit, retry=Retry("0" * 32, b"b"))
     some = [PositionLogprobs(TokenLogprob(token, -1.0, 1, word(token), b""), len(word(token))) for token in (1, 2, 3)]
     rows = ((with_key, 0, [1, 2]), (without, 0, [1, 2]))
-    desk.deltas(deltas(*rows, logprobs={0: some[:2], 1: some[:2]}), D0, 1.0)
-    desk.deltas(deltas((with_key, 2, [3]), logprobs={0: some[2:]}), D0, 2.0)
-    desk.deltas(deltas((with_key, 1, [2, 3]), logprobs={0: some[1:]}), D0, 3.0)  # again: not taken in
-    desk.detokenizer_down(D0, 0.0)
+    tracker.deltas(deltas(*rows, logprobs={0: some[:2], 1: some[:2]}), D0, 1.0)
+    tracker.deltas(deltas((with_key, 2, [3]), logprobs={0: some[2:]}), D0, 2.0)
+    tracker.deltas(deltas((with_key, 1, [2, 3]), logprobs={0: some[1:]}), D0, 3.0)  # again: not taken in
+    tracker.detokenizer_down(D0, 0.0)
     monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 2)
-    sent = [send.message for send in desk.detokenizer_up(D0)]
+    sent = [send.message for send in tracker.detokenizer_up(D0)]
     told = [message.logprobs for message in sent if isinstance(message, Delivered)]
     assert told == [tuple(some[:2]), tuple(some[2:])], "before its Submit, in pieces"
     submits = [message for message in sent if isinstance(message, Submit)]
@@ -330,13 +330,13 @@ def test_the_logprobs_of_a_request_with_a_key_go_on_with_its_tokens(monkeypatch:
 
 def test_a_request_with_a_key_keeps_the_time_when_it_was_first_asked() -> None:
     """Each connection's own arrival_s says which is the newer one; the answer's `created` is the first one's."""
-    desk = a_desk(D0)
-    client, _ = opened(desk)
+    tracker = a_desk(D0)
+    client, _ = opened(tracker)
     (choice,) = client.choices
     choice.submit = msgspec.structs.replace(choice.submit, arrival_s=50.0, retry=Retry("0" * 32, b"b"))
-    desk.accepted(Accepted((choice.handle,), 3, arrival_s=20.0))
-    desk.detokenizer_down(D0, 0.0)
-    (send,) = desk.detokenizer_up(D0)
+    tracker.accepted(Accepted((choice.handle,), 3, arrival_s=20.0))
+    tracker.detokenizer_down(D0, 0.0)
+    (send,) = tracker.detokenizer_up(D0)
     assert isinstance(send.message, Submit)
     assert send.message.retry is not None
     assert (send.message.arrival_s, send.message.retry.begun_s) == (50.0, 20.0)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from starlette.responses import Response
+from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend import retry
 from meshlm.frontend.connection import EXTENSION
@@ -24,7 +24,7 @@ class Refusal(Protocol):
     def __call__(self, *, attaches: bool) -> str: ...
 
 
-class Gate:
+class LoadShedder:
     """ASGI middleware around the routes. `refused` hears how long each refusal took, in seconds since its head began to come."""
 
     def __init__(self, app: Any, refusal: Refusal, refused: Callable[[float], None]) -> None:
@@ -39,7 +39,7 @@ class Gate:
                 error = HttpError(503, reason, kind="overloaded_error")
                 # A client that asks before it sends its body may leave it out now, and nobody knows where the next request begins.
                 close = _CLOSE if b"expect" in names else {}
-                response = Response(error.body(), 503, {**error.headers(), **close}, "application/json")
+                response = HttpResponse(error.body(), 503, {**error.headers(), **close}, "application/json")
                 await response(scope, receive, send)
                 if begun := scope.get("extensions", {}).get(EXTENSION, {}).get("begun"):
                     self._refused(time.monotonic() - begun)
