@@ -22,7 +22,7 @@ from torch import Tensor
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.supervisor import flags, resolve
+from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
 from meshlm.workers.cuda.graphs import Dispatcher, graph_keys
 from meshlm.workers.engine import Engine

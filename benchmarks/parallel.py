@@ -31,7 +31,7 @@ LIMIT_S = 170  # of one layout
 
 def flags_of(words: list[str]) -> dict[str, object]:
     """`meshlm serve` flags as settings."""
-    from meshlm.supervisor import flags
+    from meshlm.supervisor.settings import flags
 
     parser = argparse.ArgumentParser()
     flags.add_flags(parser)
@@ -46,7 +46,7 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
     import engine_step
     import torch
 
-    from meshlm.supervisor import flags, resolve
+    from meshlm.supervisor.settings import flags, resolve
     from meshlm.workers.cuda.engine import make_cuda_engine
     from meshlm.workers.distributed.membership import Membership
     from meshlm.workers.distributed.placement import WorkerPlacement

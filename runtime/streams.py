@@ -1,8 +1,8 @@
 """stdin, stdout and stderr of a process: there even where they were closed, writing to them never fails, and JSON where that is wanted.
 
 With --log-format json each line of the whole mesh is a JSON object: in the supervisor JsonLines stands in for sys.stderr, and what
-libraries, the interpreter or a crash write in a child goes through the supervisor (supervisor/children.py). Imports little: every
-command imports this.
+libraries, the interpreter or a crash write in a child goes through the supervisor (supervisor/processes/children.py). This module
+imports little, because every command imports it.
 """
 
 import contextlib

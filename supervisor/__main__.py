@@ -1,6 +1,6 @@
 """`meshlm`: the command line."""
 
-from meshlm.supervisor.cli import main
+from meshlm.supervisor.cli.main import main
 
 if __name__ == "__main__":
     main()

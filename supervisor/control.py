@@ -16,7 +16,7 @@ from msgspec import Struct
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Role
 from meshlm.supervisor.errors import StartError
-from meshlm.supervisor.rundir import STATUS_SOCKET
+from meshlm.supervisor.processes.rundir import STATUS_SOCKET
 
 MAX_REQUEST_BYTES = 64 << 10
 ATTACH = "attach"

@@ -17,14 +17,17 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor import caches, clock, control, events, network, report, rolling, rundir
-from meshlm.supervisor.display import StartDisplay
+from meshlm.supervisor import control
+from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.layout import identities
-from meshlm.supervisor.lives import Lives
-from meshlm.supervisor.operations import Operations
-from meshlm.supervisor.scaling import Scaling
-from meshlm.supervisor.traces import Traces
+from meshlm.supervisor.group import clock, events, rolling
+from meshlm.supervisor.group.operations import Operations
+from meshlm.supervisor.group.scaling import Scaling
+from meshlm.supervisor.group.traces import Traces
+from meshlm.supervisor.nodes import network
+from meshlm.supervisor.processes import caches, report, rundir
+from meshlm.supervisor.processes.incarnations import Lives
+from meshlm.supervisor.settings.layout import identities
 
 TICK_S = 0.1
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more

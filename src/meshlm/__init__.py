@@ -9,13 +9,13 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from meshlm.supervisor.llm import LLM, SamplingParams
+    from meshlm.supervisor.api.llm import LLM, SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     """Import the API when it is asked for: the processes import this package too and must stay small."""
     if name in ("LLM", "SamplingParams"):
-        from meshlm.supervisor import llm
+        from meshlm.supervisor.api import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,12 +4,12 @@ import argparse
 import time
 from pathlib import Path
 
-from meshlm.supervisor import flags, vllm_flags
+from meshlm.supervisor.api.llm import LLM, SamplingParams
 from meshlm.supervisor.bench import results
 from meshlm.supervisor.bench.data import Lengths, check_fits, random_ids
 from meshlm.supervisor.bench.metrics import percentiles
 from meshlm.supervisor.bench.serve_flags import at_least
-from meshlm.supervisor.llm import LLM, SamplingParams
+from meshlm.supervisor.settings import flags, vllm_flags
 
 PERCENTILES = [10.0, 25.0, 50.0, 75.0, 90.0, 99.0]
 

@@ -17,8 +17,8 @@ from meshlm.supervisor.bench.client import Target
 from meshlm.supervisor.bench.data import Sample, Texts
 from meshlm.supervisor.bench.metrics import Measured
 from meshlm.supervisor.bench.texts import OwnTexts, ServerTexts
+from meshlm.supervisor.cli.terminal import Server, model_of
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.terminal import Server, model_of
 
 AGAIN_S = 1.0  # between tries until the server is ready
 

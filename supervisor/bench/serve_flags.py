@@ -6,10 +6,10 @@ import math
 import uuid
 from typing import Any
 
-from meshlm.supervisor import vllm_flags
 from meshlm.supervisor.bench import data
 from meshlm.supervisor.bench.metrics import METRICS
 from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import vllm_flags
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "sonnet", "custom", "hf")
 ENDPOINTS = {"openai-chat": "/v1/chat/completions"}

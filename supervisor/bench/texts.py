@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from meshlm.supervisor.cli.terminal import Server
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.terminal import Server
 
 
 class ServerTexts:

@@ -4,11 +4,11 @@ import argparse
 import time
 from pathlib import Path
 
-from meshlm.supervisor import flags, vllm_flags
+from meshlm.supervisor.api.llm import LLM, RequestOutput, SamplingParams
 from meshlm.supervisor.bench import data, results, serve_flags
 from meshlm.supervisor.bench.data import Sample
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.llm import LLM, RequestOutput, SamplingParams
+from meshlm.supervisor.settings import flags, vllm_flags
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "sonnet", "hf")
 # Flags of vLLM's that are refused, and what to do instead.

@@ -23,7 +23,7 @@ from files import (
 )
 
 from meshlm.protocol.config import RunConfig
-from meshlm.supervisor import flags
+from meshlm.supervisor.settings import flags
 
 
 @pytest.fixture

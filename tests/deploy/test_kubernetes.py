@@ -21,8 +21,8 @@ from files import (
 )
 
 from meshlm.protocol.config import RunConfig
-from meshlm.supervisor import flags
 from meshlm.supervisor.io import KILL_AFTER_S
+from meshlm.supervisor.settings import flags
 
 kubernetes_validate: Any = importlib.import_module("kubernetes_validate")  # typed in no version
 

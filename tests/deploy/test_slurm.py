@@ -15,7 +15,7 @@ from files import (
     value_of,
 )
 
-from meshlm.supervisor import flags
+from meshlm.supervisor.settings import flags
 
 SBATCH = DEPLOY / "slurm" / "meshlm.sbatch"
 

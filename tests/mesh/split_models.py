@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from serving import Serving
 
-from meshlm.supervisor import flags, resolve
+from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
 from meshlm.workers.batch import ForwardBatch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from serving import Serving
 
-from meshlm.supervisor import cli
+from meshlm.supervisor.cli import main
 
 pytestmark = pytest.mark.mesh
 
@@ -17,7 +17,7 @@ def test_a_run_and_its_result(fake: Serving, tmp_path: Path, capsys: pytest.Capt
         f"--random-output-len 4 --num-prompts 5 --ignore-eos --trust-remote-code --percentile-metrics ttft,tpot,itl,e2el "
         f"--save-result --result-dir {tmp_path} --result-filename found.json"
     )
-    assert cli.run(words.split()) == 0
+    assert main.run(words.split()) == 0
     assert "Median E2EL (ms)" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (5, 0, 20)
@@ -35,12 +35,12 @@ def test_texts_are_counted_by_the_mesh_itself(
     ):
         saved = f"--save-result --result-dir {tmp_path} --result-filename found.json"
         line = f"bench serve --base-url {fake.url} --num-prompts 3 --ignore-eos {saved} {words}"
-        assert cli.run(line.split()) == 0
+        assert main.run(line.split()) == 0
         found = json.loads((tmp_path / "found.json").read_text())
         assert (found["completed"], found["total_output_tokens"]) == (3, 9), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", ["--base-url x:1", "--percentile-metrics speed"])
 def test_what_it_cannot_do_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["bench", "serve", *words.split()]) == 2
+    assert main.run(["bench", "serve", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err

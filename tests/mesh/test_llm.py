@@ -197,7 +197,7 @@ def test_the_processes_end_with_their_object(tmp_path: Path) -> None:
 INTERRUPTED = """
 import _thread, signal
 from meshlm import LLM
-from meshlm.supervisor.display import StartDisplay
+from meshlm.supervisor.cli.display import StartDisplay
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 line = StartDisplay.line
 def interrupting(self, text):

@@ -5,7 +5,7 @@ import pytest
 from meshlm.protocol.config import RunConfig
 from meshlm.protocol.ids import Role
 from meshlm.runtime.deaths import LONG_S, MAX_DEATHS, MAX_SLOW_DEATHS, WINDOW_S, Death, allowed, one_more, too_many
-from meshlm.supervisor import group
+from meshlm.supervisor.group import core
 
 
 def met(count: int, apart_s: float, role: Role = Role.SCHEDULER, before: tuple[Death, ...] = ()) -> tuple[Death, ...]:
@@ -18,7 +18,7 @@ def met(count: int, apart_s: float, role: Role = Role.SCHEDULER, before: tuple[D
 
 def test_the_limits_are_the_supervisors() -> None:
     """A request is given up at the last death that the mesh survives."""
-    assert WINDOW_S == group.WINDOW_S
+    assert WINDOW_S == core.WINDOW_S
     assert RunConfig().max_restarts >= MAX_DEATHS
 
 

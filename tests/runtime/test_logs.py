@@ -6,7 +6,7 @@ import os
 from meshlm.protocol.control_edge import Progress
 from meshlm.protocol.ids import Identity, Role
 from meshlm.runtime.streams import forgiving
-from meshlm.supervisor.display import StartDisplay
+from meshlm.supervisor.cli.display import StartDisplay
 
 
 def test_a_reader_that_left_hurts_nobody() -> None:

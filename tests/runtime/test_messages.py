@@ -4,9 +4,9 @@ import pytest
 
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.messages import FIELDS_OF_THEIR_OWN, check_template_kwargs
+from meshlm.supervisor.api.tokenizer import chat_prompt
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.resolve import _check_template_kwargs
-from meshlm.supervisor.tokenizer import chat_prompt
+from meshlm.supervisor.settings.resolve import _check_template_kwargs
 
 
 @pytest.mark.parametrize("name", FIELDS_OF_THEIR_OWN)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshlm.protocol.config import MeshConfig, RunConfig
 from meshlm.protocol.ids import Role
-from meshlm.supervisor.children import config_file
+from meshlm.supervisor.processes.children import config_file
 
 LIMIT_S = 30
 BUSY = """

@@ -8,7 +8,8 @@ import structlog
 from meshlm.protocol.config import RunConfig
 from meshlm.runtime import logs
 from meshlm.runtime.readable import MAX_SHOWN, readable
-from meshlm.supervisor import control, status
+from meshlm.supervisor import control
+from meshlm.supervisor.cli import status
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\n12:00:00 [info] ready\u202e\u2028\x9b31m\x7f"
 

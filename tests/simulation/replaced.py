@@ -19,7 +19,7 @@ from meshlm.runtime import links as links_module
 from meshlm.runtime import mesh as mesh_module
 from meshlm.runtime import remote as remote_module
 from meshlm.scheduler_proc import io as scheduler_io
-from meshlm.supervisor import network as supervisor_network
+from meshlm.supervisor.nodes import network as supervisor_network
 from meshlm.workers import io as worker_io
 from meshlm.workers.distributed import membership
 

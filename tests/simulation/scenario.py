@@ -14,7 +14,7 @@ from two_hosts import HEAD_PORT, address_of
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.runtime import tcp
-from meshlm.supervisor import layout
+from meshlm.supervisor.settings import layout
 
 BLOCK_SIZE = 2
 RETRY_WINDOW_S = 1.5

@@ -9,7 +9,7 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
-from meshlm.supervisor.network import Guest, Head
+from meshlm.supervisor.nodes.network import Guest, Head
 
 
 class Supervisor:

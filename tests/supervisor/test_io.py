@@ -6,9 +6,10 @@ import time
 import pytest
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.supervisor import events, io
-from meshlm.supervisor.clock import steady
-from meshlm.supervisor.display import StartDisplay
+from meshlm.supervisor import io
+from meshlm.supervisor.cli.display import StartDisplay
+from meshlm.supervisor.group import events
+from meshlm.supervisor.group.clock import steady
 
 
 def test_the_groups_clock_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:

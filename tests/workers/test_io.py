@@ -12,7 +12,7 @@ from meshlm.protocol.control_edge import GraphCounts, Profile, Profiled
 from meshlm.protocol.ids import Identity, Role, StepId
 from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.runtime.errors import MessageTooLong
-from meshlm.supervisor import flags, resolve
+from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts
 

@@ -8,8 +8,8 @@ import torch
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import resolve_model
-from meshlm.supervisor import flags, resolve
 from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
 from meshlm.workers.models.decoder import Decoder

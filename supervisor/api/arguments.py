@@ -1,0 +1,62 @@
+"""The keyword arguments of `LLM` as settings: the flags with underscores, vLLM's other ones included. Used by llm.py."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any, get_origin
+
+from meshlm.supervisor.settings import flags, vllm_flags
+from meshlm.supervisor.settings.sizes import size_parser
+from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES
+
+
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
+    """By name, as flags.build takes them. None is the default, as in vLLM. TypeError for a name that nobody knows, ValueError for
+    what is not there."""
+    known = {setting.name: setting for setting in flags.settings()}
+    renamed = {flag: ours for names, ours in RENAMED.items() for flag in names}
+    found: dict[str, object] = {}
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        ours = renamed.get(flag, name)
+        opposite = f"--no-{flag[2:]}"
+        tables = (ABSENT, ONLY, NEEDLESS, SWITCHES)
+        if ours not in known and not any(flag in table or opposite in table for table in tables):
+            raise TypeError(f"LLM: unknown argument {name!r}")
+        asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT) else flag
+        if value is None:
+            continue
+        if ours in known:
+            found[ours] = _value(known[ours], value)
+        elif asked in SWITCHES:
+            setting, meaning = SWITCHES[asked]
+            found[setting] = meaning
+        else:
+            _check(name, asked, value)
+    return found
+
+
+def _check(name: str, flag: str, value: Any) -> None:
+    """What is not there may be asked not to be."""
+    if flag in ABSENT and (flag.startswith("--no-") or value not in (False, 0, "", [], {})):
+        raise ValueError(f"LLM: {name}: {ABSENT[flag]}")
+    if flag in ONLY and not vllm_flags.is_only(flag, value):
+        raise ValueError(f"LLM: {name}={value!r}: {ONLY[flag][1]}")
+    if flag in NEEDLESS and value is not False:
+        vllm_flags.say_needless(flag)
+
+
+def _value(setting: flags.Setting, value: Any) -> object:
+    extra = (setting.meta.extra or {}) if setting.meta else {}
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, tuple) else value
+    if get_origin(setting.kind) is tuple:
+        return [value]
+    try:
+        if parse := size_parser(extra):
+            return parse(value)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"LLM: {setting.name}: {error}") from None
+    return vllm_flags.meant(setting.name, value)

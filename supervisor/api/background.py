@@ -1,0 +1,127 @@
+"""A mesh and its client (client.py) in a background thread with an event loop of its own. Owned by llm.py, and ends with that."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.deaths import allowed
+from meshlm.runtime.mesh import Mesh
+from meshlm.supervisor import io
+from meshlm.supervisor.api.client import Client
+from meshlm.supervisor.cli.display import StartDisplay
+from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.processes import rundir
+from meshlm.supervisor.settings import layout
+
+STOP_S = 5.0
+
+T = TypeVar("T")
+
+
+class Background:
+    """All processes are ready once it is made. StartError says why not."""
+
+    def __init__(self, config: MeshConfig) -> None:
+        base = rundir.base_dir(os.environ)
+        rundir.remove_dead(base)
+        self._folder = contextlib.ExitStack()
+        path = self._folder.enter_context(rundir.taken(base / f"{rundir.LLM_PREFIX}{secrets.token_hex(4)}"))
+        run = msgspec.structs.replace(config.run, run_dir=str(path))
+        self._config: MeshConfig = msgspec.structs.replace(config, run=run)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="meshlm", daemon=True)
+        self._thread.start()
+        try:
+            self.supervisor, self.client = self._call(self._start())
+        except BaseException:
+            self._end()
+            raise
+
+    def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Of the mesh. StartError when that ends first, with its reason: nobody would answer any more."""
+        if not self._loop.is_running():
+            work.close()
+            raise RuntimeError("this LLM was shut down")
+        return self._call(_unless_ended(self.supervisor, work))
+
+    def stop(self) -> None:
+        """End all processes, the loop and its thread."""
+        if (
+            threading.current_thread() is self._thread
+        ):  # it held the last reference to the LLM, and cannot wait for itself
+            threading.Thread(target=self.stop, name="meshlm stop").start()
+            return
+        self._call(self._stop())
+        self._end()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: nobody waits for it any more
+            future.cancel()
+            raise
+
+    async def _start(self) -> tuple[io.Supervisor, Client]:
+        members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
+        process = "supervisor" if self._config.run.log_format == "json" else None
+        supervisor = io.Supervisor(self._config, members, StartDisplay(process=process))
+        client = Client()
+        client.max_deaths = allowed(self._config.run.max_restarts)
+        client.mesh = Mesh(Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self._config, client)
+        try:
+            await supervisor.start()
+            await client.mesh.open()
+            # All of them: until then the death of any ends the start, also when requests are served already.
+            await _unless_ended(supervisor, supervisor.ready.wait())
+            await _unless_ended(supervisor, client.serving.wait())
+        except BaseException:
+            supervisor.ended.cancel()  # nobody asks any more how it ended
+            await client.mesh.close()
+            await supervisor.close()
+            raise
+        return supervisor, client
+
+    async def _stop(self) -> None:
+        self.supervisor.stop(0.0)
+        await asyncio.wait({self.supervisor.ended}, timeout=STOP_S)
+        if self.client.mesh is not None:
+            await self.client.mesh.close()
+        await self.supervisor.close()
+
+    async def _settle(self) -> None:
+        """Until what was cancelled has cleaned up."""
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks, timeout=STOP_S)
+
+    def _end(self) -> None:
+        self._call(self._settle())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=STOP_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._folder.close()
+
+
+async def _unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, or StartError with the reason when the mesh ends before."""
+    task = asyncio.ensure_future(work)
+    either: set[asyncio.Future[Any]] = {task, supervisor.ended}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    supervisor.ended.result()
+    raise StartError("the mesh has ended")

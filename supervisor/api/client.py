@@ -1,0 +1,291 @@
+"""The Python API's place in the mesh, a frontend's: submits requests to the detokenizers and collects what comes back.
+
+Owned by llm.py, in whose background loop it lives. It starts and ends no process. What a detokenizer had when it died is asked of
+another one, or of its next life, after the tokens that are here (sequences.py).
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.text_edge import (
+    Abort,
+    Accepted,
+    Attach,
+    Detokenize,
+    DetokenizeReply,
+    Finished,
+    Prompt,
+    Rejected,
+    Submit,
+    TextDeltas,
+    Tokenize,
+    TokenizeReply,
+)
+from meshlm.runtime.deaths import MAX_DEATHS, Death, one_more, too_many
+from meshlm.runtime.errors import LinkDown, LinkFull
+from meshlm.runtime.mesh import Mesh
+from meshlm.supervisor.api.outputs import RequestOutput, logprobs_of
+from meshlm.supervisor.api.placing import Message, Placing
+from meshlm.supervisor.api.sequences import Generated
+
+SENDS_A_TURN = 32  # between two looks at what came back
+
+
+@dataclass
+class Question:
+    """To tokenize or detokenize something, and which detokenizer has it."""
+
+    message: Tokenize | Detokenize
+    answer: "asyncio.Future[TokenizeReply | DetokenizeReply]"
+    peer: Identity | None = None
+    deaths: tuple[Death, ...] = ()  # that it met
+
+
+def name_of(request_id: str, index: int) -> RequestId:
+    """Of one choice, in the mesh."""
+    return RequestId(f"{request_id}-{index}")
+
+
+class Client:
+    """All requests of one `LLM`. `serving` is set while requests can be served."""
+
+    max_deaths = MAX_DEATHS  # of its detokenizers, after which a sequence is given up
+
+    def __init__(self) -> None:
+        self.mesh: Mesh | None = None
+        self.serving = asyncio.Event()
+        self._mesh_serves = False
+        self._rows: dict[int, Generated] = {}
+        self._errors: list[str] = []
+        self._asked: dict[int, Question] = {}
+        self._placing = Placing(self)
+        self._next = 0
+        self._bar: Any = None
+        self._all_done: asyncio.Event = asyncio.Event()
+
+    def on_message(self, peer: Identity, message: Struct) -> None:
+        match message:
+            case TextDeltas():
+                self._deltas(message)
+            case Accepted():
+                for handle in message.handles:
+                    if handle in self._rows:
+                        request = self._rows[handle].request
+                        if message.prompt_token_ids:
+                            request.prompt_token_ids = unpack_i32(message.prompt_token_ids).tolist()
+                        if message.prompt_text:
+                            request.prompt = message.prompt_text
+            case Rejected():
+                self._rejected(message)
+            case TokenizeReply() | DetokenizeReply():
+                question = self._asked.pop(message.handle, None)
+                if question is not None and not question.answer.done():
+                    question.answer.set_result(message)
+            case MeshStats():
+                self._mesh_serves = message.serving
+                self._note_serving()
+
+    def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
+        self._note_serving()
+        if peer.role is Role.DETOKENIZER:
+            self._placing.look_again()
+
+    def _note_serving(self) -> None:
+        """Requests can be served once the coordinator says so and a detokenizer can be reached from here."""
+        if self._mesh_serves and self.mesh is not None and self.mesh.peers(Role.DETOKENIZER):
+            self.serving.set()
+        else:
+            self.serving.clear()
+
+    def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
+        """What this detokenizer had is asked again."""
+        self._note_serving()
+        if peer.role is not Role.DETOKENIZER:
+            return
+        now = time.monotonic()
+        for old in [old for old, row in self._rows.items() if row.peer == peer]:
+            row = self._rows[old]
+            new = self.new_handle()
+            if given_up := row.again(new, now, self.max_deaths):
+                self._errors.append(given_up)
+                self._end(old)
+            else:
+                del self._rows[old]
+                self._rows[new] = row
+                self._placing.place(row.submit)
+        for question in [question for question in self._asked.values() if question.peer == peer]:
+            question.deaths = one_more(question.deaths, Role.DETOKENIZER, now)
+            if given_up := too_many(question.deaths, self.max_deaths):
+                reply = TokenizeReply if isinstance(question.message, Tokenize) else DetokenizeReply
+                self.on_message(peer, reply(question.message.handle, error=given_up))
+            else:
+                self._placing.place(question.message)
+
+    # --- Holder (placing.py) ---
+
+    def has(self, message: Message, peer: Identity | None) -> None:
+        """This detokenizer has it now, or none."""
+        if isinstance(message, Submit):
+            for handle in message.handles:
+                self._rows[handle].peer = peer
+        else:
+            self._asked[message.handle].peer = peer
+
+    def wants(self, message: Message) -> bool:
+        """Whether its answer is still waited for."""
+        return message.handles[0] in self._rows if isinstance(message, Submit) else message.handle in self._asked
+
+    def too_long(self, message: Message, peer: Identity, text: str) -> None:
+        """It can never be sent."""
+        if isinstance(message, Submit):
+            self._rejected(Rejected(message.handles, ErrorKind.INVALID, text, "prompt"))
+        else:
+            reply = TokenizeReply if isinstance(message, Tokenize) else DetokenizeReply
+            self.on_message(peer, reply(message.handle, error=text))
+
+    def flush(self) -> None:
+        """Nothing is batched here."""
+
+    def new_handle(self) -> Handle:
+        self._next = self._next % 0x7FFF_FFFF + 1
+        return Handle(self._next)
+
+    async def run(self, submits: Iterable[tuple[Submit, RequestOutput]], bar: Any) -> list[RequestOutput]:
+        """Send each as soon as it is made; return when all have ended. ValueError with the first refusal.
+
+        When one cannot be made, or nobody waits any more, those before it end, and the error is raised.
+        """
+        assert self.mesh is not None
+        self._bar, self._errors = bar, []
+        sent: list[RequestOutput] = []
+        try:
+            await self._send(submits, sent)
+            if self._rows:
+                self._all_done.clear()  # those that were sent may all have ended before the next ones were
+                await self._all_done.wait()
+        except BaseException:
+            self._abort()
+            raise
+        if self._errors:
+            raise ValueError(self._errors[0])
+        return sent
+
+    async def _send(self, submits: Iterable[tuple[Submit, RequestOutput]], sent: list[RequestOutput]) -> None:
+        for number, (submit, request) in enumerate(submits):
+            for choice, handle in enumerate(submit.handles):
+                self._rows[handle] = Generated(request, submit, choice)
+            sent.append(request)
+            self._placing.place(submit)
+            if number % SENDS_A_TURN == SENDS_A_TURN - 1:
+                await asyncio.sleep(0)
+
+    def _abort(self) -> None:
+        """Nobody waits for what was sent."""
+        assert self.mesh is not None
+        names = tuple(row.name for row in self._rows.values())
+        self._rows.clear()
+        for peer in self.mesh.peers(Role.DETOKENIZER):
+            with contextlib.suppress(LinkDown, LinkFull):
+                self.mesh.send(peer, Abort(names))
+
+    async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
+        replies = [self._ask(Tokenize(self.new_handle(), prompt)) for prompt in prompts]
+        found = []
+        for reply in replies:
+            answer = await reply
+            assert isinstance(answer, TokenizeReply)
+            if answer.error:
+                raise ValueError(answer.error)
+            found.append(unpack_i32(answer.token_ids).tolist())
+        return found
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included. ValueError for one that the vocabulary does not have."""
+        answer = await self._ask(Detokenize(self.new_handle(), pack_i32(token_ids)))
+        assert isinstance(answer, DetokenizeReply)
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer.text
+
+    def _ask(self, message: Tokenize | Detokenize) -> "asyncio.Future[TokenizeReply | DetokenizeReply]":
+        question = self._asked[message.handle] = Question(message, asyncio.get_running_loop().create_future())
+        self._placing.place(message)
+        return question.answer
+
+    def _deltas(self, message: TextDeltas) -> None:
+        handles, starts = unpack_i32(message.handles).tolist(), unpack_i32(message.starts)
+        tokens = unpack_i32(message.token_ids)
+        counts = unpack_i32(message.counts).tolist() if message.counts else [1] * len(handles)
+        finished = {end.row: end for end in message.finished}
+        has_details = bool(message.logprobs or message.prompt_logprobs or message.first)
+        at = 0
+        for row, (handle, count) in enumerate(zip(handles, counts, strict=True)):
+            known = self._rows.get(handle)
+            if known is not None:
+                output = known.output
+                have = len(output.token_ids)
+                if starts[row] == have:
+                    output.token_ids += tokens[at : at + count].tolist()
+                    output.text += message.texts[row]
+                    if has_details:
+                        self._details(message, row, known)
+                    if row in finished:
+                        self._finish(handle, known, finished[row])
+                elif starts[row] > have:
+                    self._attach(handle, known)
+            at += count
+
+    def _attach(self, handle: int, row: Generated) -> None:
+        """A gap: have the rest sent again."""
+        assert self.mesh is not None
+        if row.peer is not None:
+            with contextlib.suppress(LinkDown, LinkFull):
+                self.mesh.send(row.peer, Attach(Handle(handle), row.name, len(row.output.token_ids)))
+
+    def _details(self, message: TextDeltas, row: int, known: Generated) -> None:
+        request, output = known.request, known.output
+        if row in message.logprobs:
+            news = message.logprobs[row]
+            output.logprobs = (output.logprobs or []) + [logprobs_of(position) for position in news]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(p.token.logprob for p in news)
+        if row in message.prompt_logprobs:
+            request.prompt_logprobs = [None if p is None else logprobs_of(p) for p in message.prompt_logprobs[row]]
+        if row in message.first and not known.begun:  # taken up again, it finds its own tokens
+            known.begun = True
+            request.num_cached_tokens = message.first[row].num_cached_tokens
+
+    def _finish(self, handle: int, row: Generated, end: Finished) -> None:
+        output = row.output
+        output.finish_reason, output.stop_reason = end.reason.value, end.stop_reason
+        if end.reason is FinishReason.ERROR:
+            self._errors.append(end.message)
+        self._end(handle)
+
+    def _rejected(self, message: Rejected) -> None:
+        """Where there is no room it waits: nobody else is asked instead, and nobody is in a hurry."""
+        for handle in [handle for handle in message.handles if handle in self._rows]:
+            if message.kind is ErrorKind.OVERLOADED:
+                row = self._rows[handle]
+                row.alone(handle)
+                self._placing.refused(row.submit)
+            else:
+                self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
+                self._end(handle)
+
+    def _end(self, handle: int) -> None:
+        del self._rows[handle]
+        self._placing.ended()
+        if self._bar is not None:
+            self._bar.update(1)
+        if not self._rows:
+            self._all_done.set()

@@ -1,0 +1,227 @@
+"""The Python API: the same mesh without HTTP.
+
+`LLM` starts the processes as `meshlm serve` does, less the frontends, and takes a frontend's place itself (client.py), in a
+background thread (background.py). The children are programs of their own, so a script needs no `__main__` guard.
+"""
+
+import os
+import random
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from meshlm.protocol.columns import ints
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
+from meshlm.supervisor.api.arguments import settings_of
+from meshlm.supervisor.api.background import Background
+from meshlm.supervisor.api.client import name_of
+from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, many, of_generate, of_tokenization
+from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
+from meshlm.supervisor.api.sampling import SamplingParams
+from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
+from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
+
+# Work comes at once, nothing idles then, and nobody reads along.
+OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
+
+
+class LLM:
+    """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores.
+
+    The processes end with `shutdown`, with the last reference to the object, or with the program.
+    """
+
+    def __init__(self, model: str = "", **settings: Any) -> None:
+        given = {**OFFLINE, **settings_of(settings), "model": model}
+        config = flags.build(given, None, vllm_env.settings_of(os.environ))
+        if idle := vllm_env.without_effect(os.environ):
+            warnings.warn(idle, stacklevel=2)
+        layout.check_alone(config)
+        self._config = resolve.resolve(config)
+        self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
+        self._background = Background(self._config)
+        self._supervisor, self._client = self._background.supervisor, self._background.client
+        self._finalizer = weakref.finalize(self, self._background.stop)
+
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt".
+        Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
+        ValueError for bad input."""
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        items = many(prompts)
+        made = (of_generate(item, **options) for item in items)
+        return self._run(made, len(items), sampling_params, use_tqdm, priority, keep)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        if chat_template_content_format not in ("auto", self._config.model.chat_template_content_format):
+            raise ValueError("chat_template_content_format: give it to LLM(...); it holds for all conversations")
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        several = all(isinstance(one, list | tuple) for one in messages)
+        conversations: list[Any] = list(messages) if several else [list(messages)]
+        made = (
+            Given(
+                chat_prompt(
+                    list(conversation),
+                    tools,
+                    chat_template,
+                    chat_template_kwargs,
+                    add_generation_prompt,
+                    continue_final_message,
+                    **options,
+                ),
+                None,
+            )
+            for conversation in conversations
+        )
+        return self._run(made, len(conversations), sampling_params, use_tqdm, None, keep)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        assert self._config.resolved is not None
+        return self._config.resolved.spec.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together are at most this."""
+        assert self._config.resolved is not None
+        return self._config.resolved.max_model_len
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts, by the mesh's own tokenizer."""
+        return self._background.ask(self._client.tokenize([TextPrompt(text) for text in texts]))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The mesh's tokenizer, with its chat template."""
+
+        def ids(prompt: Prompt) -> list[int]:
+            (found,) = self._background.ask(self._client.tokenize([prompt]))
+            return found
+
+        return Tokenizer(
+            ids, lambda token_ids: self._background.ask(self._client.detokenize(token_ids)), self.vocab_size
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """With the defaults of the model's generation_config.json."""
+        assert self._config.resolved is not None
+        return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
+
+    def start_profile(self) -> None:
+        """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
+        self._profile(start=True)
+
+    def stop_profile(self) -> tuple[str, ...]:
+        """End the trace: the files that were written, one a worker."""
+        return self._profile(start=False)
+
+    def _profile(self, *, start: bool) -> tuple[str, ...]:
+        answer = self._background.ask(self._supervisor.profile(start=start))
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer.paths
+
+    def shutdown(self) -> None:
+        """End all processes. RuntimeError from any call afterwards, but this one."""
+        self._finalizer()
+
+    def _run(
+        self,
+        prompts: Iterator[Given],
+        count: int,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        priority: Sequence[int] | None,
+        keep: int | None,
+    ) -> list[RequestOutput]:
+        """`prompts` are made one by one, in the loop: the first is on its way while the others are not. `keep`: truncate each to so
+        many tokens."""
+        params = self.get_default_sampling_params() if params is None else params
+        each = [params] * count if not isinstance(params, Sequence) else list(params)
+        if len(each) != count:
+            raise ValueError(f"{count} prompts and {len(each)} sampling_params")
+        ranks = [0] * count if priority is None else list(priority)
+        if len(ranks) != count:
+            raise ValueError(f"{count} prompts and {len(ranks)} of priority")
+        if keep is not None:
+            each = [replace(one, truncate_prompt_tokens=keep) for one in each]
+        for one in {id(one): one for one in each}.values():
+            one.check(self.vocab_size)
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        total = sum(one.n for one in each)
+        with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            found = self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
+        for request, one in zip(found, each, strict=True):
+            if not one.detokenize:
+                for output in request.outputs:
+                    output.text = ""
+        return found
+
+    def _submits(
+        self, prompts: Iterator[Given], each: list[SamplingParams], ranks: list[int]
+    ) -> Iterator[tuple[Submit, RequestOutput]]:
+        assert self._config.resolved is not None
+        eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
+        for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
+            name, prompt = f"{run}-{number}", given.prompt
+            submit = Submit(
+                handles=tuple(self._client.new_handle() for _ in range(params.n)),
+                request_ids=tuple(name_of(name, index) for index in range(params.n)),
+                prompt=prompt,
+                sampling=params.wire(eos, self.vocab_size, self._draws.getrandbits(63)),
+                text=params.text(),
+                max_tokens=params.max_tokens,
+                cap_max_tokens=True,
+                want_ids=not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens),
+                want_text=isinstance(prompt, ChatPrompt),
+                priority=priority,
+                cache_salt=given.cache_salt,
+                arrival_s=time.time(),
+            )
+            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
+            yield submit, RequestOutput(name, given.text, ids, [CompletionOutput(index) for index in range(params.n)])
+
+
+def _refuse(**given: Any) -> None:
+    """What would change the answers and is not there."""
+    why = {"lora_request": "LoRA adapters are not supported", "mm_processor_kwargs": "only text is supported"}
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name}: {why[name]}")
+
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

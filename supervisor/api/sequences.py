@@ -1,0 +1,49 @@
+"""One sequence that the Python API waits for, and how it is asked for again after its detokenizer's death. Owned by client.py."""
+
+import msgspec
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import Handle, Identity, RequestId, Role
+from meshlm.protocol.text_edge import Submit
+from meshlm.runtime.deaths import Death, one_more, too_many
+from meshlm.supervisor.api.outputs import RequestOutput
+
+
+class Generated:
+    """Choice number `choice` of `submit`, whose tokens are in `output`."""
+
+    __slots__ = ("begun", "choice", "deaths", "had", "output", "peer", "request", "submit")
+
+    def __init__(self, request: RequestOutput, submit: Submit, choice: int) -> None:
+        self.request, self.output = request, request.outputs[choice]
+        self.submit, self.choice = submit, choice
+        self.peer: Identity | None = None  # the detokenizer that has it
+        self.begun = False  # its first token came
+        self.had = 0  # tokens at this attempt's begin
+        self.deaths: tuple[Death, ...] = ()  # that it met since the last token
+
+    @property
+    def name(self) -> RequestId:
+        """In the mesh."""
+        return self.submit.request_ids[self.choice]
+
+    def again(self, handle: Handle, now: float, max_deaths: int) -> str:
+        """Make its own Submit of what it was a part of, to go on after the tokens that are here; why not, when it is given up."""
+        have = len(self.output.token_ids)
+        self.deaths = one_more(() if have > self.had else self.deaths, Role.DETOKENIZER, now)
+        self.had = have
+        self.alone(handle)
+        delivered = pack_i32(self.output.token_ids)
+        self.submit = msgspec.structs.replace(self.submit, attempt=self.submit.attempt + 1, delivered=delivered)
+        return too_many(self.deaths, max_deaths)
+
+    def alone(self, handle: Handle) -> None:
+        """Make its own Submit of what it was a part of."""
+        sampling = self.submit.sampling
+        self.submit = msgspec.structs.replace(
+            self.submit,
+            handles=(handle,),
+            request_ids=(self.name,),
+            sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + self.choice) & 0x7FFF_FFFF_FFFF_FFFF),
+        )
+        self.choice, self.peer = 0, None

@@ -1,0 +1,1 @@
+"""The command line: `meshlm` and its subcommands, and what they print."""

@@ -1,0 +1,57 @@
+"""`meshlm launch ROLE`: one more process for a mesh that runs on this host.
+
+It takes the mesh's own configuration, joins through the coordinator and runs in the foreground; the supervisor does not
+restart it. It ends with this command, and with the mesh.
+"""
+
+import argparse
+import asyncio
+import signal
+import socket
+import time
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.streams import complain, json_from_here
+from meshlm.supervisor import control
+from meshlm.supervisor.cli import status
+from meshlm.supervisor.processes import children
+
+ROLES = (Role.FRONTEND, Role.DETOKENIZER)
+"""Roles that may be added while a mesh runs; schedulers and workers come in whole ranks."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("launch", help="add one process to a running mesh")
+    parser.add_argument("role", metavar="ROLE", choices=[role.value for role in ROLES], help="frontend or detokenizer")
+    parser.add_argument("--index", type=int, help="its number; default: the next free one")
+    status.add_mesh_choice(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    run_dir = status.find(arguments.port, arguments.run_dir, or_root=False)  # who has it says what runs
+    mesh, identity, config = control.attach(run_dir, Role(arguments.role), arguments.index)
+    if config.run.log_format == "json":
+        json_from_here("launch")
+    return asyncio.run(_run(identity, mesh, config))
+
+
+async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> int:
+    """Until the process ends, by itself or by a signal for it, or the mesh does. Its exit code, 1 after a signal."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+    child = children.Child(identity, Incarnation(time.time_ns()), config)
+    child.watch(loop, lambda _, code: ended.set_result(code))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, child.send_signal, signal.SIGTERM)
+
+    def mesh_has_ended() -> None:
+        loop.remove_reader(mesh)
+        if not ended.done():
+            complain(f"meshlm: the mesh has ended, and so does {identity}")
+            child.kill()
+
+    loop.add_reader(mesh, mesh_has_ended)
+    code = await ended
+    return code if code >= 0 else 1

@@ -1,0 +1,127 @@
+"""The command line: finds the subcommand, turns errors into one line and an exit code.
+
+Subcommands live in their own modules and are imported when they are asked for.
+"""
+
+import argparse
+import importlib
+import itertools
+import os
+import sys
+from typing import NoReturn
+
+from meshlm import __version__
+from meshlm.runtime.streams import complain, flush, json_from_here, open_closed
+from meshlm.supervisor.cli import flag_help
+from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.settings.config_file import expand
+from meshlm.supervisor.settings.flags import settings
+from meshlm.supervisor.settings.vllm_flags import did_you_mean, say_repeated, with_dashes, with_json
+
+COMMANDS = (
+    "serve",
+    "launch",
+    "scale",
+    "status",
+    "restart",
+    "drain",
+    "bench",
+    "chat",
+    "complete",
+    "keys",
+    "collect_env",
+)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """An argparse whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{self.prog}: error: {message} (see {self.prog} --help)")
+        sys.exit(2)
+
+
+def module_of(command: str) -> str:
+    """The module of a command. Benchmarks have a room of their own."""
+    return f"meshlm.supervisor.{command}" if command == "bench" else f"meshlm.supervisor.cli.{command}"
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Exit codes: 0 done, 1 the mesh failed, 2 wrong usage, 130 interrupted."""
+    open_closed()
+    code = run(sys.argv[1:] if argv is None else argv)
+    flush()
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        typed = with_dashes(argv)
+        argv = with_json(expand(typed))
+        if argv[:1] == ["serve"] and (word := flag_help.asked(argv)) is not None:
+            print("\n".join(flag_help.lines(word)))
+            return 0
+        argv = flag_help.plain(argv)
+        if argv[:1] == ["serve"] and _wants_json(argv):
+            json_from_here()
+        if argv[:1] == ["serve"]:
+            say_repeated(typed, [setting.flag for setting in settings() if not setting.repeats])
+        parser = _parser(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            command = _command(parser, argv)
+            command.error(_unknown(unknown, command))
+        return int(arguments.run(arguments))
+    except UsageError as error:
+        complain(f"meshlm: error: {error}")
+        return 2
+    except StartError as error:
+        complain(f"meshlm: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _command(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.ArgumentParser:
+    """The parser of the command that the words name."""
+    for word in argv:
+        below = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
+        if below is None:
+            break
+        parser = below.choices.get(word, parser)
+    return parser
+
+
+def _unknown(words: list[str], command: argparse.ArgumentParser) -> str:
+    """One line about words that no flag of this command is. Those of another command are no misspellings."""
+    of_serve = {setting.flag for setting in settings()}
+    if command.prog == "meshlm serve":
+        return did_you_mean(words, of_serve)
+    taken = [flag for each in command._actions if each.help != argparse.SUPPRESS for flag in each.option_strings[-1:]]
+    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+    if flag in of_serve:
+        return f"{flag} is of `meshlm serve`; {command.prog} takes {', '.join(taken)}"
+    return did_you_mean(words, taken)
+
+
+def _wants_json(argv: list[str]) -> bool:
+    """Whether what parsing the words says is to be JSON too."""
+    return "--log-format=json" in argv or ("--log-format", "json") in itertools.pairwise(argv)
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = _OneLineParser(prog="meshlm", description="Serve large language models from a mesh of processes.")
+    parser.add_argument("--version", action="version", version=f"meshlm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
+    wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
+    if wanted == "run_batch":
+        raise UsageError(
+            "run-batch is not there; LLM.generate and LLM.chat take lists of prompts, and meshlm serve requests"
+        )
+    for name in COMMANDS if wanted not in COMMANDS else (wanted,):
+        importlib.import_module(module_of(name)).add_parser(commands)
+    return parser

@@ -1,0 +1,119 @@
+"""`meshlm serve`: start the whole mesh, keep it alive, end it in good order."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import setproctitle
+import uvloop
+
+import meshlm.runtime.structlog_alone  # noqa: F401  # before what imports structlog
+from meshlm.protocol.config import MeshConfig
+from meshlm.runtime import logs, streams
+from meshlm.supervisor import io
+from meshlm.supervisor.cli.display import StartDisplay
+from meshlm.supervisor.nodes import joining
+from meshlm.supervisor.processes import rundir
+from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP", description="Serve a model to OpenAI-style HTTP clients."
+    )
+    flags.add_flags(parser)
+    parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(0)
+    )  # until the supervisor has its own: nothing runs, what was made is removed
+    config = flags.build(vars(arguments), arguments.config, vllm_env.settings_of(os.environ))
+    if config.run.log_format == "json":
+        streams.json_from_here()
+    if idle := vllm_env.without_effect(os.environ):
+        streams.complain(f"meshlm: {idle}", "warning")
+    config = with_keys(config)
+    layout.check(config)
+    setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
+    headless = config.network.headless
+    with contextlib.nullcontext() if headless else resolve.claim_port(config.server.host, config.server.port):
+        config = resolve.resolve(config)
+        with rundir.taken(run_dir(config)) as path:
+            config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
+            logs.configure(config.run)
+            display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
+            until = time.monotonic() + config.run.startup_timeout
+            if headless:
+                joining.wait_for_name(config.network.join, until, display)
+            config = layout.with_node(config)
+            if headless:
+                joining.wait_for_head(config, until, display)
+            uvloop.run(_serve(config, display))
+    return 0
+
+
+def with_keys(config: MeshConfig) -> MeshConfig:
+    """The tree with the keys of the flag, the file or the environment. UsageError for an empty one: anybody could have it."""
+    keys = config.server.api_key or vllm_env.api_keys(os.environ)
+    for key in keys:
+        vllm_env.check_key("--api-key", key)
+    return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=keys))
+
+
+def run_dir(config: MeshConfig) -> Path:
+    """The one that was asked for, or this user's for this port."""
+    if config.run.run_dir:
+        return Path(config.run.run_dir)
+    base = rundir.base_dir(os.environ)
+    rundir.remove_dead(base)
+    return base / (f"node-{layout.index(config)}" if config.network.headless else str(config.server.port))
+
+
+async def _serve(config: MeshConfig, display: StartDisplay) -> None:
+    supervisor = io.Supervisor(config, layout.identities(config), display)
+    loop = asyncio.get_running_loop()
+    stopping = 0
+
+    def on_signal() -> None:
+        nonlocal stopping
+        stopping += 1
+        if stopping == 1:
+            display.line(
+                f"stopping: up to {config.run.drain_timeout:.0f} s for running requests; again to stop at once"
+            )
+            supervisor.stop()
+        else:
+            supervisor.kill()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # `nohup` has it ignored
+            loop.add_signal_handler(number, on_signal)
+    assert config.resolved is not None
+    display.line(f"starting {config.resolved.served_names[0]} on {config.resolved.device} in {config.resolved.dtype}")
+    try:
+        await supervisor.start()
+        announce = loop.create_task(_announce(supervisor, display))
+        await supervisor.ended
+        announce.cancel()
+    finally:
+        await supervisor.close()
+
+
+async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
+    await supervisor.ready.wait()
+    if supervisor.config.network.headless:
+        display.line(f"ready: this node serves for {supervisor.config.network.join}   (Ctrl-C stops)")
+        return
+    server = supervisor.config.server
+    host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "") else server.host
+    host = f"[{host}]" if ":" in host else host
+    display.line(f"ready: http://{host}:{server.port}/v1   (Ctrl-C stops)")

@@ -1,0 +1,116 @@
+"""`meshlm status`: the processes of this user's running mesh."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from meshlm.runtime.readable import readable
+from meshlm.supervisor import control
+from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.processes import rundir
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("status", help="show the processes of a running mesh")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    add_mesh_choice(parser)
+    parser.set_defaults(run=run)
+
+
+def add_mesh_choice(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which running mesh is meant."""
+    parser.add_argument("--port", type=int, help="of the mesh, where several run")
+    parser.add_argument("--run-dir", help="of the mesh, where it was started with one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = find(arguments.port, arguments.run_dir)
+    reply = control.ask(found, {"command": "status"})
+    status = msgspec.convert(reply, control.MeshStatus)
+    if arguments.json:
+        json.dump(reply, sys.stdout, indent=2)
+        print()
+    else:
+        show(status)
+    return 0
+
+
+def find(port: int | None, run_dir: str | None, *, or_root: bool = True) -> Path:
+    """The run directory of the mesh that is meant: the only one that answers, or the one of this port. `or_root`: as root, another
+    user's too."""
+    if run_dir:
+        rundir.check_private(Path(run_dir), or_root=or_root)
+        return Path(run_dir)
+    alive: dict[int, Path] = {}
+    for path in rundir.running(rundir.base_dir(os.environ)):
+        try:
+            alive[msgspec.convert(control.ask(path, {"command": "status"}), control.MeshStatus).port] = path
+        except (StartError, msgspec.ValidationError):
+            continue  # a mesh that was killed leaves its socket behind
+    if port is not None:
+        if port not in alive:
+            raise UsageError(f"--port {port}: no mesh of yours runs there; running: {_ports(alive)}")
+        return alive[port]
+    if not alive:
+        raise StartError("no mesh of yours is running; start one with `meshlm serve`")
+    if len(alive) > 1:
+        raise UsageError(f"several meshes run; choose with --port: {_ports(alive)}")
+    return next(iter(alive.values()))
+
+
+def _ports(alive: dict[int, Path]) -> str:
+    return ", ".join(str(port) for port in sorted(alive)) or "none"
+
+
+def show(status: control.MeshStatus) -> None:
+    """A table for people."""
+    # Imported here: rich takes as long as all else that `--json` and the commands that only find a mesh need.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def shown(text: str) -> Text:
+        return Text(readable(text))  # as it is: no markup, no escape sequence
+
+    ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
+    lacks = f": no node has {status.missing}" if status.missing else ""
+    state = f" ({status.scaling})" if status.scaling else "" if status.ready else f" (not ready{lacks})"
+    where = f"on port {status.port}" if status.port else "on a node without HTTP"
+    table = Table(title=shown(f"{status.model} {where}{ranks}{state}"))
+    with_host = any(process.host for process in status.processes)
+    headings = ["process", "host"] if with_host else ["process"]
+    for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
+        justify: Literal["left", "right"] = "right" if heading in ("pid", "uptime", "restarts", "memory") else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading in ("process", "pid"))  # they are copied from here
+    for process in status.processes:
+        table.add_row(
+            f"{process.role}/{process.index}",
+            *([shown(process.host)] if with_host else []),
+            process.state,
+            str(process.pid or "-"),
+            f"{process.uptime_s:.0f} s",
+            str(process.restarts),
+            _memory(process.rss_bytes),
+            shown(process.phase),
+        )
+    for standby in status.standbys:
+        table.add_row(
+            standby.role,
+            *([shown(standby.host)] if with_host else []),
+            standby.state,
+            str(standby.pid),
+            f"{standby.uptime_s:.0f} s",
+            "-",
+            _memory(standby.rss_bytes),
+            "waits for a place" if standby.state == "standby" else "",
+        )
+    Console().print(table)
+
+
+def _memory(rss_bytes: int) -> str:
+    return f"{rss_bytes / 1e6:.0f} MB" if rss_bytes else "-"

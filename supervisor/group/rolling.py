@@ -1,0 +1,271 @@
+"""The rolling restart's pure core: processes are replaced one after the other while the mesh serves.
+
+A Group that also understands Restart. A frontend hands over: it takes no new connections and finishes what it has, while the others
+serve; the only one gets a spare beside it first, which leaves when the new one is there. Any other process gets a standby, loaded
+as far as possible without a place in the mesh; then the old one is asked to end and the standby takes its place at once. The
+next one's turn comes when the new one is ready. The workers of one rank compute each step together, and none goes on without the
+others: they are replaced as one.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec import Struct
+
+from meshlm.protocol.ids import Identity, Role
+from meshlm.supervisor.group import events
+from meshlm.supervisor.group.core import Group, Process, State, exit_text
+
+SPARE_INDEX = 1000
+SETTLE_S = 0.5  # between two replacements: links are opened and requests move
+
+ORDER = (Role.COORDINATOR, Role.DETOKENIZER, Role.SCHEDULER, Role.WORKER, Role.FRONTEND)
+
+
+class Restart(Struct, frozen=True, tag="restart"):
+    """Replace these, in this order."""
+
+    identities: tuple[Identity, ...]
+
+
+class Prepared(Struct, frozen=True, tag="prepared"):
+    """The standby of this process is loaded; or it ended, and `failure` says how."""
+
+    identity: Identity
+    failure: str = ""
+
+
+class Prepare(Struct, frozen=True, tag="prepare"):
+    """Load a standby. Spawn of the same identity gives it the place."""
+
+    identity: Identity
+
+
+class AskToLeave(Struct, frozen=True, tag="ask_to_leave"):
+    """Its successor is there: finish what runs, end."""
+
+    identity: Identity
+
+
+class Say(Struct, frozen=True, tag="say"):
+    """For the user."""
+
+    text: str
+
+
+class Outcome(Struct, frozen=True, tag="outcome"):
+    """The restart is over. `failure` is "" when all were replaced and are ready."""
+
+    failure: str = ""
+
+
+Event = events.Event | Restart | Prepared
+Effect = events.Effect | Prepare | AskToLeave | Say | Outcome
+
+
+class Stage(Enum):
+    """PREPARING -> LEAVING -> STARTING [-> SPARE_LEAVES] -> SETTLING."""
+
+    PREPARING = "preparing"  # the standby or the spare
+    LEAVING = "leaving"
+    STARTING = "starting"
+    SPARE_LEAVES = "spare leaves"
+    SETTLING = "settling"
+
+
+@dataclass(slots=True)
+class Step:
+    """The replacement of one process, or of the workers of one rank."""
+
+    members: tuple[Identity, ...]
+    stage: Stage
+    began_at: float
+    since: float  # of this stage
+    spare: Identity | None = None
+    prepared: set[Identity] = field(default_factory=set)
+    failed: bool = False  # the restart is over, and only the spare has to leave
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.members))
+
+
+class Rolling(Group):
+    """See the module docstring. Who is asked to leave and does not is killed by io.py."""
+
+    def __init__(self, *arguments: object, workers_per_rank: int = 1, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self._workers_per_rank = workers_per_rank
+        self._queue: deque[Identity] = deque()
+        self._step: Step | None = None
+        self._said: list[Effect] = []
+
+    def roll(self, event: Event, now: float) -> list[Effect]:
+        """Like `handle`, with restarts."""
+        effects: list[Effect] = []
+        match event:
+            case Restart():
+                self._queue.extend(event.identities)
+            case Prepared():
+                effects += self._prepared(event, now)
+            case _:
+                effects += self.handle(event, now)
+        if self.stopping or self.gave_up:
+            self._queue.clear()
+            self._step = None
+            return effects
+        return effects + self._news() + self._go_on(now)
+
+    @property
+    def restarting(self) -> bool:
+        return self._step is not None or bool(self._queue)
+
+    def _news(self) -> list[Effect]:
+        said, self._said = self._said, []
+        return said
+
+    def _prepared(self, event: Prepared, now: float) -> list[Effect]:
+        step = self._step
+        if step is None or event.identity not in step.members or step.stage is not Stage.PREPARING:
+            return []
+        if event.failure:
+            return self._fail(f"{event.identity} was not replaced: its successor did not load: {event.failure}", now)
+        step.prepared.add(event.identity)
+        return []
+
+    def _fail(self, text: str, now: float) -> list[Effect]:
+        """The restart ends here; a spare leaves again."""
+        self._queue.clear()
+        step, self._step = self._step, None
+        if step is None or step.spare is None:
+            return [Outcome(text)]
+        self._step, step.failed = step, True
+        return [Outcome(text), *self._dismiss(step, step.spare, now)]
+
+    def _dismiss(self, step: Step, spare: Identity, now: float) -> list[Effect]:
+        self._enter(step, Stage.SPARE_LEAVES, now)
+        self.processes[spare].state = State.STOPPING
+        return [Say(f"{spare}: finishing its connections"), AskToLeave(spare)]
+
+    def _exited(self, process: Process, event: events.Exited, now: float) -> list[events.Effect]:
+        """Those that were asked to leave did not die."""
+        step = self._step
+        if self.stopping or step is None or process.identity not in (*step.members, step.spare):
+            return super()._exited(process, event, now)
+        if process.identity == step.spare:
+            del self.processes[step.spare]
+            step.spare = None
+            if step.stage is Stage.PREPARING:
+                words = process.last_words or exit_text(event.code)
+                text = f"{step} was not replaced: the spare {process.identity} ended: {words}"
+                self._said += self._fail(text, now)
+            return [events.TellDied(process.identity, process.incarnation)]
+        if process.state is not State.STOPPING:
+            return super()._exited(process, event, now)
+        process.restarts += 1
+        return [events.TellDied(process.identity, process.incarnation), self._spawn(process, now)]
+
+    # --- one step after the other ---
+
+    def _go_on(self, now: float) -> list[Effect]:
+        step = self._step
+        if step is None:
+            return self._begin(self._queue.popleft(), now) if self._queue else []
+        effects = self._advance(step, now)
+        if step.stage in (Stage.PREPARING, Stage.STARTING) and now - step.since > self.start_deadline_s:
+            text = f"{step}: still {step.stage.value} after {self.start_deadline_s:.0f} s (--startup-timeout)"
+            effects += self._fail(text, now)
+        return effects
+
+    def _advance(self, step: Step, now: float) -> list[Effect]:
+        states = {self.processes[identity].state for identity in step.members}
+        match step.stage:
+            case Stage.PREPARING:
+                if states & {State.BACKOFF, State.STARTING}:
+                    self._enter(step, Stage.STARTING, now)  # it died meanwhile, and has a new life already
+                elif self._successor_is_there(step):
+                    return self._let_leave(step, now)
+            case Stage.LEAVING if State.STOPPING not in states:
+                self._enter(step, Stage.STARTING, now)
+            case Stage.STARTING if states == {State.READY}:
+                return self._end(step, now)
+            case Stage.SPARE_LEAVES if step.spare is None:
+                self._enter(step, Stage.SETTLING, now)
+            case Stage.SETTLING if now - step.since >= SETTLE_S:
+                self._step = None
+                return self._go_on(now) if self._queue else [] if step.failed else [Outcome()]
+        return []
+
+    def _successor_is_there(self, step: Step) -> bool:
+        if step.spare is not None:
+            return self.processes[step.spare].state is State.READY
+        return step.prepared.issuperset(step.members)
+
+    def _enter(self, step: Step, stage: Stage, now: float) -> None:
+        step.stage, step.since = stage, now
+
+    def _begin(self, identity: Identity, now: float) -> list[Effect]:
+        self._step = step = Step(self._with_mates(identity), Stage.PREPARING, now, now)
+        self._queue = deque(other for other in self._queue if other not in step.members)
+        for process in (self.processes[member] for member in step.members):
+            if process.state is not State.READY:
+                self._enter(step, Stage.STARTING, now)
+                return [Say(f"{process.identity}: is {process.state.value} already")]
+        if identity.role is not Role.FRONTEND:
+            whose = "its successor" if len(step.members) == 1 else "their successors"
+            return [Say(f"{step}: loading {whose}"), *(Prepare(member) for member in step.members)]
+        others = [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.identity != identity]
+        if any(other.state is State.READY for other in others):
+            return self._let_leave(step, now)
+        step.spare = Identity(Role.FRONTEND, SPARE_INDEX + identity.index)
+        self.processes[step.spare] = spare = Process(step.spare)
+        return [Say(f"{identity}: starting {step.spare} to serve meanwhile"), self._spawn(spare, now)]
+
+    def _with_mates(self, identity: Identity) -> tuple[Identity, ...]:
+        """It, and for a worker the others of its rank that are here."""
+        if identity.role is not Role.WORKER or self._workers_per_rank == 1:
+            return (identity,)
+        rank = identity.index // self._workers_per_rank
+        workers = sorted(other for other in self.processes if other.role is Role.WORKER)
+        return tuple(other for other in workers if other.index // self._workers_per_rank == rank)
+
+    def _let_leave(self, step: Step, now: float) -> list[Effect]:
+        self._enter(step, Stage.LEAVING, now)
+        for member in step.members:
+            self.processes[member].state = State.STOPPING
+        what = "finishing its connections" if step.members[0].role is Role.FRONTEND else "ending"
+        return [Say(f"{step}: {what}"), *(AskToLeave(member) for member in step.members)]
+
+    def _end(self, step: Step, now: float) -> list[Effect]:
+        said: list[Effect] = [Say(f"{step}: replaced, ready after {now - step.began_at:.1f} s")]
+        if step.spare is None:
+            self._enter(step, Stage.SETTLING, now)
+            return said
+        return [*said, *self._dismiss(step, step.spare, now)]
+
+    def check(self) -> None:
+        """AssertionError when the state contradicts itself."""
+        super().check()
+        spares = [identity for identity in self.processes if identity.index >= SPARE_INDEX]
+        step = self._step
+        if not self.stopping and not self.gave_up:
+            leaving = [p.identity for p in self.processes.values() if p.state is State.STOPPING and p.leaves_at is None]
+            allowed: list[Identity | None] = [] if step is None else [*step.members, step.spare]
+            assert all(identity in allowed for identity in leaving), "it leaves, and nobody replaces it"
+            assert all(identity in allowed for identity in spares), "a spare that nobody needs"
+
+
+def chosen(what: str, processes: Iterable[Identity]) -> tuple[Identity, ...]:
+    """'all', a role or ROLE/INDEX -> what to replace, in order. ValueError names what there is."""
+    processes = sorted(processes, key=lambda identity: (ORDER.index(identity.role), identity.index))
+    if what == "all":
+        return tuple(processes)
+    wanted = Identity.parse(what)
+    found = tuple(i for i in processes if i.role is wanted.role and ("/" not in what or i == wanted))
+    if not found:
+        there = ", ".join(str(identity) for identity in processes if identity.role is wanted.role)
+        raise ValueError(
+            f"there is no {what}; " + (f"there is {there}" if there else f"no {wanted.role.value} can be replaced")
+        )
+    return found

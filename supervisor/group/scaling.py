@@ -1,0 +1,84 @@
+"""A change of the number of ranks: what it means for the processes, and how far it is. Pure; owned by io.py.
+
+One at a time. Ranks are numbered from 0: the highest go and come. The group (group.py) does the work.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Role
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import parallel as sizes
+
+MAX_RANKS = 1024
+
+
+class Change(Struct, frozen=True):
+    """Either some are added or some removed."""
+
+    config: MeshConfig  # after it
+    added: tuple[Identity, ...]
+    removed: tuple[Identity, ...]
+    drain_s: float
+
+
+class Scaling:
+    """`identities` tells which processes a configuration has."""
+
+    def __init__(self, identities: Callable[[MeshConfig], list[Identity]]) -> None:
+        self.doing = ""  # in words; "" when nothing is under way
+        self.failed = ""  # why the last change was undone
+        self._identities = identities
+        self._before: MeshConfig | None = None
+        self._config: MeshConfig | None = None  # that has all ranks that are there
+
+    def begin(self, config: MeshConfig, num_ranks: object, drain_s: object) -> Change | None:
+        """What to do; None: nothing. UsageError when that cannot be."""
+        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= MAX_RANKS:
+            raise UsageError(f"--dp {num_ranks}: a number of ranks from 1 to {MAX_RANKS}")
+        if not isinstance(drain_s, int | float) or not 0 <= drain_s <= 86400:
+            raise UsageError(f"--drain-timeout {drain_s}: seconds from 0 to 86400")
+        if config.parallel.data_parallel_external_lb or config.parallel.data_parallel_hybrid_lb:
+            raise UsageError(
+                "--dp: this mesh has its numbers behind an outer balancer; start or end another mesh instead"
+            )
+        if config.node is not None:
+            raise UsageError("--dp: this mesh has several nodes; start or end a node with --headless --join instead")
+        before = config.parallel.data_parallel_size
+        self.failed = ""
+        if num_ranks == before:
+            return None
+        parallel = msgspec.structs.replace(config.parallel, data_parallel_size=num_ranks)
+        after = msgspec.structs.replace(config, parallel=parallel)
+        if config.resolved is not None:
+            sizes.check(parallel, config.resolved.spec, config.resolved.device, num_ranks * parallel.workers_per_rank)
+        old, new = self._identities(config), self._identities(after)
+        self._before = config
+        self._config = config if num_ranks < before else after
+        first, last = min(before, num_ranks), max(before, num_ranks) - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        self.doing = f"{'adding' if num_ranks > before else 'removing'} {ranks}"
+        added = tuple(identity for identity in new if identity not in old)
+        removed = tuple(identity for identity in old if identity not in new)
+        return Change(after, added, removed, float(drain_s))
+
+    def end(self, failure: str) -> MeshConfig | None:
+        """The change is done, or undone; the configuration before it."""
+        self.doing, self.failed = "", failure
+        before, self._before = self._before, None
+        return before
+
+    def of_rank(self, dp_rank: int) -> tuple[Identity, ...]:
+        """The processes of one rank: those that are there with it and not without it."""
+        if self._config is None:
+            return ()
+        found = [i for i in self._identities(self._config) if i.role in (Role.SCHEDULER, Role.WORKER)]
+        num_workers = sum(identity.role is Role.WORKER for identity in found)
+        per_rank = num_workers // max(1, len(found) - num_workers)
+        scheduler = Identity(Role.SCHEDULER, dp_rank)
+        if scheduler not in found:
+            return ()
+        return (scheduler, *(Identity(Role.WORKER, dp_rank * per_rank + index) for index in range(per_rank)))

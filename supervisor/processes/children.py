@@ -1,0 +1,214 @@
+"""Child processes: spawn, notice their end, signal. Called by lives.py and launch.py.
+
+Children are separate programs, never forks of this one, in sessions of their own (a Ctrl-C in the terminal is for the
+supervisor alone), and ask the kernel to kill them when the supervisor dies (runtime/entry.py). The configuration is handed to each
+in memory, so that none depends on a file that could be removed or be somebody else's.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.runtime.streams import as_json, forgiving
+from meshlm.supervisor.settings.vllm_env import API_KEYS
+
+FOLDER = {
+    Role.FRONTEND: "frontend",
+    Role.DETOKENIZER: "detokenizer",
+    Role.COORDINATOR: "coordinator",
+    Role.SCHEDULER: "scheduler_proc",
+    Role.WORKER: "workers",
+}
+
+
+def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[str, int]) -> list[str]:
+    """The command line of a process of the mesh. `descriptors`: its flags for those that it inherits."""
+    inherited = (word for flag, descriptor in descriptors.items() for word in (flag, str(descriptor)))
+    return [
+        *(sys.executable, "-P", "-m", "meshlm.runtime.entry", FOLDER[identity.role], str(os.getpid())),
+        *("--identity", str(identity), "--incarnation", str(incarnation), *inherited),
+    ]
+
+
+def config_file(config: MeshConfig, role: Role) -> int:
+    """A descriptor of a file in memory, which the caller closes. The keys of the API are the frontends' alone."""
+    if role is not Role.FRONTEND:
+        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=()))
+    descriptor = os.memfd_create("mesh.json")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(msgspec.json.encode(config))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+# Of libgomp's threads while they wait for each other, instead of 300,000: for that long they keep the cores from other processes, and
+# from the very thread that they wait for (docs/performance.md, "On a CPU").
+SPINS = "1000"
+
+
+MAX_LINE_BYTES = 64 << 10
+
+
+class Child:
+    """One life of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
+    as long as it lives: it may have its turn before it has said anything."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        incarnation: Incarnation,
+        config: MeshConfig,
+        of_workers: Mapping[str, str] | None = None,
+        *,
+        standby: bool = False,
+    ) -> None:
+        """`of_workers`: variables for those. OSError when there can be no more processes."""
+        self.identity = identity
+        self.incarnation = incarnation
+        self.loaded = False  # of a standby: it waits for its turn
+        self.started_s = time.time()
+        self._turn: socket.socket | None = None
+        self._text = -1  # with --log-format json, the end of a pipe: what it writes to stdout and stderr
+        self._begun = b""  # a line of it
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        for name in API_KEYS:  # secrets, which frontends have in their configuration
+            environment.pop(name, None)
+        if identity.role is Role.WORKER:
+            environment.update(of_workers or {})
+            if "OMP_WAIT_POLICY" not in environment:
+                environment.setdefault("GOMP_SPINCOUNT", SPINS)
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_error:
+            theirs.callback(os.close, config_fd := config_file(config, identity.role))
+            descriptors = {"--config-fd": config_fd}
+            if standby:
+                self._turn, turn = socket.socketpair()
+                on_error.callback(self._turn.close)
+                descriptors["--standby"] = theirs.enter_context(turn).fileno()
+            text: int | None = None
+            if config.run.log_format == "json":
+                self._text, text = os.pipe()
+                theirs.callback(os.close, text)
+                on_error.callback(os.close, self._text)
+                os.set_blocking(self._text, False)
+                theirs.callback(os.close, log_fd := os.dup(2))
+                descriptors["--log-fd"] = log_fd
+            self._process = subprocess.Popen(
+                command(identity, incarnation, descriptors),
+                pass_fds=tuple(descriptors.values()),
+                stdin=subprocess.DEVNULL,
+                stdout=text,
+                stderr=text,
+                start_new_session=True,
+                env=environment,
+            )
+            self.pid = self._process.pid
+            on_error.callback(self._end)
+            self._pidfd = os.pidfd_open(self.pid)
+            on_error.pop_all()
+
+    def _end(self) -> None:
+        """No descriptor is left: nobody would see its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[["Child", int], None]) -> None:
+        """Call on_exit(self, code) once, when the process is gone and reaped; code < 0 is a signal."""
+
+        def gone() -> None:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            if self._turn is not None:
+                loop.remove_reader(self._turn)
+                self._turn.close()
+            if self._text >= 0:
+                self._read_text(loop)
+                self._end_text(loop)
+            on_exit(self, self._process.wait())
+
+        loop.add_reader(self._pidfd, gone)
+        if self._text >= 0:
+            loop.add_reader(self._text, self._read_text, loop)
+
+    def _read_text(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Pass on what it wrote, as JSON."""
+        try:
+            data = os.read(self._text, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end_text(loop)
+            return
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if len(self._begun) > MAX_LINE_BYTES:
+            lines, self._begun = [*lines, self._begun], b""
+        self._pass_on(lines)
+
+    def _end_text(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._text >= 0:
+            loop.remove_reader(self._text)
+            os.close(self._text)
+            self._text = -1
+            self._pass_on([self._begun])
+
+    def _pass_on(self, lines: Iterable[bytes]) -> None:
+        out = forgiving(sys.stderr)
+        for line in filter(bytes.strip, lines):
+            out.write(as_json(line.decode("utf-8", "replace"), str(self.identity)))
+        out.flush()
+
+    def when_loaded(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[["Child"], None]) -> None:
+        """Of a standby: call on_loaded(self) once. When it ends before, on_exit comes instead."""
+        turn = self._turn
+        assert turn is not None
+
+        def readable() -> None:
+            loop.remove_reader(turn)
+            if turn.recv(16):
+                self.loaded = True
+                on_loaded(self)
+
+        loop.add_reader(turn, readable)
+
+    def take_turn(
+        self, loop: asyncio.AbstractEventLoop, identity: Identity, incarnation: Incarnation, config: MeshConfig
+    ) -> bool:
+        """Have a standby begin as this life, now or as soon as it is loaded. False when it is gone."""
+        assert self._turn is not None
+        loop.remove_reader(self._turn)
+        try:
+            config_fd = config_file(config, identity.role)
+            try:
+                socket.send_fds(self._turn, [f"{identity} {incarnation}\n".encode()], [config_fd])
+            finally:
+                os.close(config_fd)
+        except OSError:
+            self.kill()
+            return False
+        self.identity, self.incarnation = identity, incarnation
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the process; nothing happens when it is gone already."""
+        self._process.send_signal(number)
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a terminal."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            self.kill()
+            return False
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

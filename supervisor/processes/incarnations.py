@@ -1,0 +1,159 @@
+"""The lives of this host's processes: who is in which place, and the standbys that wait for one. Owned by io.py.
+
+There are two sorts of standbys: one that a restart loads for a certain place, and warm ones (--standby-roles), which wait for the
+death of any process of their role: imports and a large vocabulary are most of the time that such a death costs.
+
+Does what the group decided and tells it what became of that. Asking a process over the mesh to end is io.py's.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterable
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.supervisor.group import core, events, rolling
+from meshlm.supervisor.processes import cut_files
+from meshlm.supervisor.processes.children import Child
+
+STACKS_S = 0.2  # that a stuck process has for writing its stacks
+WARM_AFTER_S = 2.0  # after the last one was taken, or the mesh was ready: those that serve need the processor first
+WARM_AGAIN_S = 30.0  # after one that ended without having been taken
+
+
+class Lives:
+    """`config` gives the configuration of now, `do` hands an event to the group, `lost` hears of each process that is gone from its
+    place."""
+
+    def __init__(
+        self, config: Callable[[], MeshConfig], do: Callable[[rolling.Event], None], lost: Callable[[Identity], None]
+    ) -> None:
+        self._config, self._do, self._lost = config, do, lost
+        self._loop = asyncio.get_running_loop()
+        self._children: dict[Identity, Child] = {}
+        self.environment: dict[str, str] = {}  # variables of workers
+        self.ends: dict[Identity, str] = {}  # how the last life of each has ended
+        self._standbys: dict[Identity, Child] = {}
+        self._warm: dict[Role, Child] = {}
+        self._warm_at: dict[Role, float] = {}  # not before
+
+    def of(self, identity: Identity) -> Child | None:
+        """Who is in that place now."""
+        return self._children.get(identity)
+
+    def pids(self) -> dict[Identity, int]:
+        return {identity: child.pid for identity, child in self._children.items()}
+
+    def spawn(self, identity: Identity, incarnation: Incarnation) -> None:
+        """Give the place to its standby, where one is alive, else to a new process."""
+        standby = self._standbys.pop(identity, None) or self._take_warm(identity.role)
+        if standby is not None and standby.take_turn(self._loop, identity, incarnation, self._config()):
+            self._children[identity] = standby
+            return
+        child = self._started(identity, incarnation, lambda why: self._no_life(identity, incarnation, why))
+        if child is not None:
+            self._children[identity] = child
+
+    def _no_life(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
+        self._do(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
+
+    def _started(
+        self, identity: Identity, incarnation: Incarnation, failed: Callable[[str], None], *, standby: bool = False
+    ) -> Child | None:
+        """A new process. Where the system has none to give (processes, descriptors, memory), `failed` hears why a moment later."""
+        try:
+            child = Child(identity, incarnation, self._config(), self.environment, standby=standby)
+        except OSError as error:
+            self._loop.call_soon(failed, error.strerror or str(error))
+            return None
+        child.watch(self._loop, self._exited)
+        return child
+
+    def keep_warm(self, roles: Iterable[Role], now: float) -> None:
+        """Load a standby for each of these roles, if there is none and it is time. `now` is of the loop."""
+        for role in roles:
+            if role not in self._warm and now >= self._warm_at.setdefault(role, now + WARM_AFTER_S):
+                child = self._started(Identity(role), Incarnation(0), lambda _: None, standby=True)
+                if child is None:
+                    self._warm_at[role] = now + WARM_AGAIN_S
+                else:
+                    self._warm[role] = child
+                    child.when_loaded(self._loop, lambda _: None)
+
+    def warm(self) -> dict[Role, int]:
+        """Pids of those that wait."""
+        return {role: child.pid for role, child in self._warm.items()}
+
+    def standbys(self) -> list[Child]:
+        """Both sorts, loaded or not yet."""
+        return [*self._standbys.values(), *self._warm.values()]
+
+    def _take_warm(self, role: Role) -> Child | None:
+        child = self._warm.pop(role, None)
+        if child is not None:
+            self._warm_at[role] = self._loop.time() + WARM_AFTER_S
+            if child.is_stopped():  # somebody did that; it would not begin
+                child.kill()
+                return None
+        return child
+
+    def end_warm(self) -> None:
+        """They were loaded from what may have been replaced since."""
+        for role in list(self._warm):
+            self._warm.pop(role).kill()
+            self._warm_at[role] = self._loop.time()
+
+    def prepare(self, identity: Identity) -> None:
+        """Load a standby."""
+        child = self._started(
+            identity, Incarnation(0), lambda why: self._do(rolling.Prepared(identity, why)), standby=True
+        )
+        if child is not None:
+            self._standbys[identity] = child
+            child.when_loaded(self._loop, lambda child: self._do(rolling.Prepared(child.identity)))
+
+    def end_stuck(self, identity: Identity) -> bool:
+        """faulthandler writes its stacks; a stopped process is woken for that, and killed before it gets far. Was it stopped?"""
+        child = self._children[identity]
+        stopped = child.is_stopped()
+        child.send_signal(signal.SIGUSR1)
+        child.send_signal(signal.SIGCONT)
+        self._loop.call_later(STACKS_S, child.kill)
+        return stopped
+
+    def kill(self, identity: Identity) -> None:
+        if identity in self._children:
+            self._children[identity].kill()
+
+    def kill_in(self, identity: Identity, delay_s: float) -> None:
+        """Kill this life then; the place's next life is left alone."""
+        child = self._children.get(identity)
+        if child is not None:
+            self._loop.call_later(delay_s, child.kill)
+
+    def kill_standbys(self) -> None:
+        for standby in self._standbys.values():
+            standby.kill()
+
+    def kill_all(self) -> None:
+        for child in (*self._children.values(), *self.standbys()):
+            child.kill()
+
+    def _exited(self, child: Child, code: int) -> None:
+        if self._standbys.get(child.identity) is child:
+            del self._standbys[child.identity]
+            self._do(rolling.Prepared(child.identity, core.exit_text(code)))
+            return
+        if not child.incarnation:  # it never had a place
+            role = child.identity.role
+            if self._warm.get(role) is child:
+                del self._warm[role]
+                self._warm_at[role] = self._loop.time() + WARM_AGAIN_S
+            return
+        if self._children.get(child.identity) is child:
+            del self._children[child.identity]
+            self.ends[child.identity] = core.exit_text(code)
+            self._lost(child.identity)
+        # Its last words may still be in the inbox: let the loop read them first.
+        loading = cut_files.told(self._config(), child.identity, code)
+        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code, loading))

@@ -1,0 +1,101 @@
+"""The state of a mesh as `meshlm status` prints it: this host's processes, and what other nodes reported. Called by io.py.
+
+Looks at the processes; changes nothing.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from meshlm import __version__
+from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
+from meshlm.supervisor.group.core import Process
+from meshlm.supervisor.group.scaling import Scaling
+from meshlm.supervisor.nodes.network import Guest, Head
+from meshlm.supervisor.processes.children import Child
+from meshlm.supervisor.processes.incarnations import Lives
+
+
+def mesh_status(
+    config: MeshConfig,
+    processes: Iterable[Process],
+    lives: Lives,
+    network: Head | Guest | None,
+    scaling: Scaling,
+    *,
+    was_ready: bool,
+    now: float,
+) -> MeshStatus:
+    """The supervisor first, then this host's, then other nodes'. `now` is of the group's clock."""
+    host = config.node.host if config.node else ""
+    pids = lives.pids()  # of those that are alive
+    rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host, now) for process in processes)]
+    rows += network.rows() if network is not None else []
+    standbys = [_standby(child, host) for child in lives.standbys()]
+    standbys += network.standbys() if network is not None else []
+    missing = network.missing() if network is not None else ""
+    resolved = config.resolved
+    return MeshStatus(
+        processes=rows,
+        standbys=standbys,
+        model=resolved.served_names[0] if resolved else "",
+        port=0 if config.network.headless else config.server.port,
+        run_dir=config.run.run_dir,
+        version=__version__,
+        ready=was_ready and not missing and all(row.state == "ready" for row in rows),
+        data_parallel_size=config.parallel.data_parallel_size,
+        scaling=scaling.doing,
+        scaling_failed=scaling.failed,
+        missing=missing,
+    )
+
+
+def _own(config: MeshConfig, host: str) -> ProcessStatus:
+    started = psutil.Process().create_time()
+    return ProcessStatus(
+        role="supervisor",
+        index=config.node.index if config.node else 0,
+        pid=os.getpid(),
+        incarnation=int(started * 1e9),
+        state="ready",
+        uptime_s=time.time() - started,
+        restarts=0,
+        rss_bytes=_rss(os.getpid()),
+        host=host,
+    )
+
+
+def _child(process: Process, pid: int, host: str, now: float) -> ProcessStatus:
+    return ProcessStatus(
+        role=process.identity.role.value,
+        index=process.identity.index,
+        pid=pid,
+        incarnation=process.incarnation,
+        state=process.state.value,
+        uptime_s=round(now - process.started_at, 3) if pid else 0.0,
+        restarts=process.restarts,
+        phase=process.phase,
+        rss_bytes=_rss(pid) if pid else 0,
+        host=host,
+    )
+
+
+def _standby(child: Child, host: str) -> StandbyStatus:
+    return StandbyStatus(
+        role=child.identity.role.value,
+        pid=child.pid,
+        state="standby" if child.loaded else "loading",
+        uptime_s=round(time.time() - child.started_s, 3),
+        rss_bytes=_rss(child.pid),
+        host=host,
+    )
+
+
+def _rss(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

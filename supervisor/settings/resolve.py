@@ -1,0 +1,161 @@
+"""What must be known before any process starts, found out once: model files, limits, device, names.
+
+Torch is not imported here: `meshlm serve` must answer a wrong flag at once.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime import generation_config, model_files
+from meshlm.runtime.errors import ModelFilesError, RequestError
+from meshlm.runtime.messages import check_template_kwargs
+from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.settings import layout, parallel
+
+Device = Literal["cpu", "cuda", "fake"]
+MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
+MAX_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192, "fake": 8192}
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+def resolve(config: MeshConfig) -> MeshConfig:
+    """The same tree with `resolved` set. UsageError for a wrong flag or file."""
+    config = layout.settled(config)
+    try:
+        files = model_files.resolve_model(
+            config.model.model,
+            tokenizer=config.model.tokenizer,
+            chat_template=config.model.chat_template,
+            load_format=config.model.load_format,
+            revision=config.model.revision,
+            download_dir=config.model.download_dir,
+        )
+        generation = generation_config.chosen(
+            files.generation, config.model.generation_config, config.model.override_generation_config
+        )
+        generation = generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
+    except ModelFilesError as error:
+        raise UsageError(str(error)) from None
+    for note in (*files.notes, *generation.notes):
+        print(f"meshlm: {note}", file=sys.stderr)
+    if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
+        raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
+    if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
+        raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
+    _check_template_kwargs(config.server.default_chat_template_kwargs)
+    device = _device(config)
+    if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
+        raise UsageError(
+            f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
+        )
+    if config.worker.compile == "inductor" and device != "cuda":
+        raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
+    if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
+        raise UsageError(
+            "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
+        )
+    parallel.check(config.parallel, files.spec, device, len(layout.places(config)[1]))
+    limit = files.spec.max_position_embeddings
+    max_model_len = config.model.max_model_len or limit
+    if max_model_len > limit:
+        raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
+    max_num_seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[device]
+    budget = _token_budget(config, device, max_num_seqs, max_model_len)
+    resolved = Resolved(
+        spec=files.spec,
+        model_path=str(files.path),
+        tokenizer_path=str(files.tokenizer_path),
+        chat_templates=files.chat_templates,
+        served_names=config.model.served_model_name or (files.name,),
+        generation_defaults=generation.defaults,
+        max_output_tokens=generation.max_output_tokens,
+        load_format=files.load_format,
+        device=device,
+        dtype=_dtype(config, device, files.spec.dtype),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        eos_token_ids=generation.eos_token_ids,
+        digest="",
+    )
+    config = msgspec.structs.replace(config, resolved=resolved)
+    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
+    return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _check_template_kwargs(text: str) -> None:
+    try:
+        check_template_kwargs(msgspec.json.decode(text or "{}", type=dict[str, object]))
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"--default-chat-template-kwargs: {error}; a JSON object is expected") from None
+    except RequestError as error:
+        raise UsageError(f"--default-{error.message.replace('_', '-', 2)}") from None
+
+
+def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int) -> int:
+    budget = config.scheduler.max_num_batched_tokens or max(MAX_BATCHED_TOKENS[device], max_num_seqs)
+    if budget < max_num_seqs:
+        raise UsageError(
+            f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request"
+        )
+    if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
+        if config.scheduler.max_num_batched_tokens:
+            raise UsageError(
+                f"--max-num-batched-tokens {budget}: without chunked prefill at least --max-model-len ({max_model_len})"
+            )
+        budget = max_model_len
+    return budget
+
+
+def _device(config: MeshConfig) -> Device:
+    """auto: a GPU where the driver shows one and torch can use it."""
+    wanted = config.worker.device
+    if wanted != "auto":
+        return wanted
+    try:
+        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        raise StartError("torch is not installed") from None
+    return "cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu"
+
+
+def _dtype(config: MeshConfig, device: Device, of_model: str) -> Literal["float32", "float16", "bfloat16"]:
+    wanted = DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
+    if wanted == "auto":
+        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model in ("float32", "float64") else of_model)
+    if wanted not in ("float32", "float16", "bfloat16"):
+        raise UsageError(f"--dtype {wanted}: float32, float16 or bfloat16")
+    return wanted  # type: ignore[return-value]
+
+
+def claim_port(host: str, port: int) -> contextlib.ExitStack:
+    """Hold the port for this mesh until the stack is closed. StartError when somebody has it.
+
+    The first bind, without SO_REUSEPORT, fails for any other listener; the second lets our frontends in beside us. Until they listen
+    neither would keep out a second mesh of this user, which then shared the port: the name does.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = host or "0.0.0.0"
+    with contextlib.ExitStack() as claims:
+        try:
+            name = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            name.bind(f"\0meshlm-{os.getuid()}-{address}-{port}")
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+            held = claims.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((address, port))
+        except OSError as error:
+            raise StartError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        return claims.pop_all()

@@ -1,0 +1,177 @@
+"""A command line that worked with vLLM works, or says in one line what to write instead (vllm_table.py says which is which).
+
+Called by flags.py, which adds vLLM's flags to its parser without showing them in the help, and by cli.py for the words as they were
+typed. The arguments of `LLM` are arguments.py's, by the same table.
+"""
+
+import argparse
+import difflib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from meshlm.runtime.streams import complain
+from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES, VALUES
+
+_DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
+
+
+class _Flag(argparse.Action, ABC):
+    """One of vLLM's, by its table."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        self.take(parser, option_string, values)
+
+    @abstractmethod
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        """Say what there is to say."""
+
+
+class _Needless(_Flag):
+    """Says once that the flag is not needed, and why."""
+
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        say_needless(flag)
+
+
+class _Absent(_Flag):
+    """Ends with what to do instead, its const."""
+
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> NoReturn:
+        parser.error(f"{flag}: {self.const}")
+
+
+class _Only(_Flag):
+    """Takes the values that name what is done anyway, and refuses the others."""
+
+    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
+        if not is_only(flag, values):
+            parser.error(f"{flag} {values}: {ONLY[flag][1]}")
+
+
+class _Nothing(argparse.Action):
+    """`--no-` before a flag that is absent or needless: asks for what is the case."""
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing is to be done."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """All of the table but RENAMED, whose types flags.py knows."""
+    hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    taken = parser._option_string_actions  # a command's own flags win, such as those of `vllm bench`
+    for flag, (count, _) in NEEDLESS.items():
+        if flag not in taken:
+            parser.add_argument(flag, action=_Needless, nargs=count or 0, **hidden)
+    refuse(parser, ABSENT)
+    for flag in ONLY:
+        if flag not in taken:
+            parser.add_argument(flag, action=_Only, **hidden)
+    for flag, (setting, value) in SWITCHES.items():
+        switch = {**hidden, "dest": setting}
+        parser.add_argument(flag, action="store_const", const=value, **switch)
+    for flag in (*ABSENT, *NEEDLESS):
+        opposite = "--no-" + flag.removeprefix("--")
+        if flag.startswith("--") and not flag.startswith("--no-") and opposite not in taken:
+            parser.add_argument(opposite, action=_Nothing, nargs=0, **hidden)
+
+
+def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
+    """Flags that end with what to do instead."""
+    for flag, reason in reasons.items():
+        if flag not in parser._option_string_actions:
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(flag, action=_Absent, nargs="*", const=reason, dest=argparse.SUPPRESS, **hidden)
+
+
+def say_needless(flag: str) -> None:
+    """That it has no effect, and why nothing is lost."""
+    complain(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", "warning")
+
+
+def is_only(flag: str, value: object) -> bool:
+    """Whether this value, or each of a list with commas, names what is done anyway."""
+    return all(part in ONLY[flag][0] for part in str(value).split(","))
+
+
+def meant(setting: str, value: str) -> str:
+    """Our name for one of vLLM's values; what is different then is said."""
+    names = VALUES.get(setting, {})
+    ours, different = (
+        names.get(value) or names.get(value.upper()) or (value, "")
+    )  # vLLM reads names of backends in any case
+    if different:
+        complain(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", "warning")
+    return ours
+
+
+def say_repeated(words: Sequence[str], known: Collection[str]) -> None:
+    """Which of these flags are given more than once; as in vLLM the last one counts."""
+    names = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else len(words)]]
+    for flag in dict.fromkeys(name for name in names if name in known and names.count(name) > 1):
+        complain(f"meshlm: {flag} is given {names.count(flag)} times; the last one counts", "warning")
+
+
+def with_dashes(words: Sequence[str]) -> list[str]:
+    """--max_model_len as --max-model-len, which vLLM takes too; the keys of --some-config.some_key stay as they are."""
+
+    def dashed(word: str) -> str:
+        name, equals, value = word.partition("=")
+        flag, dot, keys = name.partition(".")
+        return flag.replace("_", "-") + dot + keys + equals + value if word.startswith("--") else word
+
+    end = words.index("--") if "--" in words else len(words)
+    return [*map(dashed, words[:end]), *words[end:]]
+
+
+def with_json(words: Sequence[str]) -> list[str]:
+    """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM."""
+    rest: list[str] = []
+    trees: dict[str, dict[str, Any]] = {}
+    todo = iter(words)
+    for word in todo:
+        name, equals, value = word.partition("=")
+        found = _DOTTED.fullmatch(name)
+        if word == "--" or found is None:
+            rest.append(word)
+            if word == "--":
+                rest += todo
+            continue
+        value = value if equals else next(todo, "")
+        *path, last = found[2].removesuffix("+").split(".")
+        tree = trees.setdefault(found[1], {})
+        for key in path:
+            if not isinstance(tree.get(key), dict):
+                tree[key] = {}
+            tree = tree[key]
+        tree[last] = value.split(",") if found[2].endswith("+") else _json_value(value)
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *(part for flag, tree in trees.items() for part in (flag, json.dumps(tree))), *rest[end:]]
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def names(setting: str) -> Iterable[str]:
+    """vLLM's other names for our setting."""
+    return (name for flags, ours in RENAMED.items() if ours == setting for name in flags)
+
+
+def did_you_mean(unknown: Sequence[str], known: Iterable[str]) -> str:
+    """One line about words that no flag is."""
+    flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), unknown[0])
+    close = difflib.get_close_matches(flag, list(known), n=1)
+    return f"unknown argument {flag}" + (f"; did you mean {close[0]}?" if close else "")

@@ -1,0 +1,79 @@
+"""The keyword arguments of `LLM`: vLLM's names and values, without a mesh."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshlm.supervisor.api.arguments import settings_of
+from meshlm.supervisor.settings import flags
+
+NAMES = json.loads((Path(__file__).parents[1] / "vllm_0_26_flags.json").read_text("utf-8"))["LLM"]
+
+
+def test_vllms_names_and_values() -> None:
+    given = settings_of(
+        {
+            "tensor_parallel_size": 2,
+            "kv_cache_memory_bytes": "1G",
+            "max_model_len": "32k",
+            "attention_backend": "FLASH_ATTN",
+            "served_model_name": "mine",
+            "override_generation_config": {"top_k": 1},
+            "cudagraph_capture_sizes": (1, 2),
+            "trust_remote_code": True,
+            "tokenizer_mode": "auto",
+            "quantization": None,
+            "enable_lora": False,
+            "tokenizer": None,
+        }
+    )
+    config = flags.build(given, None)
+    assert (config.parallel.tensor_parallel_size, config.cache.kv_cache_memory) == (2, 1 << 30)
+    assert (config.model.max_model_len, config.worker.attention_backend) == (32000, "auto")
+    assert (config.model.served_model_name, config.worker.cudagraph_capture_sizes) == (("mine",), (1, 2))
+    assert config.model.override_generation_config == '{"top_k": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("quantization", "fp8", "quantization: "),
+        ("enable_lora", True, "LoRA"),
+        ("task", "embed", "generation is the only task"),
+        ("max_model_len", "long", "max_model_len"),
+        ("kv_cache_memory", "1X", "no size"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(name: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings_of({name: value})
+
+
+def test_nobody_knows_it() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'max_modle_len'"):
+        settings_of({"max_modle_len": None})
+
+
+def test_every_argument_of_vllm_is_known() -> None:
+    assert settings_of(dict.fromkeys(NAMES)) == {}
+
+
+def test_switches_and_values_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings_of({"async_scheduling": False}) == {"async_depth": 1}
+    assert settings_of({"enable_log_requests": False}) == {"disable_log_requests": True}
+    assert settings_of({"optimization_level": 2, "trust_remote_code": False}) == {}
+    assert capsys.readouterr().err == ""
+    assert settings_of({"trust_remote_code": True, "attention_backend": "FLASHINFER"}) == {"attention_backend": "auto"}
+    said = capsys.readouterr().err
+    assert "--trust-remote-code is not needed" in said
+    assert "--attention-backend FLASHINFER is taken as auto" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("disable_cascade_attn", False), ("distributed_executor_backend", "ray"), ("optimization_level", 0)],
+)
+def test_what_is_not_so_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        settings_of({name: value})

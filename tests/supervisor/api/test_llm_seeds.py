@@ -1,0 +1,45 @@
+"""LLM(seed=): a script that runs again draws the same, and one prompt after another draws anew; without processes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor.api import llm as llm_module
+from meshlm.supervisor.api.llm import LLM, SamplingParams
+
+
+@pytest.fixture
+def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    resolved = SimpleNamespace(eos_token_ids=(), spec=SimpleNamespace(vocab_size=9))
+
+    def resolve(config: MeshConfig) -> Any:
+        return SimpleNamespace(model=config.model, resolved=resolved)
+
+    client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
+    background = SimpleNamespace(supervisor=None, client=client, stop=lambda: None)
+    monkeypatch.setattr(llm_module.resolve, "resolve", resolve)
+    monkeypatch.setattr(llm_module, "Background", lambda config: background)
+    return LLM
+
+
+def seeds(llm: LLM, params: SamplingParams) -> list[int]:
+    made = llm._submits(iter([llm_module.of_generate("a"), llm_module.of_generate("a")]), [params] * 2, [0, 0])
+    return [submit.sampling.seed for submit, _ in made]
+
+
+def test_draws_follow_the_seed(llm_of: Any) -> None:
+    first, second = llm_of(model="m", seed=3), llm_of(model="m", seed=3)
+    before = seeds(first, SamplingParams())
+    assert before == seeds(second, SamplingParams())
+    assert len({*before, *seeds(first, SamplingParams())}) == 4
+    assert before != seeds(llm_of(model="m", seed=4), SamplingParams())
+
+
+def test_without_a_seed_it_is_0_as_in_vllm(llm_of: Any) -> None:
+    assert seeds(llm_of(model="m"), SamplingParams()) == seeds(llm_of(model="m", seed=0), SamplingParams())
+
+
+def test_a_prompts_own_seed_wins(llm_of: Any) -> None:
+    assert seeds(llm_of(model="m", seed=3), SamplingParams(seed=7)) == [7, 7]

@@ -1,0 +1,71 @@
+"""Prompts of `LLM.generate`: nothing that they ask for is ignored."""
+
+import pytest
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
+from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, many, of_generate, of_tokenization
+from meshlm.supervisor.api.tokenizer import chat_prompt
+
+
+def test_one_prompt_or_several() -> None:
+    for one in ("a", {"prompt": "a"}, [1, 2], (1, 2)):
+        assert many(one) == [one]
+        assert many([one, one]) == [one, one]
+    assert many([]) == []
+
+
+@pytest.mark.parametrize(
+    ("item", "given"),
+    [
+        ("a", Given(TextPrompt("a"), "a")),
+        ([1, 2], Given(TokenPrompt(pack_i32([1, 2])), None)),
+        ({"prompt": "a"}, Given(TextPrompt("a"), "a")),
+        ({"prompt_token_ids": [1]}, Given(TokenPrompt(pack_i32([1])), None)),
+        (
+            {"prompt_token_ids": [1], "prompt": "a", "cache_salt": "s", "multi_modal_data": None},
+            Given(TokenPrompt(pack_i32([1])), "a", "s"),
+        ),
+        ({"prompt": "a", "multi_modal_data": {}}, Given(TextPrompt("a"), "a")),
+    ],
+)
+def test_what_is_a_prompt(item: object, given: Given) -> None:
+    assert of_generate(item) == given
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_what_is_not_supported_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^a prompt's '{name}': not supported; "):
+        of_generate({"prompt": "a", name: {"image": 1}})
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"prompt": "a", "max_tokens": 3}, "a prompt has no key 'max_tokens'"),
+        ({}, "a prompt that is a dict needs"),
+        ({"prompt": None}, "a prompt that is a dict needs"),
+        ({"prompt": "a", "cache_salt": ""}, "a prompt's 'cache_salt'"),
+        ({"prompt_token_ids": [1], "prompt": 5}, "a prompt's 'prompt': must be text"),
+        (5, "a prompt is text, token ids"),
+        ([1.5], "a prompt is text, token ids"),
+        ([1 << 31], "a prompt is text, token ids"),
+    ],
+)
+def test_what_is_no_prompt(item: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        of_generate(item)
+
+
+def test_what_the_tokenizer_is_told() -> None:
+    assert of_tokenization(None) == {}
+    assert of_tokenization({"add_special_tokens": False}) == {"add_special_tokens": False}
+    assert of_generate("a", add_special_tokens=False).prompt == TextPrompt("a", False)
+    with pytest.raises(ValueError, match="tokenization_kwargs: 'padding'"):
+        of_tokenization({"padding": True})
+
+
+def test_parts_that_no_template_could_show_are_refused() -> None:
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(ValueError, match="parts of type 'image_url' are not supported"):
+        chat_prompt([{"role": "user", "content": [part]}], None, None, None, True, False)

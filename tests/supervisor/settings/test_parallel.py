@@ -1,0 +1,62 @@
+"""What cannot be split is refused by the flag's name, with what would do."""
+
+import pytest
+from tiny_models import spec_of
+
+from meshlm.protocol.config import ParallelConfig
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import parallel
+
+SMOLLM2 = spec_of(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    max_position_embeddings=8192,
+)
+
+
+def config(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelConfig:
+    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "text"),
+    [
+        (config(tp=2), "cpu", "--tensor-parallel-size 2: does not divide the model's 9 attention heads; .* over 1, 3$"),
+        (config(tp=9), "cpu", "--tensor-parallel-size 9: does not divide the model's intermediate size 1536"),
+        (config(pp=4), "cpu", "--pipeline-parallel-size 4: does not divide the model's 30 layers; 1, 2, 3, 5, 6, 10"),
+        (
+            config(tp=3, dp=2),
+            "cuda",
+            "--tensor-parallel-size 3 x --data-parallel-size 2 needs 6 GPUs.*this host shows 4",
+        ),
+        (config(pp=5), "cuda", "--pipeline-parallel-size 5 needs 5 GPUs"),
+    ],
+)
+def test_refused(given: ParallelConfig, device: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(UsageError, match=text):
+        parallel.check(given, SMOLLM2, device, given.data_parallel_size * given.workers_per_rank)
+
+
+def test_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7,8,9")
+    parallel.check(config(tp=3, pp=2), SMOLLM2, "cuda", 6)
+    parallel.check(config(tp=3, pp=30, dp=7), SMOLLM2, "cpu", 630)
+    parallel.check(config(tp=2, pp=7), SMOLLM2, "fake", 14)
+
+
+def test_a_node_needs_gpus_for_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    parallel.check(config(tp=3, dp=4), SMOLLM2, "cuda", 3)
+    with pytest.raises(UsageError, match="needs 12 GPUs, one per worker, 6 of them on this node; this host shows 3"):
+        parallel.check(config(tp=3, dp=4), SMOLLM2, "cuda", 6)
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("2", 1), ("GPU-8f2e,MIG-1", 2)])
+def test_visible_gpus(visible: str, count: int) -> None:
+    assert parallel.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
