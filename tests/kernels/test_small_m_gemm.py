@@ -9,6 +9,7 @@ from device import DEVICE, DTYPES, MARKS, near
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.small_m_gemm import kernel, reference, tune
 from meshlm.kernels.small_m_gemm.kernel import Shape, small_m_gemm
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 pytestmark = MARKS
 SHAPES = [Shape(16, 32, 64, 2, 4, 3), Shape(32, 64, 64, 4, 4, 3), Shape(64, 128, 64, 2, 4, 3)]
@@ -86,13 +87,13 @@ def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     following = torch.randn(128, 64, device=DEVICE).half() / 8
     for rows, split in ((2, True), (16, True), (17, False)):
         x, residual = torch.randn(rows, 256, device=DEVICE).half(), torch.randn(rows, 64, device=DEVICE).half()
-        made, same = ops.part(x, w, None, 64, residual)
-        assert (made.dim() == 3) == split
-        assert same is residual
-        near(ops.whole(made, x.dtype), torch.nn.functional.linear(x, w), torch.float16, 4.0)
+        made = ops.row_parallel_linear(x, w, None, 64, residual)
+        assert made.kind is (Kind.SPLIT_K if split else Kind.WHOLE)
+        assert made.residual is residual
+        near(ops.finish_sum(made, x.dtype), torch.nn.functional.linear(x, w), torch.float16, 4.0)
         expected_stream = residual + torch.nn.functional.linear(x, w)
         normed = torch.nn.functional.rms_norm(expected_stream.float(), (64,), eps=1e-6).half()
-        out, stream = ops.norm_linear(made, residual, (norm, 1e-6), following, None, 128, gate=gate)
+        out, stream = ops.norm_linear(made, (norm, 1e-6), following, None, 128, gate=gate)
         near(stream, expected_stream, torch.float16, 4.0)
         near(
             out, reference.gate(normed, following) if gate else reference.product(normed, following), torch.float16, 8.0
@@ -108,6 +109,6 @@ def test_a_stages_last_sum_is_rounded_as_the_norm_rounds_it() -> None:
     stream = torch.randn(8, 256, device=DEVICE).half() * 16
     other = stream.clone()
     add_rms_norm(parts, stream, torch.ones(256, device=DEVICE).half(), 1e-6)
-    whole = TritonOps().whole(parts, other.dtype)
+    whole = TritonOps().finish_sum(PartialSum(parts, Kind.SPLIT_K, other), other.dtype)
     assert whole.dtype == other.dtype
     assert torch.equal(other + whole, stream)

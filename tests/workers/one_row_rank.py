@@ -14,6 +14,7 @@ from meshlm.workers.attention.backend import choose
 from meshlm.workers.distributed import proofs
 from meshlm.workers.distributed.communicator import Distributed
 from meshlm.workers.distributed.one_row import OneRow
+from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
@@ -67,6 +68,18 @@ def logits(model: Decoder) -> list[Tensor]:
     return found
 
 
+def sums_without_a_norm(model: Decoder) -> list[Any]:
+    """An embedding that is finished while in flight, and the same summed by gloo."""
+    assert model.embed is not None
+    assert isinstance(model.ops, SummingOps)
+    table, rows = model.embed.weight.to(BF16), (model.embed.begin, model.embed.end)
+    norm = (torch.ones(HIDDEN, dtype=BF16), 1e-6)
+    sent, _ = model.ops.embed_part(torch.tensor([5]), table, rows, norm)
+    term, _ = model.ops.base.embed_part(torch.tensor([5]), table, rows, norm)
+    both = [model.ops.finish_sum(one, BF16).float().tolist() for one in (sent, term)]
+    return [sent.kind.name, term.kind.name, *both]
+
+
 def run_rank(
     rank: int, path: str, meeting: str, memory: list[Tensor], more: list[Tensor], answers: Any, done: Any
 ) -> None:
@@ -86,6 +99,7 @@ def run_rank(
             model.ops = TorchOps()
             model.join(WithWorkspace(shard, used))
             found.append([one.float().tolist() for one in logits(model)])
+        found.append(sums_without_a_norm(model))
     answers.put((rank, found))
     done.wait()  # the peers may still read
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ def test_products_that_sum_by_themselves(tmp_path: Path) -> None:
             process.kill()
             process.join()
     assert found[0] == found[1], "bit for bit"
-    wrong, *ways = found[0]
+    wrong, *ways, (kind, other_kind, finished, summed) = found[0]
     assert wrong == "", "the proof at start"
     by_gloo, by_packets = ([torch.tensor(one) for one in way] for way in ways)
     assert len(by_packets) == 1 + len(DECODES) + 2
@@ -52,6 +52,9 @@ def test_products_that_sum_by_themselves(tmp_path: Path) -> None:
     for one, other in zip(by_packets, by_gloo, strict=True):
         assert (one - other).abs().max() < 0.1 * spread
     assert not torch.equal(by_packets[1], by_gloo[1]), "packets were used: other roundings"
+    assert (kind, other_kind) == ("IN_FLIGHT", "RANK")
+    assert finished == summed
+    assert any(finished[0])
     assert all(bool((inbox != 0).any()) for inbox in memory)
     assert all(bool((inbox[32:] != 0).any()) for inbox in more), "logits too"
 
@@ -78,8 +81,10 @@ def test_a_capture_that_failed_leaves_no_turn_behind(monkeypatch: pytest.MonkeyP
         sums.norm_linear(part, None, (line[0], 1e-6), weight, None, gate=False)
     again = sums.send_row(torch.zeros(1, dtype=torch.int64), weight, 0)
     assert turns == [0, 0]
-    assert sums.stands_for(again)
-    assert not sums.stands_for(part)
+    with pytest.raises(AssertionError, match="not been received"):
+        sums.send(line, weight, None)
+    assert sums.norm_linear(again, None, (line[0], 1e-6), weight, None, gate=False) is not None
+    assert sums.send(line, weight, None) is not None
 
 
 def test_a_sum_by_other_means_must_not_take_the_turn_of_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

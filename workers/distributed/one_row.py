@@ -26,17 +26,18 @@ class OneRow:
         self.room, self._share, self.patience = room, share, FOR_EVER
         self._heads: dict[int, Workspace] = {}  # by columns of a rank
         self._nth = 0  # of the next sum, behind the last allreduce_rmsnorm
-        self._under_way: Tensor | None = None  # what stands for it
+        self._in_flight = False  # that sum was sent and has not been received
         self._zeros = torch.zeros(1, room.columns, dtype=torch.bfloat16, device=room.turns.device)
 
     def send(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """x W^T + b, this rank's part of a sum; what is returned stands for the sum and has no content. None: not for this size."""
-        assert self._under_way is None, "the sum before has not been received"
+        """x W^T + b, this rank's term of a sum; what is returned has the sum's shape and no content. None: not for this size."""
+        assert not self._in_flight, "the sum before has not been received"
         if not pays(weight, x.shape[0]) or weight.shape[0] != self.room.columns:
             assert self._nth == 0, "the allreduce_rmsnorm that does this one would count its turn from 0"
             return None
-        self._under_way, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
-        return self._under_way
+        sent, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
+        self._in_flight = True
+        return sent
 
     def send_row(self, ids: Tensor, table: Tensor, first: int) -> Tensor:
         """The same of a row of a table, of which this rank has those of ids from `first` on. It begins a step.
@@ -44,12 +45,8 @@ class OneRow:
         What is left of a step before was never launched: its capture failed.
         """
         self._nth = 0
-        self._under_way = embedding.send(ids, table, first, Turn(self.room, self._nth))
-        return self._under_way
-
-    def stands_for(self, x: Tensor) -> bool:
-        """Whether x is what send returned."""
-        return x is self._under_way
+        self._in_flight = True
+        return embedding.send(ids, table, first, Turn(self.room, self._nth))
 
     def norm_linear(
         self,
@@ -61,19 +58,26 @@ class OneRow:
         *,
         gate: bool,
     ) -> tuple[Tensor, Tensor] | None:
-        """See `Ops.norm_linear`, of the sum that x stands for. None, and it is still on its way: not for this weight."""
+        """See `Ops.norm_linear`, of the sum in flight, whose shape x has. None, and it is still in flight: not for this weight."""
         residual = self._zeros if residual is None else residual
         if not pays(weight, 1) or (gate and bias is not None):
             return None
         turn = Turn(self.room, self._nth, self.patience)
         found = gemv(x, weight, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate, receives=turn)
-        self._under_way, self._nth = None, self._nth + 1
+        self._in_flight, self._nth = False, self._nth + 1
         return found
 
     def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += the sum that x stands for; the norm of that."""
+        """residual += the sum in flight, whose shape x has; the norm of that."""
+        assert self._in_flight, "no sum was sent"
         found = allreduce_rmsnorm(x, residual, weight, eps, self.room, self.patience, sent=self._nth)
-        self._under_way, self._nth = None, 0
+        self._in_flight, self._nth = False, 0
+        return found
+
+    def receive(self, x: Tensor) -> Tensor:
+        """The sum in flight alone, whose shape x has: what `norm` adds to a residual of zeros."""
+        found = torch.zeros_like(x)
+        self.norm(x, found, self._zeros[0], 1.0)
         return found
 
     def logits(self, hidden: Tensor, weight: Tensor, width: int, out: Tensor | None) -> Tensor | None:

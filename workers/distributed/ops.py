@@ -10,61 +10,83 @@ from torch import Tensor
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
 from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 
 class SummingOps:
-    """See `meshlm.workers.layers.ops.Ops`. Where there is a residual, x is this rank's part of a sum."""
+    """See `meshlm.workers.layers.ops.Ops`. What the base gives as this rank's term becomes the sum over the ranks."""
 
     def __init__(self, base: Ops, comm: Communicator, *, whole: bool = True) -> None:
         """whole: all layers are here, so that a step ends with a norm."""
         self.base, self._comm = base, comm
         self._one_row = comm.one_row if whole else None
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
-        self.act_mul, self.rows, self.whole = base.act_mul, base.rows, base.whole
+        self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
 
-    def part(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        sent = self._one_row.send(x, packed, bias) if self._one_row is not None and x.shape[0] == 1 else None
-        return (self.base.linear(x, packed, bias, outputs) if sent is None else sent), stream
+    def row_parallel_linear(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
+    ) -> PartialSum:
+        if self._one_row is not None and residual is not None and x.shape[0] == 1:
+            sent = self._one_row.send(x, packed, bias)
+            if sent is not None:
+                return PartialSum(sent, Kind.IN_FLIGHT, residual)
+        return PartialSum(self.base.linear(x, packed, bias, outputs), Kind.RANK, residual)
+
+    def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
+        match x.kind:
+            case Kind.IN_FLIGHT:
+                assert self._one_row is not None
+                return self._one_row.receive(x.value)
+            case Kind.RANK:
+                return self._comm.all_reduce(x.value)
+            case _:
+                return self.base.finish_sum(x, dtype)
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[PartialSum, Tensor | None]:
         return self.base.embed(ids, table, norm, following)
 
     def embed_part(
         self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
-    ) -> tuple[Tensor, Tensor | None]:
-        """All of it: the ranks' parts are summed, or on their way (`part`)."""
+    ) -> tuple[PartialSum, Tensor | None]:
+        """All of it: the ranks' terms are summed, or in flight."""
         if self._one_row is not None and len(ids) == 1:
-            return self._one_row.send_row(ids, table, rows[0]), None
-        part, _ = self.base.embed_part(ids, table, rows, norm)
+            return PartialSum(self._one_row.send_row(ids, table, rows[0]), Kind.IN_FLIGHT), None
+        found, _ = self.base.embed_part(ids, table, rows, norm)
         if len(ids) <= FUSED_ROWS:
-            stream = torch.zeros_like(part)
-            normed = self._comm.allreduce_rmsnorm(part, stream, *norm)
+            residual = torch.zeros_like(found.value)
+            normed = self._comm.allreduce_rmsnorm(found.value, residual, *norm)
             if normed is not None:
-                return stream, normed
-        return self._comm.all_reduce(part), None
+                return PartialSum(residual), normed
+        return PartialSum(self._comm.all_reduce(found.value)), None
 
     def rope_cache(
         self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         return self.base.rope_cache(qkv, batch, table, cache, heads)
 
-    def _allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        if self._one_row is not None and self._one_row.stands_for(x):
-            return self._one_row.norm(x, residual, weight, eps)
-        return self._comm.allreduce_rmsnorm(x, residual, weight, eps)
+    def _fused_norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor] | None:
+        """See `Ops.norm`, in one kernel with the sum. None: not for this size or here."""
+        if x.kind is Kind.IN_FLIGHT:
+            assert self._one_row is not None
+            residual = torch.zeros_like(x.value) if x.residual is None else x.residual  # of the step's first layer
+            return self._one_row.norm(x.value, residual, *norm), residual
+        if x.kind is Kind.RANK and x.residual is not None:
+            normed = self._comm.allreduce_rmsnorm(x.value, x.residual, *norm)
+            return None if normed is None else (normed, x.residual)
+        return None
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = self._allreduce_rmsnorm(x, residual, weight, eps)
-        return self.base.add_rms_norm(self._comm.all_reduce(x), residual, weight, eps) if normed is None else normed
+    def _summed(self, x: PartialSum) -> PartialSum:
+        return x._replace(value=self._comm.all_reduce(x.value), kind=Kind.WHOLE) if x.kind is Kind.RANK else x
+
+    def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        found = self._fused_norm(x, norm)
+        return self.base.norm(self._summed(x), norm) if found is None else found
 
     def norm_linear(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: PartialSum,
         norm: tuple[Tensor, float],
         packed: Tensor,
         bias: Tensor | None,
@@ -73,17 +95,14 @@ class SummingOps:
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.norm_linear`. Three ways to sum: in the product itself, in one kernel with the norm, before both."""
-        base = self.base
-        if self._one_row is not None and self._one_row.stands_for(x):
-            found = self._one_row.norm_linear(x, residual, norm, packed, bias, gate=gate)
+        if x.kind is Kind.IN_FLIGHT:
+            assert self._one_row is not None
+            found = self._one_row.norm_linear(x.value, x.residual, norm, packed, bias, gate=gate)
             if found is not None:
                 return found
-            if residual is None:  # the step's first layer: the sum alone is the stream
-                residual = torch.zeros_like(x)
-        elif residual is None:  # not a part of a sum
-            return base.norm_linear(x, None, norm, packed, bias, outputs, gate=gate)
-        normed = self._allreduce_rmsnorm(x, residual, *norm)
-        if normed is None:
-            return base.norm_linear(self._comm.all_reduce(x), residual, norm, packed, bias, outputs, gate=gate)
-        out = base.linear(normed, packed, bias, outputs)
-        return (base.silu_mul(out) if gate else out), residual
+        fused = self._fused_norm(x, norm)
+        if fused is None:
+            return self.base.norm_linear(self._summed(x), norm, packed, bias, outputs, gate=gate)
+        normed, residual = fused
+        out = self.base.linear(normed, packed, bias, outputs)
+        return (self.base.silu_mul(out) if gate else out), residual

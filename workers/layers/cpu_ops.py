@@ -8,6 +8,7 @@ from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import AttentionShape, Composed
+from meshlm.workers.layers.partial_sum import PartialSum
 
 
 def available() -> bool:
@@ -41,8 +42,7 @@ class CpuOps(Composed):
 
     def norm_linear(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: PartialSum,
         norm: tuple[Tensor, float],
         packed: Tensor,
         bias: Tensor | None,
@@ -50,7 +50,7 @@ class CpuOps(Composed):
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return kernel.norm_linear(x, residual, *norm, packed, bias, outputs, gate)
+        return kernel.norm_linear(x.value, x.residual, *norm, packed, bias, outputs, gate)
 
     def rope_cache(
         self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape

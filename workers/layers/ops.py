@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope
 
 
@@ -48,29 +49,28 @@ class Ops(Protocol):
         """Rows [t, size] of a table, which may be packed."""
         ...
 
-    def part(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """A product that is to be added to the stream; several ranks may have a part of its inputs each. What `norm_linear` takes:
+    def row_parallel_linear(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
+    ) -> PartialSum:
+        """A product of which several ranks may have a part of the inputs each, to be added to the residual.
 
-        the product and the stream; or the stream with the product in it already, and None. Only `norm_linear`, `add_rms_norm` and
-        `whole` may read the product: on a GPU it may be [s, m, outputs], parts of it, which those add up.
+        It may be in the residual already; without one it stays the product alone.
         """
         ...
 
-    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `part` gave, [m, outputs], of the stream's dtype."""
+    def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
+        """The sum [m, n] of this dtype, without the residual that it is to be added to."""
         ...
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[PartialSum, Tensor | None]:
         """Rows [t, hidden] of the table; and their norm, unless the product with the weight `following` brings that along."""
         ...
 
     def embed_part(
         self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[PartialSum, Tensor | None]:
         """The same where this rank has the rows of ids from rows[0] up to before rows[1], other ranks the rest: zeros for those."""
         ...
 
@@ -79,7 +79,7 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; the norm of the sum."""
+        """residual += x [m, n], or the sum over s of x [s, m, n], in place; the norm of that."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -90,10 +90,13 @@ class Ops(Protocol):
         """The same with another of ACTIVATIONS."""
         ...
 
+    def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        """rms_norm of the sum and its residual together; and the new residual, which may be the old one, overwritten."""
+        ...
+
     def norm_linear(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: PartialSum,
         norm: tuple[Tensor, float],
         packed: Tensor,
         bias: Tensor | None,
@@ -101,7 +104,7 @@ class Ops(Protocol):
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """linear(rms_norm(x + residual)), with `gate` followed by silu_mul; and x + residual, which may be `residual` itself.
+        """linear of `norm`, with `gate` followed by silu_mul; and the new residual.
 
         norm: its weight and eps. outputs: rows of the weight.
         """
@@ -123,35 +126,42 @@ class Composed:
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
 
-    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x
+    def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
+        assert x.kind is Kind.WHOLE
+        return x.value
 
-    def part(
-        self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.linear(x, packed, bias, outputs), stream
+    def row_parallel_linear(
+        self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
+    ) -> PartialSum:
+        return PartialSum(self.linear(x, packed, bias, outputs), Kind.WHOLE, residual)
 
     def embed(
         self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.rows(ids, table, norm[0].shape[0]), None
+    ) -> tuple[PartialSum, Tensor | None]:
+        return PartialSum(self.rows(ids, table, norm[0].shape[0])), None
 
     def embed_part(
         self: "Ops", ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[PartialSum, Tensor | None]:
         begin, end = rows
         inside = (ids >= begin) & (ids < end)
         found = self.rows(torch.where(inside, ids - begin, 0), table, norm[0].shape[0])
-        return found.masked_fill_(~inside[:, None], 0.0), None
+        return PartialSum(found.masked_fill_(~inside[:, None], 0.0), Kind.RANK), None
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[act](gate) * up
 
+    def norm(self: "Ops", x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        """Terms that are split along K are added up by `add_rms_norm`, where there are any."""
+        if x.residual is None:
+            assert x.kind is Kind.WHOLE
+            return self.rms_norm(x.value, *norm), x.value
+        return self.add_rms_norm(x.value, x.residual, *norm), x.residual
+
     def norm_linear(
         self: "Ops",
-        x: Tensor,
-        residual: Tensor | None,
+        x: PartialSum,
         norm: tuple[Tensor, float],
         packed: Tensor,
         bias: Tensor | None,
@@ -159,16 +169,10 @@ class Composed:
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        y, stream = Composed._normed(self, x, residual, norm)
+        y, residual = self.norm(x, norm)
         out = self.linear(y, packed, bias, outputs)
         del y  # its memory is part of what the gate's result gets
-        return (self.silu_mul(out) if gate else out), stream
-
-    def _normed(self: "Ops", x: Tensor, residual: Tensor | None, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
-        """rms_norm(x + residual), and x + residual, which may be `residual` itself."""
-        if residual is None:
-            return self.rms_norm(x, *norm), x
-        return self.add_rms_norm(x, residual, *norm), residual
+        return (self.silu_mul(out) if gate else out), residual
 
 
 class TorchOps(Composed):

@@ -17,6 +17,7 @@ from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.ops import AttentionShape, Composed
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 
 class TritonOps(Composed):
@@ -27,37 +28,38 @@ class TritonOps(Composed):
 
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        return embed(ids, table, None if pays(following, ids.shape[0]) else norm)
+    ) -> tuple[PartialSum, Tensor | None]:
+        found, normed = embed(ids, table, None if pays(following, ids.shape[0]) else norm)
+        return PartialSum(found), normed
 
     def embed_part(
         self, ids: Tensor, table: Tensor, rows: tuple[int, int], norm: tuple[Tensor, float]
-    ) -> tuple[Tensor, Tensor | None]:
-        return embed(ids, table, None, rows[0])
+    ) -> tuple[PartialSum, Tensor | None]:
+        return PartialSum(embed(ids, table, None, rows[0])[0], Kind.RANK), None
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
         return products.gemm(x, packed, bias)
 
-    def part(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, stream: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Maybe [s, rows, outputs], parts that the norm behind it adds up; of many rows, added here."""
+    def row_parallel_linear(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
+    ) -> PartialSum:
+        """Of few rows maybe split along K, for the norm behind it; of many rows in the residual already."""
         if bias is None and x.is_contiguous():
             if (shape := shape_for(x.shape[0], *packed.shape, "parts")) is not None:
-                return small_m_gemm(x, packed, shape, "parts"), stream
-            if x.shape[0] >= products.ADDED_ROWS:
-                return products.add_gemm(x, packed, stream), None
-        return self.linear(x, packed, bias, outputs), stream
+                return PartialSum(small_m_gemm(x, packed, shape, "parts"), Kind.SPLIT_K, residual)
+            if residual is not None and x.shape[0] >= products.ADDED_ROWS:
+                return PartialSum(products.add_gemm(x, packed, residual))
+        return PartialSum(self.linear(x, packed, bias, outputs), Kind.WHOLE, residual)
 
-    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x if x.dim() == 2 else x.sum(dim=0).to(dtype)  # rounded before it is added, as the norm rounds it
+    def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
+        """Rounded before it is added, as the norm rounds it."""
+        return x.value.sum(dim=0).to(dtype) if x.kind is Kind.SPLIT_K else x.value
 
     def norm_linear(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: PartialSum,
         norm: tuple[Tensor, float],
         packed: Tensor,
         bias: Tensor | None,
@@ -65,16 +67,16 @@ class TritonOps(Composed):
         *,
         gate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if pays(packed, x.shape[-2]) and not (gate and bias is not None):
-            return gemv(x, packed, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate)
-        rows, use = x.shape[-2], "gate" if gate else "product"
+        rows, use = x.value.shape[-2], "gate" if gate else "product"
+        if x.kind is Kind.WHOLE and pays(packed, rows) and not (gate and bias is not None):
+            return gemv(x.value, packed, bias, norm=norm[0], residual=x.residual, eps=norm[1], gate=gate)
         if bias is None and (few := shape_for(rows, *packed.shape, use)) is not None:
-            y, stream = self._normed(x, residual, norm)
-            return small_m_gemm(y, packed, few, use), stream
+            y, residual = self.norm(x, norm)
+            return small_m_gemm(y, packed, few, use), residual
         if gate and bias is None and (many := gate_up_silu.shape_for(rows, *packed.shape)) is not None:
-            y, stream = self._normed(x, residual, norm)
-            return gate_up_silu.gate_up_silu(y, packed, many), stream
-        return super().norm_linear(x, residual, norm, packed, bias, outputs, gate=gate)
+            y, residual = self.norm(x, norm)
+            return gate_up_silu.gate_up_silu(y, packed, many), residual
+        return super().norm_linear(x, norm, packed, bias, outputs, gate=gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

@@ -18,6 +18,7 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
+from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
 
 
@@ -46,8 +47,8 @@ class Embedding(nn.Module):
         """It is the head's weight too: packed once, for both."""
         self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
 
-    def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
+    def forward(self, ids: Tensor, first: "DecoderLayer", ops: Ops) -> tuple[PartialSum, Tensor | None]:
+        """The residual, and what the first layer's norm makes of it where that comes for free (`Ops.embed`)."""
         norm = (first.input_norm.weight, first.input_norm.eps)
         if self.several:
             return ops.embed_part(ids, self.weight, (self.begin, self.end), norm)
@@ -69,15 +70,13 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.linear(x, self.weight, self.bias, self.outputs)
 
-    def onto(self, stream: Tensor, x: Tensor, ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """See `Ops.part`."""
-        return ops.part(x, self.weight, self.bias, self.outputs, stream)
+    def row_parallel(self, x: Tensor, residual: Tensor | None, ops: Ops) -> PartialSum:
+        """See `Ops.row_parallel_linear`."""
+        return ops.row_parallel_linear(x, self.weight, self.bias, self.outputs, residual)
 
-    def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops, *, gate: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: bool = False) -> tuple[Tensor, Tensor]:
         """See `Ops.norm_linear`."""
-        return ops.norm_linear(x, residual, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
+        return ops.norm_linear(x, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
 
 
 class Attention(nn.Module):
@@ -107,8 +106,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: PartialSum,
         norm: RMSNorm,
         batch: ForwardBatch,
         table: Tensor,
@@ -116,16 +114,16 @@ class Attention(nn.Module):
         attention: StepAttention,
         ops: Ops,
         normed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What attention adds to the stream, and the stream with x in it (see `Ops.part`).
+    ) -> PartialSum:
+        """What attention adds to the residual, which has x in it then.
 
         normed: norm(x), where that is known (first layer).
         """
         if normed is None:
-            qkv, stream = self.qkv.after_norm(x, residual, norm, ops)
+            qkv, residual = self.qkv.after_norm(x, norm, ops)
         else:
-            qkv, stream = self.qkv(normed, ops), x
-        return self.o.onto(stream, self.attend(qkv, batch, table, cache, attention, ops), ops)
+            qkv, residual = self.qkv(normed, ops), x.value
+        return self.o.row_parallel(self.attend(qkv, batch, table, cache, attention, ops), residual, ops)
 
     def attend(
         self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
@@ -144,16 +142,16 @@ class MLP(nn.Module):
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self._act = spec.hidden_act
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """What the MLP adds to the stream, and the stream with x in it (see `Ops.part`)."""
-        hidden, stream = self.gate_up.after_norm(x, residual, norm, ops, gate=self._act == "silu")
+    def forward(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> PartialSum:
+        """What the MLP adds to the residual, which has x in it then."""
+        hidden, residual = self.gate_up.after_norm(x, norm, ops, gate=self._act == "silu")
         if self._act != "silu":
             hidden = ops.act_mul(hidden, self._act)
-        return self.down.onto(stream, hidden, ops)
+        return self.down.row_parallel(hidden, residual, ops)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP. Each begins with a norm, which first adds to the stream what the block before it found."""
+    """Attention and MLP. Each begins with a norm, which first adds to the residual what the block before it found."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -217,39 +215,37 @@ class Decoder(nn.Module):
                 self.embed.several = True
 
     def forward(
-        self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention, stream: Tensor | None = None
+        self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         """Hidden states [t, hidden] after the last norm.
 
-        In a pipeline: the stream of the stage before goes in (it may be changed), what the next stage takes comes out.
+        In a pipeline: the residual of the stage before goes in (it may be changed), what the next stage takes comes out.
         """
         if self.parts is not None:
             return self.parts.run(self, batch, caches, attention)
         ops = self.ops
-        x: Tensor
-        residual: Tensor | None = None
+        x: PartialSum
         normed: Tensor | None = None
         if self.shard.is_first:
             first = self.layers[0]
             assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
             x, normed = self.embed(batch.input_ids, first, ops)
         else:
-            assert stream is not None
-            x = stream
+            assert residual is not None
+            x = PartialSum(residual)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             norm = layer.input_norm
-            x, residual = layer.attention(x, residual, norm, batch, self.rope, cache, attention, ops, normed)
+            x = layer.attention(x, norm, batch, self.rope, cache, attention, ops, normed)
             normed = None
-            x, residual = layer.mlp(x, residual, layer.post_norm, ops)
+            x = layer.mlp(x, layer.post_norm, ops)
         if self.norm is not None:
-            weight, eps = self.norm.weight, self.norm.eps
-            return ops.rms_norm(x, weight, eps) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
-        return x if residual is None else residual.add_(self.comm.all_reduce(ops.whole(x, residual.dtype)))
+            return ops.norm(x, (self.norm.weight, self.norm.eps))[0]
+        return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
 
     @contextmanager
     def shortened(self) -> Iterator[int]:
-        """Inside it has only so many of its first layers as run all kernels: the first one finds no stream, and windows differ."""
+        """Inside it has only so many of its first layers as run all kernels: the first one finds no residual, and windows differ."""
         layers = self.layers
         windows = [layer.attention.window for layer in layers if isinstance(layer, DecoderLayer)]
         self.layers = layers[: max([2, *(windows.index(window) + 1 for window in windows)])]
