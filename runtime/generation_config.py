@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.runtime.config_keys import shown, words
+from meshlm.architectures.config_values import shown, words
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.json_files import parse_object, read_json
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshlm.protocol.model import ModelSpec, RopeSpec
-from meshlm.runtime import gguf_keys
+from meshlm.architectures import gguf_keys
+from meshlm.architectures.family import GGUFMetadata, MetadataError
+from meshlm.architectures.registry import gguf_families
+from meshlm.protocol.model import ModelSpec
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 MAX_ROPE_FACTORS = 1024
@@ -134,39 +135,16 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any], tuple[str, ...]]:
 
 
 def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) -> ModelSpec:
-    kind = fields.get("general.architecture")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise GGUFError(f"{path}: architecture {kind!r} is not supported; supported: {supported}")
-
-    def get(key: str, default: Any = None) -> Any:
-        value = fields.get(f"{kind}.{key}", default)
-        if value is None:
-            raise GGUFError(f"{path}: metadata {kind}.{key} is missing")
-        return value
-
-    if len(tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()) != 2:
-        raise GGUFError(f"{path}: tensor token_embd.weight is missing, or no matrix")
-    if int(get("block_count")) > len(tensors):
-        raise GGUFError(f"{path}: metadata {kind}.block_count is {get('block_count')}, with {len(tensors)} tensors")
-    heads, hidden, context = int(get("attention.head_count")), int(get("embedding_length")), int(get("context_length"))
-    return ModelSpec(
-        architecture=ARCHITECTURES[kind],
-        vocab_size=tensors["token_embd.weight"].shape[1],
-        hidden_size=hidden,
-        intermediate_size=int(get("feed_forward_length")),
-        num_hidden_layers=int(get("block_count")),
-        num_attention_heads=heads,
-        num_key_value_heads=int(get("attention.head_count_kv", heads)),
-        head_dim=int(get("attention.key_length", hidden // heads)),
-        max_position_embeddings=context,
-        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        rope=_rope(path, get, context, _rope_factors(path, tensors)),
-        tie_word_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        qk_norm=kind == "qwen3",
-        dtype="float32",
-    )
+    kind, known = fields.get("general.architecture"), gguf_families()
+    if not isinstance(kind, str) or kind not in known:
+        raise GGUFError(f"{path}: architecture {kind!r} is not supported; supported: {', '.join(sorted(known))}")
+    family = known[kind]
+    assert family.gguf is not None
+    shapes = {name: tuple(reversed(tensor.shape)) for name, tensor in tensors.items()}
+    try:
+        return family.gguf.spec(GGUFMetadata(kind, fields, shapes, _rope_factors(path, tensors)), family.architecture)
+    except MetadataError as error:
+        raise GGUFError(f"{path}: {error}") from None
 
 
 def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], spec: ModelSpec) -> tuple[str, ...]:
@@ -206,24 +184,3 @@ def _rope_factors(path: Path, tensors: dict[str, GGUFTensor]) -> tuple[float, ..
     if not all(0 < factor < math.inf for factor in factors):
         raise GGUFError(f"{path}: tensor rope_freqs.weight holds what is no positive number")
     return factors
-
-
-def _rope(path: Path, get: Callable[..., Any], context: int, factors: tuple[float, ...]) -> RopeSpec:
-    kind = str(get("rope.scaling.type", "none"))
-    theta = float(get("rope.freq_base", 10000.0))
-    if factors:
-        if kind not in ("none", ""):
-            raise GGUFError(f"{path}: rope_freqs.weight beside rope.scaling.type {kind} is not supported")
-        return RopeSpec(
-            rope_type="longrope", rope_theta=theta, short_factor=factors, long_factor=factors, attention_factor=1.0
-        )
-    if kind in ("none", ""):
-        return RopeSpec(rope_theta=theta)
-    if kind not in ("linear", "yarn"):
-        raise GGUFError(f"{path}: rope.scaling.type {kind} is not supported; supported: none, linear, yarn")
-    return RopeSpec(
-        rope_type=kind,
-        rope_theta=theta,
-        factor=float(get("rope.scaling.factor", 1.0)),
-        original_max_position_embeddings=int(get("rope.scaling.original_context_length", context)),
-    )

@@ -13,12 +13,22 @@ ROOT = Path(__file__).parent.parent
 PROCESSES = ("frontend", "coordinator", "scheduler_proc", "workers", "detokenizer", "supervisor")
 ALLOWED: dict[str, set[str]] = {
     "protocol": {"protocol"},
-    "runtime": {"runtime", "protocol"},
+    "architectures": {"architectures", "protocol"},
+    "runtime": {"runtime", "architectures", "protocol"},
     "kernels": {"kernels"},
-    **{name: {name, "runtime", "protocol"} for name in PROCESSES},
+    **{name: {name, "runtime", "architectures", "protocol"} for name in PROCESSES},
 }
 ALLOWED["workers"].add("kernels")
-NO_TORCH = ("protocol", "runtime", "frontend", "coordinator", "scheduler_proc", "detokenizer", "supervisor")
+NO_TORCH = (
+    "protocol",
+    "architectures",
+    "runtime",
+    "frontend",
+    "coordinator",
+    "scheduler_proc",
+    "detokenizer",
+    "supervisor",
+)
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
+    "architectures",
     "frontend",
     "coordinator",
     "scheduler_proc",

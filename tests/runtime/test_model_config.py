@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from model_folders import CONFIG
 
-from meshlm.runtime import config_keys
+from meshlm.architectures import config_keys
+from meshlm.architectures.registry import families
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_config import FAMILIES, parse_config
+from meshlm.runtime.model_config import parse_config
 
 HERE = Path("m")
 CLASSES = {
@@ -36,7 +37,7 @@ def test_every_key_of_transformers_is_known(architecture: str) -> None:
 
     config = getattr(transformers, CLASSES[architecture])()
     settings = {**config.to_dict(), **CONFIG, "architectures": [architecture], "num_key_value_heads": 2}
-    assert FAMILIES[architecture] == config.model_type
+    assert families()[architecture].model_type == config.model_type
     spec, notes = parse_config(without(without(settings, "layer_types"), "head_dim"), HERE)
     assert notes == ()
     assert spec.hidden_size == 64

@@ -8,9 +8,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from tiny_models import spec_of
 
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.weights.gguf_source import _GGUF_LAYER, _GGUF_TOP
-from meshlm.workers.weights.sources import shapes
 
 SCALES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]}
 SCALES_AT |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
@@ -42,7 +41,6 @@ def encoded(kind: str, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
 
 def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC) -> None:
     """kinds: a part of a tensor's name -> its type; float32 for others."""
-    names = {theirs: ours for ours, theirs in (_GGUF_LAYER | _GGUF_TOP).items()}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(spec.num_hidden_layers)
     writer.add_context_length(spec.max_position_embeddings)
@@ -51,17 +49,15 @@ def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC) -> Non
     writer.add_head_count(spec.num_attention_heads)
     writer.add_head_count_kv(spec.num_key_value_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    for seed, (name, shape) in enumerate(shapes(spec)):
-        stem, _, tail = name.rpartition(".")
-        layer = stem.split(".")[2] if ".layers." in stem else None
-        ours = names[stem] if layer is None else f"blk.{layer}.{names[stem.split('.', 3)[3]]}"
-        kind = next((kind for part, kind in kinds.items() if part in name), None)
+    for seed, weight in enumerate(weights_of(spec).values()):
+        shape = weight.shape
+        kind = next((kind for part, kind in kinds.items() if part in weight.name), None)
         if kind is not None and len(shape) == 2:
             data = encoded(kind, *shape, seed)
-            writer.add_tensor(f"{ours}.{tail}", data, raw_dtype=GGMLQuantizationType[kind])
+            writer.add_tensor(weight.gguf, data, raw_dtype=GGMLQuantizationType[kind])
         else:
             values = np.random.default_rng(seed).normal(size=shape) * 0.05 + (len(shape) == 1)
-            writer.add_tensor(f"{ours}.{tail}", values.astype(np.float32))
+            writer.add_tensor(weight.gguf, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

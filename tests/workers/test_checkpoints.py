@@ -132,5 +132,5 @@ def test_a_sum_that_overflows_is_looked_at_again(tmp_path: Path) -> None:
 def test_tensors_of_a_gguf_file_that_nobody_uses(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, {}, replace(SPEC, qk_norm=True))
-    with pytest.raises(ProcessFatal, match=r"4 tensors that LlamaForCausalLM .*self_attn\.[kq]_norm\.weight.*, \.\.\."):
+    with pytest.raises(ProcessFatal, match=r"4 tensors that LlamaForCausalLM .*blk\.0\.attn_q_norm\.weight.*, \.\.\."):
         load(path)

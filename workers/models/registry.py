@@ -1,21 +1,18 @@
-"""Models by the `architectures` of their config.json."""
+"""The module that computes a model, by its architecture. Families name it (architectures/family.py)."""
 
+from importlib import import_module
+
+from meshlm.architectures.registry import families
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.decoder import Decoder
 
-MODELS: dict[str, type[Decoder]] = {
-    "LlamaForCausalLM": Decoder,
-    "MistralForCausalLM": Decoder,
-    "Qwen2ForCausalLM": Decoder,
-    "Qwen3ForCausalLM": Decoder,
-}
-
 
 def model_class(spec: ModelSpec) -> type[Decoder]:
     """The module for this architecture. ProcessFatal lists those that exist."""
-    try:
-        return MODELS[spec.architecture]
-    except KeyError:
-        known = ", ".join(sorted(MODELS))
-        raise ProcessFatal(f"architecture {spec.architecture} is not supported; supported: {known}") from None
+    known = families()
+    if spec.architecture not in known:
+        raise ProcessFatal(f"architecture {spec.architecture} is not supported; supported: {', '.join(sorted(known))}")
+    module, _, name = known[spec.architecture].model.partition(":")
+    found: type[Decoder] = getattr(import_module(module), name)
+    return found

@@ -13,27 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlm.architectures.registry import family_of, weights_of
 from meshlm.kernels.cpu.packed import Rows
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.gguf_files import GGUFError, GGUFTensor, read_header
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's numbers of types
-_GGUF_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _NEEDLESS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # computed here, or read with the shape
-_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class GGUFTensorSource:
@@ -107,37 +94,26 @@ def _block(path: Path, ggml_type: int) -> tuple[int, int]:
 def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTensorSource]]:
     """Any quantisation that the gguf package decodes. All tensors can be read as long as one of them is kept. ProcessFatal.
 
-    All are held against the file's size before the first is read: reading past a mapped file's end is SIGBUS.
+    Tensors have Hugging Face's names; one that no model here has keeps its own. All are held against the file's size before the first
+    is read: reading past a mapped file's end is SIGBUS.
     """
     try:
         tensors = read_header(path, lambda name: False).tensors
         mapped: np.memmap[Any, Any] = np.memmap(path, np.uint8, mode="c")  # torch wants to be allowed to write
     except (GGUFError, OSError, ValueError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
-    yield from [
-        (ours, GGUFTensorSource(path, mapped, tensor, spec.head_dim if _permuted(ours, spec) else 0))
-        for ours, tensor in (
-            (_gguf_name(name), tensor) for name, tensor in tensors.items() if not _NEEDLESS.fullmatch(name)
-        )
-    ]
-
-
-def _gguf_name(name: str) -> str:
-    """ggml's tensor name as Hugging Face's; one that no model here has stays as it is."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _GGUF_TOP:
-        return f"{_GGUF_TOP[stem]}.{kind}"
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if match and match[2] in _GGUF_LAYER:
-        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{kind}"
-    return name
-
-
-def _permuted(name: str, spec: ModelSpec) -> bool:
-    """llama.cpp stores q and k of the llama family for rotating neighbours; we rotate halves."""
-    if spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        return False
-    return name.endswith((".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias"))
+    names = {weight.gguf: weight for weight in weights_of(spec).values()}
+    family = family_of(spec.architecture)
+    interleaved = family is not None and family.gguf is not None and family.gguf.interleaved_heads
+    found = []
+    for name, tensor in tensors.items():
+        weight = names.get(name)
+        if weight is None and _NEEDLESS.fullmatch(name):
+            continue
+        turned = interleaved and weight is not None and weight.gguf.partition(".attn_")[2].startswith(("q.", "k."))
+        source = GGUFTensorSource(path, mapped, tensor, spec.head_dim if turned else 0)
+        found.append((name if weight is None else weight.name, source))
+    yield from found
 
 
 def _unpermute(values: Tensor, head_dim: int) -> Tensor:

@@ -1,19 +1,12 @@
 """Where a tensor of the model belongs in a worker's part of it, and which part of the tensor that is. Pure."""
 
-import re
+from functools import cache
 from typing import NamedTuple
 
+from meshlm.architectures.family import Split, Weight
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.distributed.shard import Shard
-
-_RENAMES = {
-    "self_attn.o_proj": "attention.o",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "input_layernorm": "input_norm",
-    "post_attention_layernorm": "post_norm",
-    "mlp.down_proj": "mlp.down",
-}
 
 
 class WeightSlice(NamedTuple):
@@ -28,66 +21,47 @@ class WeightSlice(NamedTuple):
 
 
 def place(name: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
-    """None: this worker does not need the tensor. KeyError: no model of this kind has it."""
-    name = name.removeprefix("model.")
-    hidden = (spec.hidden_size,)
-    if name == "embed_tokens.weight":
-        needed = shard.is_first or (shard.is_last and spec.tie_word_embeddings)
-        return _vocabulary("embed.weight", spec, shard) if needed else None
-    if name == "lm_head.weight":
-        return _vocabulary("head.weight", spec, shard) if shard.is_last and not spec.tie_word_embeddings else None
-    if name == "norm.weight":
-        return WeightSlice("norm.weight", hidden, 0, 0, spec.hidden_size) if shard.is_last else None
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if match is None:
-        return None
-    layer, stem, kind = int(match[1]), match[2], match[3]
-    if layer >= spec.num_hidden_layers:
-        raise KeyError(name)
+    """None: this worker does not need the tensor, or no model of this kind has it."""
+    slices = _slices(spec, shard)
+    return slices.get(name) or slices.get(f"model.{name}")  # a checkpoint of the inner model alone has no prefix
+
+
+@cache
+def _slices(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
+    """What this worker reads. Weights of one parameter follow one another in its rows."""
+    found: dict[str, WeightSlice] = {}
+    rows: dict[str, int] = {}
     mine = shard.layers(spec.num_hidden_layers)
-    if layer not in mine:
-        return None
-    found = _in_layer(stem, kind, spec, shard)
-    return found and found._replace(parameter=f"layers.{layer - mine.start}.{found.parameter}.{kind}")
+    for weight in weights_of(spec).values():
+        if weight.layer in mine if weight.layer is not None else _needed(weight, spec, shard):
+            prefix = "" if weight.layer is None else f"layers.{weight.layer - mine.start}."
+            parameter = prefix + weight.parameter
+            begin, end = _range(weight, spec, shard)
+            row = rows.get(parameter, 0)
+            rows[parameter] = row + (end - begin if weight.dim == 0 else weight.shape[0])
+            found[weight.name] = WeightSlice(parameter, weight.shape, weight.dim, begin, end, row)
+    return found
 
 
-def _vocabulary(parameter: str, spec: ModelSpec, shard: Shard) -> WeightSlice:
-    begin, end, _ = shard.vocab(spec.vocab_size)
-    return WeightSlice(parameter, (spec.vocab_size, spec.hidden_size), 0, begin, end)
+def _needed(weight: Weight, spec: ModelSpec, shard: Shard) -> bool:
+    """Whether a weight outside the layers belongs to this stage of a pipeline."""
+    if weight.parameter == "embed.weight":
+        return shard.is_first or (shard.is_last and spec.tie_word_embeddings)
+    return shard.is_last
 
 
-def _in_layer(stem: str, kind: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
-    hidden, wide, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    inputs = (hidden,) if kind == "weight" else ()
-    match stem:
-        case "self_attn.q_proj" | "self_attn.k_proj" | "self_attn.v_proj":
-            return _projection(stem, inputs, spec, shard)
-        case "mlp.gate_proj" | "mlp.up_proj":
-            begin, end = shard.part(wide)
-            return WeightSlice(
-                "mlp.gate_up", (wide, *inputs), 0, begin, end, 0 if stem == "mlp.gate_proj" else end - begin
-            )
-        case "self_attn.o_proj" | "mlp.down_proj":
-            columns = spec.num_attention_heads * dim if stem == "self_attn.o_proj" else wide
-            if kind == "weight":
-                return WeightSlice(_RENAMES[stem], (hidden, columns), 1, *shard.part(columns))
-            # The sum over the ranks must have the bias once.
-            return WeightSlice(_RENAMES[stem], (hidden,), 0, 0, hidden if shard.tp_rank == 0 else 0)
-        case "self_attn.q_norm" | "self_attn.k_norm":
-            return WeightSlice(_RENAMES[stem], (dim,), 0, 0, dim)
-        case "input_layernorm" | "post_attention_layernorm":
-            return WeightSlice(_RENAMES[stem], (hidden,), 0, 0, hidden)
-    return None
-
-
-def _projection(stem: str, inputs: tuple[int, ...], spec: ModelSpec, shard: Shard) -> WeightSlice:
-    """Query, then key, then value rows in one parameter."""
-    dim = spec.head_dim
-    first, last = shard.heads(spec)
-    kv_first, kv_last = shard.kv_heads(spec)
-    queries, keys = (last - first) * dim, (kv_last - kv_first) * dim
-    if stem == "self_attn.q_proj":
-        return WeightSlice("attention.qkv", (spec.num_attention_heads * dim, *inputs), 0, first * dim, last * dim)
-    row = queries if stem == "self_attn.k_proj" else queries + keys
-    shape = (spec.num_key_value_heads * dim, *inputs)
-    return WeightSlice("attention.qkv", shape, 0, kv_first * dim, kv_last * dim, row)
+def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
+    """Begin and end of this rank's part."""
+    size = weight.shape[weight.dim]
+    match weight.split:
+        case Split.REPLICATED:
+            return 0, size
+        case Split.FIRST_RANK:
+            return 0, size if shard.tp_rank == 0 else 0
+        case Split.VOCABULARY:
+            return shard.vocab(spec.vocab_size)[:2]
+        case Split.INTERMEDIATE:
+            return shard.part(size)
+        case Split.QUERY_HEADS | Split.KV_HEADS:
+            first, last = shard.heads(spec) if weight.split is Split.QUERY_HEADS else shard.kv_heads(spec)
+            return first * spec.head_dim, last * spec.head_dim

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -158,28 +159,6 @@ def _dummy(spec: ModelSpec, device: torch.device, seed: int) -> Iterator[tuple[s
 
 
 def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of a model of this shape."""
-    hidden, wide = spec.hidden_size, spec.intermediate_size
-    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    products = {
-        "self_attn.q_proj": (query, hidden, spec.attention_bias),
-        "self_attn.k_proj": (key, hidden, spec.attention_bias),
-        "self_attn.v_proj": (key, hidden, spec.attention_bias),
-        "self_attn.o_proj": (hidden, query, spec.output_bias),
-        "mlp.gate_proj": (wide, hidden, spec.mlp_bias),
-        "mlp.up_proj": (wide, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, wide, spec.mlp_bias),
-    }
-    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
-    for layer in range(spec.num_hidden_layers):
-        for stem, (outputs, inputs, bias) in products.items():
-            yield f"model.layers.{layer}.{stem}.weight", (outputs, inputs)
-            if bias:
-                yield f"model.layers.{layer}.{stem}.bias", (outputs,)
-        for norm in ("self_attn.q_norm", "self_attn.k_norm") if spec.qk_norm else ():
-            yield f"model.layers.{layer}.{norm}.weight", (spec.head_dim,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"model.layers.{layer}.{norm}.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not spec.tie_word_embeddings:
-        yield "lm_head.weight", (spec.vocab_size, hidden)
+    """Every tensor of a model of this shape, by Hugging Face's name."""
+    for weight in weights_of(spec).values():
+        yield weight.name, weight.shape

@@ -1,17 +1,14 @@
 """Every key of a config.json that is known: read, needless, or one that changes what a model computes and is not honoured.
 
 `check` refuses the last kind by name, unless the value asks for nothing, and names keys that it does not know. Called by
-model_config.py. The tables name keys of transformers' configuration classes and of models that are served as their own code has them.
+runtime/model_config.py. The tables name keys of transformers' configuration classes and of models that are served as their own code
+has them.
 """
 
 import re
 from typing import Any
 
-
-def words(names: str) -> frozenset[str]:
-    """A table of names."""
-    return frozenset(names.split())
-
+from meshlm.architectures.config_values import shown, words
 
 HONOURED = words("""
     architectures model_type dtype torch_dtype eos_token_id quantization_config compression_config quantization
@@ -107,9 +104,3 @@ def check(config: dict[str, Any], architecture: str) -> tuple[str, ...]:
                 f"{name} {shown(value)} changes what the model computes, and {architecture} here does not honour it"
             )
     return tuple(unknown)
-
-
-def shown(value: Any) -> str:
-    """A value of a file, as a message holds it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,11 +1,11 @@
 """Every key of a .gguf file's metadata that is known: read, needless, or one that changes what a model computes and is not honoured.
 
-Called by gguf_files.py. Keys of a model's shape begin with its architecture; their names are those of the GGUF specification.
+Called by runtime/gguf_files.py. Keys of a model's shape begin with its architecture; their names are those of the GGUF specification.
 """
 
 from typing import Any
 
-from meshlm.runtime.config_keys import shown, words
+from meshlm.architectures.config_values import shown, words
 
 HONOURED = words("""
     context_length embedding_length block_count feed_forward_length vocab_size attention.head_count

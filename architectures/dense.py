@@ -1,0 +1,172 @@
+"""What dense decoders have in common: the sizes that their files give, and the weights of attention, gated MLP and embeddings."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshlm.architectures.config_values import boolean, integer, number, shown
+from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.rope import gguf_rope, rope_spec, stretched
+from meshlm.protocol.model import ModelSpec
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}  # the same formula
+Norms = tuple[tuple[str, str, str], ...]
+"""Of a layer: Hugging Face's name, llama.cpp's, and the parameter."""
+PRE_NORMS: Norms = (
+    ("input_layernorm", "attn_norm", "input_norm"),
+    ("post_attention_layernorm", "ffn_norm", "post_norm"),
+)
+_QUERY, _KV, _WIDE = Split.QUERY_HEADS, Split.KV_HEADS, Split.INTERMEDIATE
+
+
+def dense_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """The sizes that every config.json gives. KeyError, ValueError."""
+    heads, hidden, layers = (
+        integer(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    if heads < 1 or (config.get("head_dim") is None and hidden % heads):
+        raise ValueError(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
+        )
+    context, rope = stretched(integer(config, "max_position_embeddings"), rope_spec(config))
+    bias = boolean(config, "attention_bias")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer(config, "intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=integer(config, "num_key_value_heads", heads),
+        head_dim=integer(config, "head_dim", hidden // heads),
+        max_position_embeddings=context,
+        rms_norm_eps=number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        hidden_act=activation(config, "hidden_act"),
+        rope=rope,
+        tie_word_embeddings=boolean(config, "tie_word_embeddings"),
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=boolean(config, "mlp_bias"),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+    )
+
+
+def activation(config: dict[str, Any], key: str, default: str = "silu") -> str:
+    """The function between gate and up. ValueError."""
+    act = config.get(key, default)
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        raise ValueError(f"{key} {shown(act)} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[act]
+
+
+def sliding_window(config: dict[str, Any]) -> int:
+    """Tokens that a sliding layer sees; 0 where all layers see all. ValueError."""
+    window = integer(config, "sliding_window", 0)
+    if window < 0:
+        raise ValueError(f"sliding_window is {window}; it must be positive, or null")
+    return window
+
+
+def layer_types(config: dict[str, Any]) -> list[str] | None:
+    """The kind of each layer, where the file names them. ValueError."""
+    kinds, layers = config.get("layer_types"), integer(config, "num_hidden_layers")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
+    foreign = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+    if foreign is not None:
+        raise ValueError(f"layer_types holds {shown(foreign)}; supported: full_attention, sliding_attention")
+    return kinds
+
+
+def one_window(config: dict[str, Any], spec: ModelSpec, *, slides: bool) -> int:
+    """The window of a family whose layers are all alike. ValueError."""
+    window, kinds = sliding_window(config), layer_types(config) or ()
+    if window >= spec.max_position_embeddings:
+        return 0
+    wanted = "sliding_attention" if window and slides else "full_attention"
+    if any(kind != wanted for kind in kinds) or (window and not slides):
+        raise ValueError(f"sliding_window {window} with these layer_types is not supported for {spec.architecture}")
+    return window
+
+
+def dense_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """The sizes that every .gguf file gives. MetadataError."""
+    get, shapes = metadata.get, metadata.shapes
+    if len(shapes.get("token_embd.weight", ())) != 2:
+        raise MetadataError("tensor token_embd.weight is missing, or no matrix")
+    if int(get("block_count")) > len(shapes):
+        raise MetadataError(f"metadata {metadata.kind}.block_count is {get('block_count')}, with {len(shapes)} tensors")
+    heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=shapes["token_embd.weight"][0],
+        hidden_size=hidden,
+        intermediate_size=int(get("feed_forward_length")),
+        num_hidden_layers=int(get("block_count")),
+        num_attention_heads=heads,
+        num_key_value_heads=int(get("attention.head_count_kv", heads)),
+        head_dim=int(get("attention.key_length", hidden // heads)),
+        max_position_embeddings=int(get("context_length")),
+        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        rope=gguf_rope(metadata),
+        tie_word_embeddings="output.weight" not in shapes,
+        attention_bias="blk.0.attn_q.bias" in shapes,
+        dtype="float32",
+    )
+
+
+def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
+    """Every tensor of a decoder with these norms in a layer."""
+    table = (spec.vocab_size, spec.hidden_size)
+    yield Weight("model.embed_tokens.weight", "token_embd.weight", "embed.weight", table, Split.VOCABULARY)
+    for layer in range(spec.num_hidden_layers):
+        for weight in _in_layer(spec, norms):
+            yield weight._replace(
+                name=f"model.layers.{layer}.{weight.name}", gguf=f"blk.{layer}.{weight.gguf}", layer=layer
+            )
+    yield Weight("model.norm.weight", "output_norm.weight", "norm.weight", (spec.hidden_size,))
+    if not spec.tie_word_embeddings:
+        yield Weight("lm_head.weight", "output.weight", "head.weight", table, Split.VOCABULARY)
+
+
+def _in_layer(spec: ModelSpec, norms: Norms) -> Iterator[Weight]:
+    """The products first, then the norms."""
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    for name, gguf, split, rows in (
+        ("q", "attn_q", _QUERY, query),
+        ("k", "attn_k", _KV, key),
+        ("v", "attn_v", _KV, key),
+    ):
+        yield from _columns(
+            f"self_attn.{name}_proj", gguf, "attention.qkv", (rows, hidden), split, bias=spec.attention_bias
+        )
+    yield from _rows("self_attn.o_proj", "attn_output", "attention.o", (hidden, query), _QUERY, bias=spec.output_bias)
+    for name in ("gate", "up"):
+        yield from _columns(f"mlp.{name}_proj", f"ffn_{name}", "mlp.gate_up", (wide, hidden), _WIDE, bias=spec.mlp_bias)
+    yield from _rows("mlp.down_proj", "ffn_down", "mlp.down", (hidden, wide), _WIDE, bias=spec.mlp_bias)
+    for name in ("q", "k") if spec.qk_norm else ():
+        stem, gguf = f"self_attn.{name}_norm", f"attn_{name}_norm"
+        yield Weight(f"{stem}.weight", f"{gguf}.weight", f"attention.{name}_norm.weight", (spec.head_dim,))
+    for name, gguf, parameter in norms:
+        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (hidden,))
+
+
+def _columns(
+    name: str, gguf: str, parameter: str, shape: tuple[int, int], split: Split, *, bias: bool
+) -> Iterator[Weight]:
+    """A column-parallel product: each rank has some of its outputs."""
+    yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split)
+    if bias:
+        yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape[:1], split)
+
+
+def _rows(
+    name: str, gguf: str, parameter: str, shape: tuple[int, int], split: Split, *, bias: bool
+) -> Iterator[Weight]:
+    """A row-parallel product: each rank has some of its inputs."""
+    yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split, dim=1)
+    if bias:
+        yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape[:1], Split.FIRST_RANK)

@@ -1,0 +1,80 @@
+"""What MeshLM knows of a model family: how its files describe a model, and which weights that model has.
+
+One module of this folder per family makes a `Family`; registry.py finds it by the architecture's name. The supervisor reads it before a
+process starts, workers while they load. How the family computes is in workers/models/.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+from meshlm.protocol.model import ModelSpec
+
+
+class Split(Enum):
+    """How tensor-parallel ranks split one dimension of a tensor."""
+
+    REPLICATED = "replicated"  # every rank has all of it
+    FIRST_RANK = "first_rank"  # a bias of a row-parallel product: the sum over the ranks must have it once
+    VOCABULARY = "vocabulary"
+    QUERY_HEADS = "query_heads"
+    KV_HEADS = "kv_heads"
+    INTERMEDIATE = "intermediate"
+
+
+class Weight(NamedTuple):
+    """One tensor of a checkpoint, and the parameter of the module that it fills.
+
+    Weights that name the same parameter are packed into it, one below the other, in the order in which the family lists them.
+    """
+
+    name: str  # Hugging Face's
+    gguf: str  # llama.cpp's
+    parameter: str  # within its layer, or within the model
+    shape: tuple[int, ...]
+    split: Split = Split.REPLICATED
+    dim: int = 0  # the dimension that is split
+    layer: int | None = None
+
+
+class GGUFMetadata(NamedTuple):
+    """What a .gguf file says beside the values of its tensors."""
+
+    kind: str  # general.architecture, which is the prefix of the other keys
+    fields: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]  # of tensors, as Hugging Face has them
+    rope_factors: tuple[float, ...]  # rope_freqs.weight, where the file has it
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """ValueError where the key is missing and has no default."""
+        value = self.fields.get(f"{self.kind}.{key}", default)
+        if value is None:
+            raise MetadataError(f"metadata {self.kind}.{key} is missing")
+        return value
+
+
+class MetadataError(ValueError):
+    """The metadata of a .gguf file describes no model that can be served; the text says why."""
+
+
+class GGUFFamily(NamedTuple):
+    """How llama.cpp writes models of a family."""
+
+    kind: str  # general.architecture
+    spec: Callable[[GGUFMetadata, str], ModelSpec]  # the name of the architecture goes in too
+    interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
+
+
+class Family(NamedTuple):
+    """One architecture."""
+
+    architecture: str  # in `architectures` of a config.json
+    model_type: str  # that such a config.json has
+    spec: Callable[
+        [dict[str, Any], str], ModelSpec
+    ]  # of a config.json with the defaults filled in, and the architecture's name
+    weights: Callable[[ModelSpec], Iterator[Weight]]
+    defaults: Mapping[str, Any] = {}  # what transformers' class takes for missing keys, where it differs from Llama's
+
+    gguf: GGUFFamily | None = None
+    model: str = "meshlm.workers.models.decoder:Decoder"  # module and class that compute it

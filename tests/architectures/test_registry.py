@@ -1,0 +1,44 @@
+"""Families and their weights: one name each, and a parameter of the module for every tensor."""
+
+import pytest
+import torch
+from tiny_models import spec_of
+
+from meshlm.architectures import registry
+from meshlm.architectures.registry import families, gguf_families, register, weights_of
+from meshlm.workers.distributed.shard import WHOLE
+from meshlm.workers.models.registry import model_class
+from meshlm.workers.weights.slices import place
+
+
+def test_two_families_of_one_name_are_refused() -> None:
+    family = families()["LlamaForCausalLM"]
+    with pytest.raises(ValueError, match="LlamaForCausalLM is registered already"):
+        register(family)
+
+
+def test_a_family_that_is_added_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", families())
+    register(families()["LlamaForCausalLM"]._replace(architecture="OtherForCausalLM"))
+    assert "OtherForCausalLM" in families()
+    assert len(weights_of(spec_of(architecture="OtherForCausalLM"))) == 12
+    assert gguf_families()["llama"].architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("architecture", families())
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool) -> None:
+    """Each element once: what the weights of a parameter have in all is what the module declares."""
+    spec = spec_of(
+        architecture=architecture, num_hidden_layers=2, num_attention_heads=2, head_dim=4, tie_word_embeddings=tied
+    )
+    with torch.device("meta"):
+        model = model_class(spec)(spec, 64, WHOLE)
+    elements: dict[str, int] = {}
+    for name, weight in weights_of(spec).items():
+        found = place(name, spec, WHOLE)
+        assert found is not None
+        assert found.shape == weight.shape
+        elements[found.parameter] = elements.get(found.parameter, 0) + torch.Size(weight.shape).numel()
+    assert elements == {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert len({weight.gguf for weight in weights_of(spec).values()}) == len(weights_of(spec))
