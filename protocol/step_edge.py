@@ -4,6 +4,11 @@ A plan carries only what changed. The worker holds persistent rows: token ids, b
 order of a plan's columns is the batch order, and results come back in that order, without names. Plans may be
 sent before the results of earlier ones are back (asynchronous scheduling): where a row's next input token is
 not known to the scheduler yet, it is the one that the worker itself sampled for that row in the step before.
+
+A step may give a row several tokens: where a plan allows drafts, the worker guesses the tokens that follow (its drafter), computes them
+together with the known one, samples every position with that position's own draw, and takes the drafted ones in as long as they equal
+what was sampled. So the text is the same with and without drafts. The true length of a row lives on the worker; the scheduler knows
+the most that it can be.
 """
 
 from msgspec import Struct
@@ -50,6 +55,10 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     Request i of the batch: row rows[i], computes tokens at positions starts[i] .. starts[i] + counts[i] - 1, and,
     where samples[i], samples the token at position starts[i] + counts[i] (output index that minus
     num_prompt_tokens), which becomes the row's known token there.
+
+    Where samples[i], these are the row's last counts[i] known tokens. After a step with drafts starts[i] is the most that it can be:
+    the worker counts back from the row's own end. It may draft num_drafts[i] tokens more and compute them too; the row's blocks hold
+    them all.
     """
 
     session: int
@@ -58,7 +67,7 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     starts: bytes  # int32[n]
     counts: bytes  # int32[n]; b"" means one each
     samples: bytes  # uint8[n]; b"" means all
-    num_tokens: int  # sum(counts)
+    num_tokens: int  # sum(counts) + sum(num_drafts)
     removed_rows: bytes = b""  # int32
     new_rows: list[NewRow] = []
     block_rows: bytes = b""  # int32[m]: row that grows
@@ -70,6 +79,7 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     remembered: bytes = b""  # int32[h]: blocks that do, once this step is done
     hashes: bytes = b""  # HASH_BYTES each: which
     planned_ns: int = 0  # monotonic clock, for the step timeline
+    num_drafts: bytes = b""  # int32[n]; b"" means none
 
 
 SchedulerToWorker = Reset | StepPlan | ResetGroup
@@ -90,6 +100,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     vocab_size: int
     kept: bytes = b""  # int32[h]: blocks
     kept_hashes: bytes = b""  # HASH_BYTES each
+    max_drafts: int = 0  # that its drafter gives a row in one step; 0: it has none
 
 
 class LastPlan(Struct, frozen=True, tag="standing"):
@@ -105,12 +116,12 @@ class LastPlan(Struct, frozen=True, tag="standing"):
 
 
 class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
-    """The tokens of one step, in batch order, one per sampling request."""
+    """The tokens of one step, in batch order: one per sampling request, or as many as `counts` says."""
 
     session: int
     step: StepId
-    token_ids: bytes  # int32[number of samples]
-    logprobs: dict[int, LogprobColumns] = {}  # batch place (among all requests of the plan) -> its sampled token
+    token_ids: bytes  # int32[sum(counts)]
+    logprobs: dict[int, LogprobColumns] = {}  # batch place (among all requests of the plan) -> its sampled tokens
     prompt_logprobs: dict[
         int, LogprobColumns
     ] = {}  # batch place -> positions starts+1 .. starts+counts within the prompt
@@ -119,6 +130,7 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     done_ns: int = 0
     gpu_ns: int = 0  # from its first kernel to its last, on the device's clock
     gap_ns: int = 0  # that the device was idle before it, since the step before
+    counts: bytes = b""  # int32[number of samples], 0 .. 1 + num_drafts each; b"" means one each
 
 
 class StepFailed(Struct, frozen=True, tag="failed"):

@@ -3,7 +3,8 @@
 Asynchronous scheduling makes steps overlap: step N+1 is planned and sent while N runs. What makes that safe is
 that a worker executes plans strictly in the order of sending, on one stream. So a row or block that a plan frees may be
 given away by the next plan at once: whatever an earlier step still writes there is written before the new owner's
-step runs. A token that the last step samples is counted in `num_output_placeholders` until its result is here.
+step runs. A token that the last step samples is counted in `num_output_placeholders` until its result is here; a drafted one
+likewise, whether it will be accepted or not.
 
 In a pipeline the first stage needs the token that the last one sampled, so a request that waits for a token is not planned again until
 it is here. Instead each step takes its share of the running requests: as many steps as there are stages are in flight, and alternate.
@@ -29,8 +30,10 @@ QUEUE_SAMPLE = 64  # waiting requests that are looked at to know how much work w
 class Batching:
     """Queues, rows and blocks of one rank; owned by core.py."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int, num_rows: int) -> None:
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int, num_rows: int, max_drafts: int = 0) -> None:
         self.limits, self.block_size = limits, block_size
+        # The first stage of a pipeline would have to know the drafts of the last one.
+        self.max_drafts = 0 if limits.num_stages > 1 else max_drafts
         self.pool = BlockPool(num_blocks)
         self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill)
         self.waiting: list[Request] = []  # both lists sorted by _key
@@ -60,7 +63,7 @@ class Batching:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        self._token_bytes -= sizes.of_token(request.work.sampling)
+        self._token_bytes -= self._bytes_of_step(request)
         self.pool.release(request.blocks)
         request.blocks = []
         request.capacity = 0
@@ -84,8 +87,10 @@ class Batching:
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1)
         before = self.num_preemptions
         prompts = self._plan_decodes(builder)
+        if self.max_drafts:
+            self._plan_drafts(builder)
         if prompts or self.waiting:
-            left = self.budget.prefill_limit(builder.num_decodes, self._outstanding(prompts))
+            left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts))
             left = self._plan_prompts(builder, prompts, left)
             if self.num_preemptions == before:
                 self._plan_waiting(builder, left)
@@ -114,7 +119,7 @@ class Batching:
                     prompts.append(request)
                 continue
             if virtual >= request.max_len or not left:
-                continue  # everything it may still get is on its way
+                continue  # everything it may still get is on its way, unless drafts of it will be refused
             if stages > 1 and request.num_output_placeholders:
                 continue
             if virtual > request.capacity and not self._grow(builder, request, virtual):
@@ -126,6 +131,27 @@ class Batching:
             request.num_output_placeholders += 1
         builder.num_tokens = len(decodes)
         return prompts
+
+    def _plan_drafts(self, builder: PlanBuilder) -> None:
+        """What the decodes may draft: as much as budget, length and free memory allow. Nobody is preempted for it."""
+        left = self.limits.max_num_batched_tokens - builder.num_tokens
+        for request in builder.decodes:
+            virtual = len(request.tokens) + request.num_output_placeholders
+            count = min(self.max_drafts, request.max_len - virtual, left)
+            needed = virtual + count - 1  # the last one that may be sampled is not computed
+            if needed > request.capacity:
+                if -(-needed // self.block_size) - len(request.blocks) <= self.pool.num_free:
+                    self._take_blocks(builder, request, needed)
+                else:
+                    count -= needed - request.capacity
+            builder.num_drafts.append(count)
+            left -= count
+            request.num_computed += count
+            request.num_output_placeholders += count
+        num_drafts = sum(builder.num_drafts)
+        builder.num_tokens += num_drafts
+        if not num_drafts:
+            builder.num_drafts = array("i")
 
     def _outstanding(self, prompts: list[Request]) -> int:
         """Prompt tokens that these and the waiting have to compute, but for what the cache has; the first of a queue stand for all."""
@@ -229,9 +255,13 @@ class Batching:
             left -= count
             self._advance(builder, request, count, len(request.tokens))
 
+    def _bytes_of_step(self, request: Request) -> int:
+        """Of its tokens' log-probabilities in one step, at most."""
+        return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
+
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the step's messages stay short enough with it; the first one always may start."""
-        token_bytes = self._token_bytes + sizes.of_token(request.work.sampling)
+        token_bytes = self._token_bytes + self._bytes_of_step(request)
         if self.running and token_bytes > sizes.MAX_STEP_BYTES and token_bytes > self._token_bytes:
             return False
         return not builder.new_rows or builder.new_row_bytes + sizes.of_new_row(request) <= sizes.MAX_STEP_BYTES
@@ -265,7 +295,7 @@ class Batching:
             self.cache_queries += len(request.tokens)
             self.cache_hits += request.num_computed
         request.move(RequestState.RUNNING)
-        self._token_bytes += sizes.of_token(request.work.sampling)
+        self._token_bytes += self._bytes_of_step(request)
         builder.new_row_bytes += sizes.of_new_row(request)
         builder.new_rows.append(
             NewRow(
@@ -302,7 +332,7 @@ class Batching:
             assert request.num_computed <= num_tokens, "computed what does not exist"
             assert request.capacity == len(request.blocks) * self.block_size
             assert request.capacity >= request.num_computed, "tokens without a block"
-        assert self._token_bytes == sum(sizes.of_token(request.work.sampling) for request in self.running)
+        assert self._token_bytes == sum(self._bytes_of_step(request) for request in self.running)
         for request in self.waiting:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.blocks

@@ -5,6 +5,7 @@ flight, `report()` says what the coordinator should know of it. Called by io.py;
 """
 
 from collections import deque
+from itertools import repeat
 
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, ReportLoad, Started
 from meshlm.protocol.columns import pack_i32, unpack_i32
@@ -15,7 +16,7 @@ from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.events import Event, Limits, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.load_reporter import LoadReporter
-from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.output import Output, of_position
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.workers import Workers
@@ -258,7 +259,8 @@ class Scheduler:
             return
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
-        self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows)
+        max_drafts = min(f.max_drafts for f in facts)
+        self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows, max_drafts)
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
         self.batching.restore(facts)
@@ -300,9 +302,9 @@ class Scheduler:
             return ()  # of an earlier session, or another worker's copy
         record = self.inflight.popleft()
         self._learn(record, result)
-        self.load.prompt_tokens += record.num_tokens - record.num_decodes
+        self.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
         tokens = unpack_i32(result.token_ids)
-        if record.samples or result.logprobs or result.prompt_logprobs:
+        if record.samples or record.num_drafts or result.counts or result.logprobs or result.prompt_logprobs:
             self._tokens_with_details(record, result, tokens, output)
         else:
             self._tokens(record.batch, tokens, output)
@@ -310,7 +312,8 @@ class Scheduler:
         return (result.step, *at, result.gpu_ns, result.gap_ns)
 
     def _tokens(self, batch: list[Request], tokens: "memoryview[int]", output: Output) -> None:
-        """One token for each request of the batch. The hot loop of a result: everything rare is in a branch."""
+        """One token for each entry of the batch, where a request may stand several times. The hot loop of a result: everything
+        rare is in a branch."""
         block_size = self.batching.block_size
         detokenizer: Identity | None = None
         box = None
@@ -345,8 +348,9 @@ class Scheduler:
     def _tokens_with_details(
         self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
     ) -> None:
-        """A step with unfinished prompts or logprobs, request by request."""
+        """A step with unfinished prompts, logprobs or several tokens a row, request by request."""
         samples = record.samples or b"\x01" * len(record.batch)
+        counts = iter(unpack_i32(result.counts)) if result.counts else repeat(1)
         at = 0
         for place, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
@@ -356,12 +360,21 @@ class Scheduler:
                 request.prompt_logprobs.append(result.prompt_logprobs[place])
             if not samples[place]:
                 continue
+            count = next(counts)
             if alive:
-                output.seal(request.detokenizer)
-                if place in result.logprobs:
-                    output.of(request.detokenizer).next_logprobs(result.logprobs[place])
-                self._tokens([request], tokens[at : at + 1], output)
-            at += 1
+                self._not_given(request, 1 + (record.num_drafts[place] if record.num_drafts else 0) - count)
+                for nth in range(count):
+                    output.seal(request.detokenizer)
+                    if place in result.logprobs and request.state is not RequestState.FINISHED:
+                        output.of(request.detokenizer).next_logprobs(of_position(result.logprobs[place], nth))
+                    self._tokens([request], tokens[at + nth : at + nth + 1], output)
+            at += count
+
+    def _not_given(self, request: Request, count: int) -> None:
+        """So many tokens less came than the step might have given: drafts that were refused. What comes next is computed again."""
+        request.num_output_placeholders -= count
+        if request.state is RequestState.RUNNING:
+            request.num_computed -= count
 
     def _learn(self, record: Inflight, result: StepResult) -> None:
         """The device's time for this step: its own word, or from launch or the end of the step before, whichever was later."""
@@ -369,7 +382,7 @@ class Scheduler:
         gap_ns = result.gap_ns if result.gpu_ns else begun - (self._last_done_ns or begun)
         self._last_done_ns = result.done_ns
         duration_ns = result.gpu_ns or result.done_ns - begun
-        self.batching.budget.learn(record.num_tokens, record.num_decodes, duration_ns / 1e9)
+        self.batching.budget.learn(record.num_tokens, record.num_decode_tokens, duration_ns / 1e9)
         self.load.busy_ns += duration_ns
         self.load.idle_ns += gap_ns if record.goes_on else 0
 
@@ -383,8 +396,10 @@ class Scheduler:
         assert self.load.live_tokens == live
         owed: dict[int, int] = {}
         for record in self.inflight:
-            for request, samples in zip(record.batch, record.samples or b"\x01" * len(record.batch), strict=True):
-                owed[id(request)] = owed.get(id(request), 0) + samples
+            samples = record.samples or b"\x01" * len(record.batch)
+            num_drafts = record.num_drafts or [0] * len(record.batch)
+            for request, sampled, drafted in zip(record.batch, samples, num_drafts, strict=True):
+                owed[id(request)] = owed.get(id(request), 0) + sampled + drafted
         for request in self.requests.values():
             assert request.num_output_placeholders == owed.get(id(request), 0), (
                 "tokens in flight differ from what was sent"

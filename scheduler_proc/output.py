@@ -125,6 +125,14 @@ def _num_bytes(columns: LogprobColumns) -> int:
     return sum(map(len, (columns.logprobs, columns.ranks, columns.top_ids, columns.top_logprobs)))
 
 
+def of_position(columns: LogprobColumns, nth: int) -> LogprobColumns:
+    """The columns of one position alone."""
+    one, top = slice(4 * nth, 4 * nth + 4), slice(4 * nth * columns.width, 4 * (nth + 1) * columns.width)
+    return LogprobColumns(
+        columns.width, columns.logprobs[one], columns.ranks[one], columns.top_ids[top], columns.top_logprobs[top]
+    )
+
+
 def concatenate(parts: list[LogprobColumns]) -> LogprobColumns:
     """The columns of consecutive chunks of one prompt; their width is the request's own k."""
     if len(parts) == 1:

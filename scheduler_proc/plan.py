@@ -11,10 +11,20 @@ from meshlm.scheduler_proc.request import Request
 class Inflight:
     """What was sent as one step, to make sense of its result. `samples` is b"" when all requests sampled.
 
-    firsts: places of the requests that are computed from their first token on.
+    firsts: places of the requests that are computed from their first token on. num_drafts: by place; empty when none has any.
     """
 
-    __slots__ = ("batch", "firsts", "goes_on", "num_decodes", "num_tokens", "planned_ns", "samples", "step")
+    __slots__ = (
+        "batch",
+        "firsts",
+        "goes_on",
+        "num_decode_tokens",
+        "num_drafts",
+        "num_tokens",
+        "planned_ns",
+        "samples",
+        "step",
+    )
 
     def __init__(
         self,
@@ -22,12 +32,14 @@ class Inflight:
         batch: list[Request],
         samples: bytes,
         num_tokens: int,
-        num_decodes: int,
+        num_decode_tokens: int,
         planned_ns: int,
         firsts: tuple[int, ...] = (),
+        num_drafts: "array[int] | None" = None,
     ) -> None:
         self.step, self.batch, self.samples, self.planned_ns = step, batch, samples, planned_ns
-        self.num_tokens, self.num_decodes, self.firsts = num_tokens, num_decodes, firsts
+        self.num_tokens, self.num_decode_tokens, self.firsts = num_tokens, num_decode_tokens, firsts
+        self.num_drafts = num_drafts or array("i")
         self.goes_on = False  # requests were running when it was planned: the device need not have waited for work
 
 
@@ -42,6 +54,7 @@ class PlanBuilder:
         self.new_row_bytes = self.prompt_bytes = 0  # of new_rows; of the prompts' log-probabilities in the result
         self.decodes: list[Request] = []  # one token each, and sampling: filled by the planning loop itself
         self.decode_starts = array("i")
+        self.num_drafts = array("i")  # of the decodes that the planning loop found; empty when none has any
         self._rest: list[Request] = []
         self._rest_starts, self._rest_counts = array("i"), array("i")
         self._rest_samples = bytearray()
@@ -85,6 +98,9 @@ class PlanBuilder:
         batch = self.decodes + self._rest
         samples = bytes(self._rest_samples)
         counts = array("i", [1]) * len(self.decodes) + self._rest_counts if self._rest else array("i")
+        num_drafts = self.num_drafts
+        if num_drafts:
+            num_drafts.extend([0] * (len(batch) - len(num_drafts)))
         inputs = array("i")
         if self.names_inputs:
             inputs.extend(request.tokens[start] for request, start in zip(self.decodes, self.decode_starts))
@@ -105,6 +121,11 @@ class PlanBuilder:
             remembered=changes[1],
             hashes=changes[2],
             planned_ns=self.now_ns,
+            num_drafts=num_drafts.tobytes(),
         )
         firsts = tuple(place for place, start in enumerate(self._rest_starts, len(self.decodes)) if start == 0)
-        return plan, Inflight(step, batch, plan.samples, self.num_tokens, self.num_decodes, self.now_ns, firsts)
+        num_decode_tokens = len(self.decodes) + sum(num_drafts)
+        record = Inflight(
+            step, batch, plan.samples, self.num_tokens, num_decode_tokens, self.now_ns, firsts, num_drafts
+        )
+        return plan, record

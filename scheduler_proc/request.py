@@ -1,7 +1,8 @@
 """One request as its scheduler sees it.
 
 There is no prefill or decode phase: a request has tokens, some of them computed, and must catch up. `num_output_placeholders` counts
-tokens that the worker is sampling or will sample in steps already sent; their values are not known here yet.
+tokens that the worker is sampling or will sample in steps already sent; their values are not known here yet. Where steps have drafts
+it counts all of them as if they were accepted, and so does `num_computed`: both are upper bounds until the results are here.
 """
 
 from array import array

@@ -19,6 +19,7 @@ class EngineFacts(Struct, frozen=True):
     max_num_seqs: int
     vocab_size: int
     shown: dict[str, str]
+    max_drafts: int = 0  # tokens that its drafter gives a row in one step; 0: it has none
 
 
 class Pending(Protocol):

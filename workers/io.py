@@ -274,6 +274,7 @@ class WorkerApp:
                 vocab_size=facts.vocab_size,
                 kept=kept,
                 kept_hashes=hashes,
+                max_drafts=facts.max_drafts,
             )
         )
 

@@ -203,10 +203,11 @@ FULL: tuple[Struct, ...] = (
         remembered=pack_i32([10]),
         hashes=b"h" * step.HASH_BYTES,
         planned_ns=1,
+        num_drafts=pack_i32([2, 0]),
     ),
-    step.WorkerReady(77, 1000, 16, 64, 1024, 49152, pack_i32([10]), b"h" * step.HASH_BYTES),
+    step.WorkerReady(77, 1000, 16, 64, 1024, 49152, pack_i32([10]), b"h" * step.HASH_BYTES, 3),
     step.LastPlan(77, 76, 5),
-    step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5),
+    step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5, pack_i32([1])),
     step.StepFailed(77, StepId(5), "out of memory"),
     step.WorkerStats(GRAPHS),
     # everyone <-> supervisor, everyone <-> coordinator

@@ -28,10 +28,11 @@ def extend(state: int, token: int) -> int:
 
 
 class Model:
-    """Slots hold a rolling hash made from what the slot before really holds."""
+    """Slots hold a rolling hash made from what the slot before really holds. With `max_drafts` it gives rows 0, 1 or more tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int, pipeline: bool = False) -> None:
-        self.block_size, self.num_blocks, self.pipeline = block_size, num_blocks, pipeline
+    def __init__(self, num_blocks: int, block_size: int, pipeline: bool = False, max_drafts: int = 0) -> None:
+        self.block_size, self.num_blocks, self.pipeline, self.max_drafts = block_size, num_blocks, pipeline, max_drafts
+        self.given: list[int] = []  # how many tokens rows got
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
 
@@ -49,7 +50,14 @@ class Model:
         rows, starts = ints(plan.rows), ints(plan.starts)
         counts = ints(plan.counts) or [1] * len(rows)
         samples = plan.samples or b"\x01" * len(rows)
-        assert sum(counts) == plan.num_tokens
+        num_drafts = ints(plan.num_drafts) or [0] * len(rows)
+        assert sum(counts) + sum(num_drafts) == plan.num_tokens
+        assert max(num_drafts) <= self.max_drafts
+        for place, (row, start, count, sampled) in enumerate(zip(rows, starts, counts, samples, strict=True)):
+            if sampled:  # drafts may have been refused since the plan was made
+                starts[place] = len(self.rows[row][0]) - count
+                assert starts[place] == start or (starts[place] < start and self.max_drafts)
+            assert start + count + num_drafts[place] <= len(self.rows[row][1]) * self.block_size, "drafts have no block"
         assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
         inputs = ints(plan.input_ids)
         assert inputs == [self.rows[row][0][start] for row, start in zip(rows[: len(inputs)], starts)]
@@ -63,13 +71,30 @@ class Model:
             for position in range(start, start + count):
                 before = self.slots[self.slot(row, position - 1)] if position else 0
                 self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position])
-        for row, start, count, sampled in zip(rows, starts, counts, samples, strict=True):
+        given: list[int] = []
+        for row, drafts, sampled in zip(rows, num_drafts, samples, strict=True):
             if sampled:
-                token = next_token(self.slots[self.slot(row, start + count - 1)])
-                assert len(self.rows[row][0]) == start + count
-                self.rows[row][0].append(token)
-                tokens.append(token)
-        return StepResult(session=plan.session, step=plan.step, token_ids=pack_i32(tokens), done_ns=1)
+                dice = (plan.step * 2_654_435_761 + row * 40_503) >> 5
+                given.append(min(dice % 6, 1 + drafts) if plan.num_drafts else 1)
+                self._sample(row, given[-1], drafts)
+                tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
+        self.given += given
+        counts_column = pack_i32(given) if given != [1] * len(given) else b""
+        return StepResult(
+            session=plan.session, step=plan.step, token_ids=pack_i32(tokens), done_ns=1, counts=counts_column
+        )
+
+    def _sample(self, row: int, count: int, drafts: int) -> None:
+        """Append `count` tokens, the later ones drafts that prove right; drafts that prove wrong spoil the slots behind."""
+        tokens = self.rows[row][0]
+        last = len(tokens) - 1
+        for position in range(last, last + 1 + drafts):
+            before = self.slots[self.slot(row, position - 1)] if position else 0
+            if position > last:  # the others are computed
+                drafted = tokens[position] if position < len(tokens) else 0
+                self.slots[self.slot(row, position)] = extend(before, drafted)
+            if position - last < count:
+                tokens.append(next_token(self.slots[self.slot(row, position)]))
 
 
 def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
@@ -88,10 +113,10 @@ def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
 class Bench:
     """A scheduler, a model, and what came out."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int, max_drafts: int = 0) -> None:
         self.limits = limits
         self.core = Scheduler(limits)
-        self.model = Model(num_blocks, block_size, limits.num_stages > 1)
+        self.model = Model(num_blocks, block_size, limits.num_stages > 1, max_drafts)
         self.directory = PrefixCacheMirror()
         self.plans: deque[StepPlan] = deque()
         self.tokens: dict[int, list[int]] = {}
@@ -113,7 +138,8 @@ class Bench:
                         self.model.run(self.plans.popleft())
                     self.model.rows.clear()
                     facts = (self.model.num_blocks, self.model.block_size, 64, 64, VOCAB, *self.directory.columns())
-                    self.event(Received(WORKER, LIFE, WorkerReady(reset.session, *facts)))
+                    ready = WorkerReady(reset.session, *facts, max_drafts=self.model.max_drafts)
+                    self.event(Received(WORKER, LIFE, ready))
                 case StepPlan() as plan:
                     self.directory.apply(plan)
                     self.plans.append(plan)
@@ -156,7 +182,8 @@ class Bench:
         """Its KV cache goes with it."""
         self.plans.clear()
         self.event(PeerLost(WORKER, LIFE))
-        self.model = Model(self.model.num_blocks, self.model.block_size, self.model.pipeline)
+        model = self.model
+        self.model = Model(model.num_blocks, model.block_size, model.pipeline, model.max_drafts)
         self.directory = PrefixCacheMirror()
         self.event(PeerUp(WORKER, LIFE))
 

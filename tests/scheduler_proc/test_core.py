@@ -119,6 +119,7 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
         ),
         num_blocks,
         block_size,
+        draw(st.sampled_from([0, 0, 1, 3])),
     )
     asked: dict[int, tuple[list[int], int]] = {}
     aborted: set[int] = set()

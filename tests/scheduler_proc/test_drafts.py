@@ -1,0 +1,178 @@
+"""Steps that give a row none, one or several tokens: the scheduler knows the most that a row can be, and plans on."""
+
+import msgspec
+import numpy as np
+import pytest
+from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, reference
+
+from meshlm.protocol.admit_edge import Assign, EngineRequest
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import FinishReason, Handle, RequestId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
+from meshlm.scheduler_proc import sizes
+from meshlm.scheduler_proc.events import Received
+from meshlm.scheduler_proc.output import of_position
+
+PROMPT = [5, 6, 7]
+
+
+def test_the_tokens_are_the_same_in_fewer_steps() -> None:
+    one, several = Bench(limits(), 32, 4), Bench(limits(), 32, 4, 3)
+    for bench in (one, several):
+        bench.assign(1, PROMPT, 60)
+        bench.assign(2, [9], 33)
+        bench.finish()
+        assert bench.tokens == {1: reference(PROMPT, 60), 2: reference([9], 33)}
+        assert set(bench.ended.values()) == {FinishReason.LENGTH}
+    assert several.core.num_steps < one.core.num_steps * 0.8
+    assert set(several.model.given) == {0, 1, 2, 3, 4}
+
+
+def test_a_worker_without_a_drafter_is_sent_the_plans_of_before() -> None:
+    bench = Bench(limits(), 32, 4)
+    bench.assign(1, PROMPT, 9)
+    bench.step()
+    for plan in bench.plans:
+        assert (plan.num_drafts, plan.counts, plan.num_tokens) == (b"", b"", 1)
+
+
+def test_no_drafts_in_a_pipeline() -> None:
+    bench = Bench(limits(num_stages=2), 32, 4, 3)
+    bench.assign(1, PROMPT, 9)
+    bench.finish()
+    assert bench.tokens[1] == reference(PROMPT, 9)
+    assert set(bench.model.given) == {1}
+
+
+@pytest.mark.parametrize("place", range(3, 12))
+def test_a_stop_token_in_the_middle_of_several_tokens_is_the_last(place: int) -> None:
+    expected = reference(PROMPT, 40)
+    bench = Bench(limits(), 32, 4, 3)
+    bench.assign(1, PROMPT, 40, stop=(expected[place],))
+    bench.finish()
+    assert bench.tokens[1] == expected[: expected.index(expected[place]) + 1]
+    assert bench.ended == {1: FinishReason.STOP}
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_never_more_than_max_tokens(max_tokens: int) -> None:
+    bench = Bench(limits(max_model_len=13), 4, 4, 3)
+    bench.assign(1, PROMPT, max_tokens)
+    bench.finish()
+    assert bench.tokens[1] == reference(PROMPT, min(max_tokens, 10))
+
+
+def test_drafts_stay_within_the_step_s_tokens() -> None:
+    bench = Bench(limits(max_num_batched_tokens=7), 64, 4, 3)
+    for handle in range(1, 6):
+        bench.assign(handle, [handle], 20)
+    most = 0
+    while bench.plans:
+        most = max(most, bench.plans[0].num_tokens)
+        bench.step()
+    assert most == 7
+    assert bench.tokens == {handle: reference([handle], 20) for handle in range(1, 6)}
+
+
+def test_nobody_is_preempted_for_drafts() -> None:
+    """Two requests that fill the cache exactly."""
+    bench = Bench(limits(), 10, 4, 3)
+    for handle in (1, 2):
+        bench.assign(handle, [handle] * 4, 16)
+    bench.finish()
+    assert bench.core.batching.num_preemptions == 0
+    assert bench.tokens == {handle: reference([handle] * 4, 16) for handle in (1, 2)}
+
+
+def test_preempted_with_drafts_in_flight() -> None:
+    bench = Bench(limits(), 32, 4, 3)
+    bench.assign(1, PROMPT, 30)
+    for _ in range(4):
+        bench.step()
+    (request,) = bench.core.requests.values()
+    assert request.num_output_placeholders > 2
+    bench.core.batching.preempt(request)
+    bench.core.check()
+    bench.finish()
+    assert bench.tokens[1] == reference(PROMPT, 30)
+
+
+def test_a_worker_that_dies_with_drafts_in_flight() -> None:
+    bench = Bench(limits(), 32, 4, 3)
+    bench.assign(1, PROMPT, 30)
+    for _ in range(4):
+        bench.step()
+    bench.lose_worker()
+    bench.finish()
+    assert bench.tokens[1] == reference(PROMPT, 30)
+
+
+def test_blocks_of_accepted_tokens_are_found_again() -> None:
+    bench = Bench(limits(), 64, 4, 3)
+    bench.assign(1, PROMPT, 30)
+    bench.finish()
+    bench.assign(2, PROMPT + reference(PROMPT, 30), 5)
+    bench.finish()
+    assert bench.cached[2] >= 28
+    assert bench.tokens[2] == reference(PROMPT, 35)[30:]
+
+
+class WithLogprobs(Bench):
+    """Its worker says of each sampled token the id, as its log-probability and its likeliest one."""
+
+    def __init__(self) -> None:
+        self.said: list[float] = []
+        super().__init__(limits(), 64, 4, 3)
+
+    def step(self) -> None:
+        plan: StepPlan = self.plans.popleft()
+        result = self.model.run(plan)
+        (count,) = ints(result.counts) or [1]
+        if plan.samples and not any(plan.samples):
+            count = 0
+        ids = np.frombuffer(result.token_ids, np.int32)
+        columns = LogprobColumns(
+            1, ids.astype(np.float32).tobytes(), ids.tobytes(), ids.tobytes(), b"\0" * len(ids) * 4
+        )
+        found = {0: columns} if count else {}
+        self.event(Received(WORKER, LIFE, msgspec.structs.replace(result, logprobs=found)))
+
+    def _deltas(self, deltas: TokenDeltas) -> None:
+        super()._deltas(deltas)
+        tokens = ints(deltas.token_ids)
+        for row, columns in deltas.logprobs.items():
+            assert ints(columns.top_ids) == ints(columns.ranks) == [tokens[row]]
+            self.said += np.frombuffer(columns.logprobs, np.float32).tolist()
+
+
+def test_log_probabilities_of_several_tokens() -> None:
+    """Each with its token, and none of those behind a stop token."""
+    expected = reference(PROMPT, 40)
+    bench = WithLogprobs()
+    sampling = SamplingParams(max_tokens=40, logprobs=1, stop_token_ids=(expected[30],))
+    work = EngineRequest(RequestId("r1"), Handle(1), pack_i32(PROMPT), sampling)
+    bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+    bench.finish()
+    assert bench.said == bench.tokens[1] == expected[:31]
+
+
+def test_the_columns_of_one_position() -> None:
+    columns = LogprobColumns(
+        2, *(np.arange(n, dtype=t).tobytes() for n, t in ((3, "f4"), (3, "i4"), (6, "i4"), (6, "f4")))
+    )
+    one = of_position(columns, 1)
+    assert (ints(one.ranks), ints(one.top_ids)) == ([1], [2, 3])
+    assert np.frombuffer(one.top_logprobs, np.float32).tolist() == [2, 3]
+
+
+def test_a_step_s_log_probabilities_fit_into_a_frame_with_drafts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "MAX_STEP_BYTES", 5 * sizes.of_token(SamplingParams(logprobs=1)))
+    bench = Bench(limits(), 64, 4, 3)
+    for handle in (1, 2):
+        work = EngineRequest(RequestId(f"r{handle}"), Handle(handle), pack_i32([handle]), SamplingParams(logprobs=1))
+        bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+    assert len(bench.core.batching.running) == 1
+    bench.finish()
+    assert len(bench.ended) == 2
