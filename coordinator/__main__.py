@@ -1,4 +1,3 @@
-import meshlm.runtime.structlog_alone  # noqa: F401  # before what imports structlog
 from meshlm.coordinator.main import main
 
 main()

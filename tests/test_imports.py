@@ -72,8 +72,8 @@ def test_no_pickle() -> None:
 @pytest.mark.parametrize("name", [*PROCESSES[:-1], "supervisor"])
 def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
     """In a fresh interpreter, as the mesh starts it. The supervisor is `meshlm serve`."""
-    main = f"import meshlm.runtime.structlog_alone, meshlm.{name}.{'cli.serve' if name == 'supervisor' else 'main'}"
-    heavy = "{'torch', 'triton', 'numpy', 'transformers', 'rich', 'openai', 'httpx'}"
+    main = f"import meshlm.{name}.{'cli.serve' if name == 'supervisor' else 'main'}"
+    heavy = "{'torch', 'triton', 'numpy', 'transformers', 'openai', 'httpx'}"
     found = f"{main}, sys; print(sorted({heavy} & {{name for name, module in sys.modules.items() if module}}))"
     done = subprocess.run([sys.executable, "-P", "-c", found], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout == "[]\n"

@@ -13,7 +13,6 @@ import msgspec
 import setproctitle
 import uvloop
 
-import meshlm.runtime.structlog_alone  # noqa: F401  # before what imports structlog
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime import logs, streams
 from meshlm.supervisor import io

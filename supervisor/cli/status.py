@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -68,48 +67,28 @@ def _ports(alive: dict[int, Path]) -> str:
 
 
 def show(status: control.MeshStatus) -> None:
-    """A table for people."""
-    # Imported here: rich takes as long as all else that `--json` and the commands that only find a mesh need.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    def shown(text: str) -> Text:
-        return Text(readable(text))  # as it is: no markup, no escape sequence
-
+    """Print a table for people: names and pids are copied from here, so no cell is cut or wrapped."""
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
     lacks = f": no node has {status.missing}" if status.missing else ""
     state = f" ({status.scaling})" if status.scaling else "" if status.ready else f" (not ready{lacks})"
     where = f"on port {status.port}" if status.port else "on a node without HTTP"
-    table = Table(title=shown(f"{status.model} {where}{ranks}{state}"))
-    with_host = any(process.host for process in status.processes)
-    headings = ["process", "host"] if with_host else ["process"]
-    for heading in (*headings, "state", "pid", "uptime", "restarts", "memory", "doing"):
-        justify: Literal["left", "right"] = "right" if heading in ("pid", "uptime", "restarts", "memory") else "left"
-        table.add_column(heading, justify=justify, no_wrap=heading in ("process", "pid"))  # they are copied from here
+    print(readable(f"{status.model} {where}{ranks}{state}"))
+    rows = [["process", "host", "state", "pid", "uptime", "restarts", "memory", "doing"]]
     for process in status.processes:
-        table.add_row(
-            f"{process.role}/{process.index}",
-            *([shown(process.host)] if with_host else []),
-            process.state,
-            str(process.pid or "-"),
-            f"{process.uptime_s:.0f} s",
-            str(process.restarts),
-            _memory(process.rss_bytes),
-            shown(process.phase),
-        )
+        cells = [f"{process.role}/{process.index}", process.host, process.state, str(process.pid or "-")]
+        cells += [f"{process.uptime_s:.0f} s", str(process.restarts), _memory(process.rss_bytes), process.phase]
+        rows.append(cells)
     for standby in status.standbys:
-        table.add_row(
-            standby.role,
-            *([shown(standby.host)] if with_host else []),
-            standby.state,
-            str(standby.pid),
-            f"{standby.uptime_s:.0f} s",
-            "-",
-            _memory(standby.rss_bytes),
-            "waits for a place" if standby.state == "standby" else "",
-        )
-    Console().print(table)
+        cells = [standby.role, standby.host, standby.state, str(standby.pid), f"{standby.uptime_s:.0f} s", "-"]
+        rows.append([*cells, _memory(standby.rss_bytes), "waits for a place" if standby.state == "standby" else ""])
+    if not any(process.host for process in status.processes):
+        rows = [[cells[0], *cells[2:]] for cells in rows]
+    rows = [[readable(cell) for cell in cells] for cells in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    right = {place for place, heading in enumerate(rows[0]) if heading in ("pid", "uptime", "restarts", "memory")}
+    for cells in rows:
+        padded = (c.rjust(w) if place in right else c.ljust(w) for place, (c, w) in enumerate(zip(cells, widths)))
+        print("  ".join(padded).rstrip())
 
 
 def _memory(rss_bytes: int) -> str:

@@ -14,6 +14,7 @@ ready: when one fails they are all taken away again, and nothing else is touched
 asked to stop when they are drained, or at their deadline.
 """
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -224,7 +225,7 @@ class Group:
     def _exited(self, process: Process, event: Exited, now: float) -> list[Effect]:
         if self.stopping and (process.leaves_at is not None or not self._is_needed(process)):
             return self._stopped(process)
-        words = process.last_words or (event.loading if process.state is State.STARTING else "")
+        words = process.last_words or event.reason
         was_killed = not words and event.code < 0
         words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
         if not self.was_ready and not (self._serves and (was_killed or process.proven)):
@@ -361,5 +362,7 @@ class Group:
 
 
 def exit_text(code: int) -> str:
-    """'exit code 1' or 'signal 9'."""
+    """'exit code 1' or 'signal 9'. Model files are mapped: whoever reads one that has become shorter is ended by SIGBUS."""
+    if code == -signal.SIGBUS:
+        return f"signal {-code}: a mapped file, of weights or a vocabulary say, was cut short while it was read"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

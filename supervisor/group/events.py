@@ -11,7 +11,7 @@ class Exited(Struct, frozen=True, tag="exited"):
     identity: Identity
     incarnation: Incarnation
     code: int
-    loading: str = ""  # what to say of it if the process was still starting, and said nothing itself
+    reason: str = ""  # why it could not be started at all
 
 
 class BecameReady(Struct, frozen=True, tag="ready"):

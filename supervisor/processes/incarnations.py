@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor.group import core, events, rolling
-from meshlm.supervisor.processes import cut_files
 from meshlm.supervisor.processes.children import Child
 
 STACKS_S = 0.2  # that a stuck process has for writing its stacks
@@ -155,5 +154,4 @@ class Lives:
             self.ends[child.identity] = core.exit_text(code)
             self._lost(child.identity)
         # Its last words may still be in the inbox: let the loop read them first.
-        loading = cut_files.told(self._config(), child.identity, code)
-        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code, loading))
+        self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code))

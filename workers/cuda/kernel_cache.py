@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import structlog
@@ -18,8 +17,7 @@ import torch
 from meshlm.runtime.errors import ProcessFatal
 
 T = TypeVar("T")
-READERS = ("triton.compiler", "triton.runtime", "triton.backends")
-NOT_THE_CACHE = ("OutOfResources", "CompilationError")  # of a kernel as it is
+READING = (ValueError, ImportError, OSError)  # of a damaged .json, a library that is cut short, a file that is gone
 _log = structlog.get_logger()
 
 
@@ -29,7 +27,7 @@ def folder() -> Path:
 
 
 def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> T:
-    """make(); once more, with an empty cache, if Triton failed while it loaded a kernel.
+    """make(); once more, with an empty cache, if it failed as it does when a kernel cannot be read.
 
     alone: no other worker waits in the middle of the first attempt; else the start ends, and the next one will do.
     """
@@ -40,7 +38,7 @@ def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> 
         raise
     except Exception as error:
         moved = before is not None and _inode(where) != before  # by another worker that could not read it
-        if not of_loading(error) or not (moved or where.is_dir()):
+        if not _of_reading(error) or not (moved or where.is_dir()):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         aside = f"{where}.broken-..." if moved else _set_aside(where)
@@ -57,16 +55,9 @@ def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> 
     return make()
 
 
-def of_loading(error: BaseException) -> bool:
-    """Whether it was raised where Triton compiles, finds and loads kernels."""
-    if type(error).__name__ in NOT_THE_CACHE:
-        return False
-    last: TracebackType | None = error.__traceback__
-    while last is not None:
-        if str(last.tb_frame.f_globals.get("__name__", "")).startswith(READERS):
-            return True
-        last = last.tb_next
-    return False
+def _of_reading(error: Exception) -> bool:
+    """Whether Triton raises such an error when it reads a file of its cache that is damaged or gone."""
+    return isinstance(error, READING) or (isinstance(error, RuntimeError) and str(error).startswith("Triton Error"))
 
 
 def _inode(where: Path) -> int | None:

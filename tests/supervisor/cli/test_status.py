@@ -1,5 +1,7 @@
 """What `meshlm status` prints."""
 
+import re
+
 import pytest
 
 from meshlm.supervisor.cli.status import show
@@ -9,10 +11,9 @@ PROCESS = ProcessStatus("detokenizer", 0, 4711, 5, "ready", 61.2, 2, "", 65_000_
 
 
 def printed(status: MeshStatus, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """The cells of each row, without the table's lines."""
+    """The cells of each row below the title and the headings."""
     show(status)
-    lines = (line.strip("│┃ ") for line in capsys.readouterr().out.splitlines())
-    return [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in lines if "│" in line]
+    return [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()[2:]]
 
 
 def test_standbys_are_rows_below_the_processes(capsys: pytest.CaptureFixture[str]) -> None:

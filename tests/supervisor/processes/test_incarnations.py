@@ -93,16 +93,13 @@ async def test_a_life_ends_once(seen: Seen) -> None:
     seen.lives.kill(WORKER)  # nobody is there
 
 
-async def test_what_is_known_of_a_silent_end_comes_with_it(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        incarnations.cut_files, "told", lambda config, identity, code: f"{identity} {code} {config.server.port}"
-    )
+async def test_an_end_by_a_signal_is_told(seen: Seen) -> None:
     seen.lives.spawn(WORKER, Incarnation(5))
     child = seen.lives.of(WORKER)
     assert child is not None
     child.send_signal(signal.SIGBUS)
     assert await seen.next() == WORKER
-    assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGBUS, "worker/0 -7 8000")
+    assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGBUS)
 
 
 async def test_a_standby_takes_the_place(seen: Seen) -> None:
