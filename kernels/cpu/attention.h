@@ -1,4 +1,4 @@
-/* Paged attention with grouped queries: softmax(q k^T * scale) v over the keys (position - window, position] of each row.
+/* Paged attention with grouped queries: softmax(q k^T * scale [soft cap]) v over the keys (position - window, position] of each row.
  *
  * Decode rows and the rows of a prompt go through the same code: keys in blocks of 64 that begin at multiples of 64, an online softmax
  * from block to block (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), every score and every output one chain of fused
@@ -19,6 +19,7 @@ typedef struct {
     long num_spans;
     long heads, kv_heads, d, size, stride, window;
     float scale;
+    float cap; /* scores s become cap tanh(s / cap); 0: they stay */
 } Attention;
 
 /* One thread's memory, in floats: d8 and d16 are d rounded up. */
@@ -154,6 +155,14 @@ static void sum_values(const Scratch *s, const float *const values[KEYS], long l
     tile_panels(sums, lines, d16 / WIDTH, KEYS * WIDTH);
 }
 
+/* Scores [used] -> cap tanh(score / cap), where tanh(x) = 1 - 2 / (e^2x + 1). */
+static void soft_cap(float *scores, long used, float cap) {
+    for (long j = 0; j < used; j += LANES) {
+        vec e = exp8(load(scores + j) * splat(2.0f / cap));
+        store(scores + j, splat(cap) - splat(2.0f * cap) / (e + splat(1.0f)));
+    }
+}
+
 /* Scores [used] of one line -> weights e^(score - most); the running maximum, sum and outputs follow. */
 static void soften(const Attention *a, const Scratch *s, long line, long begin, long end, long used) {
     float *w = s->weights + line * KEYS, before = s->most[line];
@@ -203,6 +212,7 @@ static void attend(const Attention *a, const Scratch *s, const int64_t *span, lo
         tile_panels(scores, lines, used / WIDTH, d * WIDTH);
         for (long l = 0; l < lines; l++) {
             long at = positions[l / group];
+            if (a->cap) soft_cap(s->weights + l * KEYS, used, a->cap);
             soften(a, s, l, a->window ? at + 1 - a->window - first : 0, at + 1 - first, used);
         }
         sum_values(s, values, lines, end, d);

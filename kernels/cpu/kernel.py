@@ -147,11 +147,12 @@ def attention(
     spans: Tensor,
     scale: float,
     window: int,
+    softcap: float = 0.0,
 ) -> Tensor:
     """query [t, heads, d] over keys, values [blocks, size, kv_heads, d] -> [t, heads, d].
 
     tables int64 [n, any]: blocks of a request; positions int64 [t]; a row sees the keys up to its own position, the last `window` of
-    them unless that is 0.
+    them unless that is 0. softcap: scores s become softcap tanh(s / softcap), unless it is 0.
     """
     t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
@@ -171,6 +172,7 @@ def attention(
         size,
         tables.stride(0),
         scale,
+        softcap,
         window,
     )
     if failed:

@@ -20,7 +20,7 @@ _SIGNATURES = {
     "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
     "meshlm_span_rows": [_LONG] * 2,
     "meshlm_layers": [_POINTER],
-    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _LONG],
+    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _FLOAT, _LONG],
 }
 _RESULTS = {
     "meshlm_panel_bytes": _LONG,

@@ -24,11 +24,13 @@ class CpuAttention(RotatedAttention):
             self._spans = kernel.spans(batch.query_lens, batch.num_decodes, num_heads, kv_heads)
         return self._spans
 
-    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
+    def run(
+        self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    ) -> Tensor:
         """See `RotatedAttention.run`."""
         batch, spans = self._batch, self.spans(query.shape[1], cache.keys.shape[2])
         return kernel.attention(
-            query, cache.keys, cache.values, batch.block_tables, batch.positions, spans, scale, sliding_window
+            query, cache.keys, cache.values, batch.block_tables, batch.positions, spans, scale, sliding_window, softcap
         )
 
 

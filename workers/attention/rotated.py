@@ -23,8 +23,10 @@ class RotatedAttention(ABC):
         sliding_window: int = 0,
     ) -> Tensor:
         query = ops.rope_cache(qkv, batch, table, cache, heads)
-        return self.run(query, cache, scale, sliding_window)
+        return self.run(query, cache, scale, sliding_window, heads.softcap)
 
     @abstractmethod
-    def run(self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0) -> Tensor:
+    def run(
+        self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0, softcap: float = 0.0
+    ) -> Tensor:
         """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""

@@ -16,14 +16,21 @@ from meshlm.workers.layers.rope import apply_rope
 
 
 class AttentionShape:
-    """What rope_cache needs to know of an attention layer."""
+    """What backends and rope_cache need to know of an attention layer."""
 
-    __slots__ = ("eps", "head_dim", "norms", "num_heads", "num_kv_heads")
+    __slots__ = ("eps", "head_dim", "norms", "num_heads", "num_kv_heads", "softcap")
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        softcap: float = 0.0,
     ) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        """softcap: scores s become softcap tanh(s / softcap), unless it is 0."""
+        self.num_heads, self.num_kv_heads, self.head_dim, self.softcap = num_heads, num_kv_heads, head_dim, softcap
         self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
 
 
