@@ -15,9 +15,10 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady
+from meshlm.runtime.events import PeerUp, Received
 from meshlm.scheduler_proc import prefix
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import Limits, PeerUp, Received
+from meshlm.scheduler_proc.limits import Limits
 
 MAX_NUM_SEQS, BLOCK_SIZE, PROMPT_LEN = 1024, 16, 16
 BESIDE_PROMPTS = 100  # steps, at most, that the first requests decode while the last ones' prompts are computed

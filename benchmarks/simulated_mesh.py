@@ -15,7 +15,6 @@ from msgspec import Struct
 from simulated_traffic import Job, Timing, Traffic
 
 from meshlm.coordinator import core as coordinator
-from meshlm.coordinator import events as coordinator_events
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     Admit,
@@ -30,8 +29,9 @@ from meshlm.protocol.ids import COORDINATOR, Handle, Identity, Incarnation, Requ
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.runtime import events
 from meshlm.scheduler_proc import core as scheduler
-from meshlm.scheduler_proc import events
+from meshlm.scheduler_proc.limits import Limits
 
 LIFE = Incarnation(1)
 HOP_S = 60e-6  # a message from one process to another on one host
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, world: "World", number: int, num_blocks: int) -> None:
         self.world, self.identity = world, Identity(Role.SCHEDULER, number)
         self.worker = Identity(Role.WORKER, number)
-        limits = events.Limits(max_model_len=32_768, max_num_seqs=256, max_num_batched_tokens=8192, first_worker=number)
+        limits = Limits(max_model_len=32_768, max_num_seqs=256, max_num_batched_tokens=8192, first_worker=number)
         self.core = scheduler.Scheduler(limits)
         self.free_at = self.busy_s = 0.0
         for detokenizer in world.detokenizers:
@@ -68,7 +68,7 @@ class Rank:
                 world.tokens(send.to, message)
             elif type(message) is Load:
                 world.count("scheduler > coordinator", message)
-                world.at(HOP_S, world.coordinate, coordinator_events.Received(self.identity, LIFE, message))
+                world.at(HOP_S, world.coordinate, events.Received(self.identity, LIFE, message))
 
     def pump(self) -> None:
         world, core = self.world, self.core
@@ -117,16 +117,12 @@ class World:
         self.left = num_requests
         for detokenizer in self.detokenizers:
             self.coordinate(
-                coordinator_events.Received(
-                    detokenizer, LIFE, control.Join(control.Member(detokenizer, LIFE, "", True))
-                )
+                events.Received(detokenizer, LIFE, control.Join(control.Member(detokenizer, LIFE, "", True)))
             )
         self.ranks: list[Rank] = []
         for number in range(num_ranks):
             identity = Identity(Role.SCHEDULER, number)
-            self.coordinate(
-                coordinator_events.Received(identity, LIFE, control.Join(control.Member(identity, LIFE, "", True)))
-            )
+            self.coordinate(events.Received(identity, LIFE, control.Join(control.Member(identity, LIFE, "", True))))
             self.ranks.append(Rank(self, number, options.kv_tokens // BLOCK_SIZE))
         while self._queue:
             self._next()
@@ -202,7 +198,7 @@ class World:
         sender = self.detokenizers[work.handle % len(self.detokenizers)]
         message = Admit(work)
         self.count("detokenizer > coordinator", message)
-        self.at(HOP_S, self.coordinate, coordinator_events.Received(sender, LIFE, message))
+        self.at(HOP_S, self.coordinate, events.Received(sender, LIFE, message))
 
     def tokens(self, detokenizer: Identity, deltas: TokenDeltas) -> None:
         self.messages["scheduler > detokenizer"] += 1
@@ -232,8 +228,8 @@ class World:
 
     # --- the coordinator ---
 
-    def coordinate(self, event: coordinator_events.Event) -> None:
-        kind = type(event.message).__name__ if isinstance(event, coordinator_events.Received) else type(event).__name__
+    def coordinate(self, event: coordinator.Event) -> None:
+        kind = type(event.message).__name__ if isinstance(event, events.Received) else type(event).__name__
         begun = time.thread_time()  # what other programs take from this machine does not count
         sends = self.core.handle(event, self.now)
         self.cpu[kind] += time.thread_time() - begun
@@ -257,7 +253,7 @@ class World:
         self.ranks[number].handle(events.Received(COORDINATOR, LIFE, message))
 
     def tick(self) -> None:
-        self.coordinate(coordinator_events.Tick(self.now))
+        self.coordinate(events.Tick(self.now))
         outstanding = [len(rank.core.requests) for rank in self.ranks]
         if any(outstanding) and self.left > 0:  # at the end the mean goes to nothing
             self.outstanding.append(max(outstanding) / statistics.mean(outstanding))

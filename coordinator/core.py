@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from meshlm.coordinator.events import Event, PeerLost, Received, Send, Tick
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.questions import Questions
@@ -31,6 +30,7 @@ from meshlm.protocol.admit_edge import (
     SchedulerLife,
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
 RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
@@ -45,6 +45,9 @@ class _Held(Struct, frozen=True):
 
 def _patience_s(admit: Admit) -> float:
     return RESUME_HOLD_S if admit.work.attempt or admit.work.output_token_ids else HOLD_S
+
+
+Event = Received | PeerLost | Tick
 
 
 class Coordinator:

@@ -6,11 +6,11 @@ import time
 
 from msgspec import Struct
 
-from meshlm.coordinator.core import Coordinator
-from meshlm.coordinator.events import Event, PeerLost, Received, Tick
+from meshlm.coordinator.core import Coordinator, Event
 from meshlm.protocol.admit_edge import Assign
 from meshlm.protocol.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
+from meshlm.runtime.events import PeerLost, Received, Tick
 from meshlm.runtime.mesh import Mesh
 
 STATS_EVERY_S = 1.0

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Effect, PeerLost, PeerUp, Send
+from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.stream import Stream, StreamState
@@ -18,6 +18,7 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.token_edge import Disown, StillThere
 from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
+from meshlm.runtime.events import PeerLost, PeerUp, Send
 
 
 class Attempts(Journal):

@@ -13,7 +13,7 @@ from meshlm.detokenizer.admission import checked_prompt, checked_sampling
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
 from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
@@ -34,6 +34,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
 
 
 class Detokenizer(Attempts):
@@ -50,7 +51,8 @@ class Detokenizer(Attempts):
         self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
         self.num_tokens = 0
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self.now = now
         match event:
             case Received(message=TokenDeltas() as deltas):
                 return self._tokens(event, deltas)
@@ -64,13 +66,8 @@ class Detokenizer(Attempts):
                 return self._lost(event)
             case PeerUp():
                 return self._up(event)
-            case Tick(now=now):
-                return self._tick(now)
-
-    def _tick(self, now: float) -> list[Effect]:
-        """Ends what has waited long enough."""
-        self.now = now
-        return self._abort(self.keyed.over(now))
+            case Tick():
+                return self._abort(self.keyed.over(now))
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:

@@ -1,20 +1,12 @@
-"""What the core is told and what it answers."""
+"""What the core is told and what it answers, beside the events of all processes (runtime/events.py)."""
 
 from array import array
 
 from msgspec import Struct
 
-from meshlm.protocol.ids import Identity, Incarnation
 from meshlm.protocol.text_edge import Prompt
 from meshlm.runtime.errors import RequestError
-
-
-class Received(Struct, frozen=True):
-    """A message of a peer."""
-
-    sender: Identity
-    incarnation: Incarnation
-    message: Struct
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
 
 
 class Encoded(Struct, frozen=True):
@@ -25,22 +17,6 @@ class Encoded(Struct, frozen=True):
     error: RequestError | None = None
 
 
-class PeerUp(Struct, frozen=True):
-    identity: Identity
-    incarnation: Incarnation
-
-
-class PeerLost(Struct, frozen=True):
-    identity: Identity
-    incarnation: Incarnation
-
-
-class Tick(Struct, frozen=True):
-    """Once a second."""
-
-    now: float
-
-
 Event = Received | Encoded | PeerUp | PeerLost | Tick
 
 
@@ -49,13 +25,6 @@ class Encode(Struct, frozen=True):
 
     job: int
     prompt: Prompt
-
-
-class Send(Struct, frozen=True):
-    """Send `message` to `to`."""
-
-    to: Identity
-    message: Struct
 
 
 Effect = Encode | Send

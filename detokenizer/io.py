@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,7 +15,7 @@ from meshlm.detokenizer import replies, tokenizer_files
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Tick
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.questions import Question, Questions
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Refused
@@ -31,6 +32,7 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
 from meshlm.runtime.mesh import Mesh
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
@@ -98,13 +100,13 @@ class DetokenizerApp:
     def _tick(self) -> None:
         assert self._mesh is not None
         self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
-        self._do(Tick(asyncio.get_running_loop().time()))
+        self._do(Tick(time.time()))
 
     def _do(self, event: Event) -> None:
         if self._core is None:
             self._early.append(event)
             return
-        for effect in self._core.handle(event):
+        for effect in self._core.handle(event, asyncio.get_running_loop().time()):
             self._perform(effect)
 
     def _do_all(self, events: list[Event]) -> None:

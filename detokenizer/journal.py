@@ -8,15 +8,16 @@ from itertools import pairwise
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.batch import MAX_BATCH_BYTES, FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Effect, Send
+from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
 from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.text_edge import Attach, Detach, Finished, Rejected, Submit
+from meshlm.runtime.events import Send
 
 
 class Journal:
-    """See the module docstring. `now` is the time of the last Tick."""
+    """See the module docstring. `now` is the time of the last event."""
 
     def __init__(self, table: TokenTable, retry_window_s: float) -> None:
         self.table = table

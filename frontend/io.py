@@ -14,7 +14,7 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.request_tracker import RequestTracker, Send
+from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
 from meshlm.frontend.server import Routes
 from meshlm.protocol.control_edge import (
@@ -42,6 +42,7 @@ from meshlm.protocol.text_edge import (
 from meshlm.runtime import metrics as shared_metrics
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
+from meshlm.runtime.events import Send
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.readable import readable
 

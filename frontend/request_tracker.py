@@ -5,7 +5,6 @@ follows what is there, so nothing is repeated and a gap is asked for again; a ch
 """
 
 import msgspec
-from msgspec import Struct
 
 from meshlm.frontend.choice import Choice
 from meshlm.protocol.columns import unpack_i32
@@ -23,16 +22,10 @@ from meshlm.protocol.text_edge import (
     piece_len,
 )
 from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
+from meshlm.runtime.events import Send
 
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
-
-
-class Send(Struct, frozen=True):
-    """Send `message` to `to`."""
-
-    to: Identity
-    message: Struct
 
 
 class EngineCounts:

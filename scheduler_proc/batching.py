@@ -19,7 +19,7 @@ from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.scheduler_proc import prefix, sizes
 from meshlm.scheduler_proc.blocks import BlockPool
 from meshlm.scheduler_proc.budget import StepBudget
-from meshlm.scheduler_proc.events import Limits
+from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
 from meshlm.scheduler_proc.request import Request, RequestState
 

@@ -10,9 +10,10 @@ from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
+from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.runtime.mesh import Mesh
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import MAX_CRASHES, Event, Limits, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.scheduler_proc.limits import MAX_CRASHES, Limits
 
 TICK_S = 1.0
 

@@ -8,7 +8,8 @@ collective; when an earlier scheduler died between sending a plan to one and to 
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, WorkerReady
-from meshlm.scheduler_proc.events import Limits, Send
+from meshlm.runtime.events import Send
+from meshlm.scheduler_proc.limits import Limits
 
 
 class Workers:

@@ -3,7 +3,6 @@
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
-from meshlm.coordinator.events import PeerLost, Received, Send, Tick
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     Admit,
@@ -14,6 +13,7 @@ from meshlm.protocol.admit_edge import (
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 F0, D0, D1 = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER), Identity(Role.DETOKENIZER, 1)
 S0, S1, S2 = (Identity(Role.SCHEDULER, index) for index in range(3))

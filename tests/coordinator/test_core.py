@@ -4,7 +4,6 @@ import msgspec
 from coordinator_bench import D0, D1, F0, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
 from meshlm.coordinator.core import HOLD_S
-from meshlm.coordinator.events import Send
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
@@ -16,6 +15,7 @@ from meshlm.protocol.admit_edge import (
 )
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
+from meshlm.runtime.events import Send
 
 # --- membership ---
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S
-from meshlm.coordinator.events import PeerLost, Received, Send, Tick
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,
@@ -21,6 +20,7 @@ from meshlm.protocol.admit_edge import (
     Started,
 )
 from meshlm.protocol.ids import HEAD, Handle, Identity, RequestId
+from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 
 @dataclass

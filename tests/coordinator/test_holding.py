@@ -5,7 +5,6 @@ import pytest
 from coordinator_bench import D0, S0, S1, WALL_S, Bench, admit, assigned, load, only
 
 from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S
-from meshlm.coordinator.events import Send
 from meshlm.protocol.admit_edge import (
     AbortRequests,
     Assign,
@@ -13,6 +12,7 @@ from meshlm.protocol.admit_edge import (
 )
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, RequestId
+from meshlm.runtime.events import Send
 
 
 def test_requests_wait_for_a_rank_and_go_in_order() -> None:

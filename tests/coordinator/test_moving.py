@@ -3,7 +3,6 @@
 import msgspec
 from coordinator_bench import D0, F0, LIFE, S0, S1, Bench, admit, assigned, load, only, stats
 
-from meshlm.coordinator.events import Send
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     Assign,
@@ -15,6 +14,7 @@ from meshlm.protocol.admit_edge import (
     Started,
 )
 from meshlm.protocol.ids import HEAD, Handle, RequestId
+from meshlm.runtime.events import Send
 
 
 def back(name: str, attempt: int = 0, handle: int = 1, num_crashes: int = 0) -> Returned:

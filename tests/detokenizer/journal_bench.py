@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerLost, PeerUp, Received, Send
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Routed
 from meshlm.protocol.columns import ints, pack_i32
@@ -15,6 +15,7 @@ from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Inc
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 S0, S1 = Identity(Role.SCHEDULER), Identity(Role.SCHEDULER, 1)
@@ -35,11 +36,12 @@ class Bench:
 
     def __init__(self, coordinator: int = 1) -> None:
         self.core = Detokenizer(TABLE, len(LETTERS), 100)
+        self.now = 0.0
         if coordinator:
             self.up(COORDINATOR, coordinator)
 
     def event(self, event: Event) -> list[Effect]:
-        effects = self.core.handle(event)
+        effects = self.core.handle(event, self.now)
         self.core.check()
         return effects
 

@@ -5,7 +5,7 @@ from array import array
 from journal_bench import LETTERS, TABLE, token_ids
 
 from meshlm.detokenizer.core import Detokenizer
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, PeerUp, Received, Send, Tick
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.protocol.admit_edge import AbortRequests, Admit, EngineRequest
 from meshlm.protocol.columns import ints, pack_f32, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -23,6 +23,7 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
 )
 from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
+from meshlm.runtime.events import PeerUp, Received, Send, Tick
 
 F0, F1, S0 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1), Identity(Role.SCHEDULER)
 WINDOW_S = 60.0
@@ -85,7 +86,7 @@ class Bench:
         self.event(PeerUp(COORDINATOR, LIFE))
 
     def event(self, event: Event) -> None:
-        for effect in self.core.handle(event):
+        for effect in self.core.handle(event, self.now):
             self._perform(effect)
         self.core.check()
 

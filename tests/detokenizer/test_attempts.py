@@ -3,12 +3,12 @@
 import pytest
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
-from meshlm.detokenizer.events import Send, Tick
 from meshlm.protocol.admit_edge import RankLost, Readmit, SchedulerLife
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation
 from meshlm.protocol.token_edge import StillThere
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
+from meshlm.runtime.events import Send
 
 # --- schedulers die ---
 
@@ -102,7 +102,7 @@ def test_a_request_that_only_waits_outlives_deaths_over_minutes() -> None:
     bench = Bench()
     request = admitted(bench.submit())
     for life in range(1, 3 * MAX_DEATHS):
-        bench.event(Tick(life * WINDOW_S / (MAX_DEATHS - 1)))
+        bench.now = life * WINDOW_S / (MAX_DEATHS - 1)
         bench.routed(request, S0, life)
         request = admitted(bench.lost(S0, life))
         bench.up(S0, life + 1)

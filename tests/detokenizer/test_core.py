@@ -8,7 +8,7 @@ from journal_bench import F0, F1, S0, Bench, admitted
 
 from meshlm.detokenizer.aborts import STRANGER_ROWS
 from meshlm.detokenizer.admission import checked_sampling
-from meshlm.detokenizer.events import Encode, Encoded, Send
+from meshlm.detokenizer.events import Encode, Encoded
 from meshlm.protocol.admit_edge import AbortRequests, Refused
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
@@ -16,6 +16,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Disown
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.events import Send
 
 # --- refusals and aborts ---
 

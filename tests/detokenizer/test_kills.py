@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from journal_bench import TABLE
 from msgspec import Struct
 
-from meshlm.coordinator import events as coordinator_events
+from meshlm.coordinator import core as coordinator_core
 from meshlm.coordinator.core import Coordinator
 from meshlm.detokenizer.core import Detokenizer
-from meshlm.detokenizer.events import Effect, Encode, Encoded, PeerLost, PeerUp, Received
+from meshlm.detokenizer.events import Effect, Encode, Encoded
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import AbortRequests, Assign, Load
 from meshlm.protocol.columns import ints, pack_i32
@@ -24,6 +24,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Abort, Rejected, Submit, TextDeltas, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas
 from meshlm.runtime.deaths import MAX_DEATHS
+from meshlm.runtime.events import PeerLost, PeerUp, Received
 
 FRONTEND, DETOKENIZER = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER)
 SCHEDULERS = (Identity(Role.SCHEDULER, 0), Identity(Role.SCHEDULER, 1))
@@ -49,7 +50,7 @@ class TheCoordinator:
     def __init__(self) -> None:
         self.core = Coordinator(max_waiting=2, num_ranks=len(SCHEDULERS))
 
-    def _do(self, event: coordinator_events.Event) -> Sends:
+    def _do(self, event: coordinator_core.Event) -> Sends:
         sends = self.core.handle(event, 0.0)
         self.core.check()
         return [(send.to, send.message) for send in sends]
@@ -58,10 +59,10 @@ class TheCoordinator:
         return []
 
     def lost(self, peer: Identity, life: Incarnation) -> Sends:
-        return self._do(coordinator_events.PeerLost(peer, life))
+        return self._do(PeerLost(peer, life))
 
     def heard(self, peer: Identity, life: Incarnation, message: Struct) -> Sends:
-        return self._do(coordinator_events.Received(peer, life, message))
+        return self._do(Received(peer, life, message))
 
 
 class FakeScheduler:
@@ -143,7 +144,7 @@ class TheDetokenizer:
 
     def _do(self, event: Received | PeerUp | PeerLost | Encoded) -> Sends:
         sends: Sends = []
-        effects: list[Effect] = self.core.handle(event)
+        effects: list[Effect] = self.core.handle(event, 0.0)
         self.core.check()
         for effect in effects:
             if isinstance(effect, Encode):

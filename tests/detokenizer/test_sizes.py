@@ -6,7 +6,6 @@ from keyed_bench import ANSWER, F0, F1, LIFE, Bench
 
 from meshlm.detokenizer import admission, journal
 from meshlm.detokenizer.admission import checked_sampling
-from meshlm.detokenizer.events import Received, Send
 from meshlm.protocol import text_edge
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import pack_i32
@@ -26,6 +25,7 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
 )
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.events import Received, Send
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -72,7 +72,7 @@ def test_logprobs_that_were_lost_on_their_way_are_not_left_out_in_silence() -> N
         retry=Retry("r", b"b", (0,)),
     )
     other.event(Received(F0, LIFE, Delivered(RequestId("r"), tuple(first.logprobs[:4]))))
-    (send,) = other.core.handle(Received(F0, LIFE, again))
+    (send,) = other.core.handle(Received(F0, LIFE, again), 0.0)
     assert isinstance(send, Send)
     assert isinstance(send.message, Rejected)
     assert send.message.kind is ErrorKind.INTERNAL

@@ -8,7 +8,7 @@ from answering import asking
 from tracker_bench import D0, D1, a_desk, deltas, opened
 
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.request_tracker import RequestTracker, Send
+from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.submits import build
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
@@ -25,6 +25,7 @@ from meshlm.protocol.text_edge import (
     TokenLogprob,
 )
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.events import Send
 
 # --- opening ---
 

@@ -12,7 +12,7 @@ from meshlm.frontend import retry
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.request_tracker import RequestTracker, Send
+from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.submits import build as build_submits
 from meshlm.frontend.submits import position, salt_of
@@ -20,6 +20,7 @@ from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.events import Send
 
 D0, D1 = Identity(Role.DETOKENIZER, 0), Identity(Role.DETOKENIZER, 1)
 PATH = "/v1/completions"

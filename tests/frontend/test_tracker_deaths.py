@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracker_bench import D0, D1, D2, Client, a_desk, deltas, opened, truth, word
 
-from meshlm.frontend.request_tracker import ORPHAN_S, RequestTracker, Send
+from meshlm.frontend.request_tracker import ORPHAN_S, RequestTracker
 from meshlm.protocol import text_edge
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
@@ -24,6 +24,7 @@ from meshlm.protocol.text_edge import (
     TokenLogprob,
 )
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
+from meshlm.runtime.events import Send
 
 # --- detokenizers come and go ---
 

@@ -3,12 +3,13 @@
 import msgspec
 
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.request_tracker import RequestTracker, Send
+from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.token_edge import First
+from meshlm.runtime.events import Send
 
 D0, D1, D2 = (Identity(Role.DETOKENIZER, index) for index in range(3))
 

@@ -8,8 +8,9 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.token_edge import TokenDeltas
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.limits import Limits
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 
 DETOKENIZER, WORKER = Identity(Role.DETOKENIZER), Identity(Role.WORKER)

@@ -16,8 +16,9 @@ from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, Req
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import Disown, LogprobColumns, TokenDeltas
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import MAX_CRASHES, PeerLost, PeerUp, Received, Tick
+from meshlm.scheduler_proc.limits import MAX_CRASHES
 
 
 def test_one_request() -> None:

@@ -7,8 +7,9 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.token_edge import StillThere
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import MAX_CRASHES, PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.request import RequestState
 
 

@@ -10,9 +10,9 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepFailed, WorkerReady
+from meshlm.runtime.events import PeerUp, Received
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import PeerUp, Received
 
 
 def take_over(bench: Bench) -> None:

@@ -7,8 +7,9 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, StepPlan, StepResult, WorkerReady
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
-from meshlm.scheduler_proc.events import Limits, PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.limits import Limits
 
 COORDINATOR, DETOKENIZER = Identity(Role.COORDINATOR), Identity(Role.DETOKENIZER)
 WORKERS = [Identity(Role.WORKER, index) for index in (4, 5, 6, 7)]

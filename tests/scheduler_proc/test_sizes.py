@@ -10,8 +10,8 @@ from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.token_edge import LogprobColumns, TokenDeltas
+from meshlm.runtime.events import Received, Send
 from meshlm.scheduler_proc import sizes
-from meshlm.scheduler_proc.events import Received, Send
 from meshlm.scheduler_proc.output import Output
 
 MOST = 20_000

@@ -1,0 +1,23 @@
+"""What a configuration allows one rank's scheduler."""
+
+from msgspec import Struct
+
+MAX_CRASHES = 4  # fewer than the default of --max-restarts
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What the configuration allows this rank."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    async_depth: int = 2
+    chunked_prefill: bool = True
+    even_prefill: bool = True
+    prefix_caching: bool = True
+    by_priority: bool = False
+    num_workers: int = 1
+    first_worker: int = 0
+    max_crashes: int = MAX_CRASHES  # of workers under a request that got no token between them
+    dp_rank: int = 0  # its number, as clients know it
+    num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own
