@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
+from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.questions import Questions
 from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Choice, Policy, Router
@@ -30,6 +31,7 @@ from meshlm.protocol.admit_edge import (
     SchedulerLife,
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.operations import Operation, OperationDone
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 HOLD_S = 60.0  # a request waits so long for a rank that is starting
@@ -75,6 +77,7 @@ class Coordinator:
         self.moving = Moves(self.router)
         self.gate = QueueGate()
         self.questions = Questions()
+        self.operations = Operations()
         self._seen_changes = 0
         self._serving = False
 
@@ -93,6 +96,7 @@ class Coordinator:
                     *self._expire(now, event.wall_s),
                     *self.moving.rebalance(now),
                     *self._drained(),
+                    *self.operations.expire(now),
                     *self._stats(),
                     *(self._tell_frontends(control.QueueFull(True)) if self.gate.shut else ()),
                 ]
@@ -119,6 +123,10 @@ class Coordinator:
                 return self._lost(PeerLost(event.sender, event.incarnation), now)
             case control.AskStats():
                 return self._ask_stats(event.sender)
+            case Operation() as operation:
+                return self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
+            case OperationDone() as done:
+                return self.operations.answered(event.sender, done)
             case control.SetRanks() as ranks:
                 return self._set_ranks(ranks.num_ranks)
         return []
@@ -155,7 +163,7 @@ class Coordinator:
         if member is None or member.incarnation != lost.incarnation:
             return []
         del self.members[lost.identity]
-        told = self._answer(self.questions.lost(lost.identity))
+        told = self._answer(self.questions.lost(lost.identity)) + self.operations.lost(lost.identity)
         if lost.identity.role is Role.SCHEDULER:
             self.moving.lost(lost.identity)
             requests = self.router.remove(lost.identity).requests

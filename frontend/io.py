@@ -21,13 +21,12 @@ from meshlm.protocol.control_edge import (
     AskStats,
     MeshStats,
     OpenRequests,
-    Profile,
-    Profiled,
     QueueFull,
     Refuse,
     Shutdown,
 )
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
+from meshlm.protocol.operations import Action, OperationDone
 from meshlm.protocol.text_edge import (
     Accepted,
     Cancel,
@@ -44,6 +43,7 @@ from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
 from meshlm.runtime.events import Send
 from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.operations import AskedOperations
 from meshlm.runtime.readable import readable
 
 TICK_S = 1.0
@@ -53,7 +53,6 @@ FRESH_S = (
 )
 SERIES_FROM_START = 16  # engines whose series are there before their first request
 MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
-PROFILE_TIMEOUT_S = 150.0  # the supervisor gives its workers 120 s
 STOPPING = "this server is stopping"
 FULL = "the queue is full; try again"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
@@ -69,7 +68,7 @@ class FrontendApp:
         self._mesh: Mesh | None = None
         self._stats = MeshStats(False, "starting")
         self._asked: dict[int, tuple[Identity, asyncio.Future[TokenizeReply | DetokenizeReply | None]]] = {}
-        self._profiles: dict[int, asyncio.Future[Profiled]] = {}
+        self._operations: AskedOperations | None = None
         self._server: http.Server | None = None
         self._listener: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -88,6 +87,7 @@ class FrontendApp:
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
+        self._operations = AskedOperations(mesh.send)
         self.draws = submits.draws_of(mesh.config.model.seed, mesh.identity.index)
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
@@ -267,18 +267,13 @@ class FrontendApp:
             raise HttpError.of(ErrorKind.OVERLOADED, "no detokenizer is ready") from None
         return target
 
-    async def profile(self, *, start: bool) -> Profiled:
-        """Begin or end a trace in every worker."""
-        assert self._mesh is not None
-        handle = self.new_handle()
-        self._profiles[handle] = future = asyncio.get_running_loop().create_future()
+    async def operate(self, action: Action) -> OperationDone:
+        """Have it done in every worker."""
+        assert self._operations is not None
         try:
-            self._mesh.tell_supervisor(Profile(handle, start))
-            return await asyncio.wait_for(future, PROFILE_TIMEOUT_S)
+            return await self._operations.ask(action)
         except TimeoutError:
-            raise HttpError(504, "the supervisor did not answer", kind="timeout_error") from None
-        finally:
-            del self._profiles[handle]
+            raise HttpError(504, "the coordinator did not answer", kind="timeout_error") from None
 
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
         """One line in the log for each name that nobody knows."""
@@ -350,10 +345,8 @@ class FrontendApp:
                 _, future = self._asked.get(message.handle, (peer, None))
                 if future is not None and not future.done():
                     future.set_result(message)
-            case Profiled():
-                waiting = self._profiles.get(message.handle)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
+            case OperationDone() if self._operations is not None:
+                self._operations.answered(message)
             case Refuse():
                 self._refusing = message.on
                 self._news.set()
@@ -385,6 +378,8 @@ class FrontendApp:
                     future.set_result(None)
         elif peer.role is Role.COORDINATOR:
             self._queue_full = False
+            if self._operations is not None:
+                self._operations.coordinator_lost()
 
     def flush(self) -> None:
         """Chunks are written as their rows are read."""

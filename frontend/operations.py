@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Parameter(NamedTuple):
-    """Of the path, or a header."""
+    """Of the path or of the query, or a header."""
 
     name: str
     place: str
@@ -38,6 +38,10 @@ class Operation(NamedTuple):
     streams: bool = False
     plain_errors: tuple[int, ...] = ()  # statuses whose body is text
     is_open: bool = False  # needs no key
+
+
+def _switch(name: str, description: str) -> Parameter:
+    return Parameter(name, "query", {"type": "boolean", "default": False}, description)
 
 
 _ASKS = (400, 404, 413, *STATUS.values())
@@ -112,6 +116,21 @@ OPERATIONS = (
     Operation("/start_profile", "start_profile", responses.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
     Operation("/stop_profile", "stop_profile", responses.Traces, "End the traces.", None, ("POST",), _TRACES),
 )  # fmt: skip
+DEVELOPMENT = (
+    Operation(
+        "/reset_prefix_cache",
+        "reset_prefix_cache",
+        responses.Reset,
+        "Forget which prompts are computed.",
+        None,
+        ("POST",),
+        (400, 503, 504),
+        (
+            _switch("reset_running_requests", "Compute those that run anew; otherwise success is false while some do."),
+            _switch("reset_external", "Refused: there is no other prefix cache than the workers'."),
+        ),
+    ),
+)
 DOCUMENTATION = (
     Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),
     Operation("/docs", "docs", HTML, "This description, to be read."),
@@ -119,6 +138,7 @@ DOCUMENTATION = (
 )
 
 
-def served(documentation: bool) -> tuple[Operation, ...]:
-    """All routes of a server, with or without its documentation (--disable-fastapi-docs)."""
-    return OPERATIONS + DOCUMENTATION if documentation else OPERATIONS
+def served(*, documentation: bool, development: bool) -> tuple[Operation, ...]:
+    """All routes of a server, with or without its documentation (--disable-fastapi-docs) and those for development
+    (--server-dev-mode)."""
+    return OPERATIONS + (DEVELOPMENT if development else ()) + (DOCUMENTATION if documentation else ())

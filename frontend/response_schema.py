@@ -207,6 +207,13 @@ class Version(Struct):
     version: str
 
 
+class Reset(Struct):
+    """Whether the prefix cache is empty now."""
+
+    success: bool
+    error: str | UnsetType = UNSET  # why it is not
+
+
 class Traces(Struct):
     """The files that were written, one a worker."""
 

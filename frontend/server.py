@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from meshlm.frontend import bodies, limits, openapi, parse, prompts, retry, submits
+from meshlm.frontend import bodies, limits, openapi, operating, parse, prompts, retry, submits
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.endpoint import Endpoint, KeyCheck, plain_error
 from meshlm.frontend.errors import HttpError
@@ -35,7 +35,6 @@ from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeReq
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import Handle
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
@@ -43,7 +42,7 @@ BODIES = "this server is reading as many bytes of bodies as it may (--max-incomi
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
 
 
-class Backend(Protocol):
+class Backend(operating.Operates, Protocol):
     """What the routes need of the process (io.py)."""
 
     config: MeshConfig
@@ -63,7 +62,6 @@ class Backend(Protocol):
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
     def close(self, choices: list[Choice]) -> None: ...
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
-    async def profile(self, *, start: bool) -> Profiled: ...
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
     def done(self, answer: Response, started: float, path: str, status: int) -> None: ...
     async def load(self) -> int: ...
@@ -105,7 +103,8 @@ class Routes:
         )
 
     def _operations(self) -> tuple[Operation, ...]:
-        return served(not self._backend.config.server.disable_fastapi_docs)
+        server = self._backend.config.server
+        return served(documentation=not server.disable_fastapi_docs, development=server.server_dev_mode)
 
     # --- small routes ---
 
@@ -150,12 +149,10 @@ class Routes:
         return await self._profile(start=False)
 
     async def _profile(self, *, start: bool) -> HttpResponse:
-        if not self._backend.config.worker.profiler_dir:
-            raise HttpError(404, "start the server with --profiler-dir to take traces", kind="not_found_error")
-        answer = await self._backend.profile(start=start)
-        if answer.error:
-            raise HttpError(409, answer.error)
-        return _json({"paths": list(answer.paths)})
+        return _json(await operating.profile(self._backend, start=start))
+
+    async def reset_prefix_cache(self, request: Request) -> HttpResponse:
+        return _json(await operating.reset_prefix_cache(self._backend, request.query_params))
 
     async def models(self, request: Request) -> HttpResponse:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]

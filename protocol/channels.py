@@ -17,6 +17,7 @@ from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
 from meshlm.protocol.frames import HEADER_BYTES
 from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.operations import Operation, OperationDone
 
 
 class WhenFull(Enum):
@@ -61,19 +62,30 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_D, _F, text.DetokenizerToFrontend, 4096, 65536, WhenFull.DROP_PEER),
     Channel(_D, _C, admit.DetokenizerToCoordinator | control.Join | control.Leave, 4096, 65536, WhenFull.REFUSE),
     Channel(_C, _D, admit.CoordinatorToDetokenizer | control.Members, 4096, 65536, WhenFull.DROP_PEER),
-    Channel(_C, _S, admit.CoordinatorToScheduler | control.Members, 4096, 65536, WhenFull.DROP_PEER),
-    Channel(_S, _C, admit.SchedulerToCoordinator | control.Join | control.Leave, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(_C, _S, admit.CoordinatorToScheduler | control.Members | Operation, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(
+        _S,
+        _C,
+        admit.SchedulerToCoordinator | control.Join | control.Leave | OperationDone,
+        4096,
+        65536,
+        WhenFull.DROP_PEER,
+    ),
     Channel(_S, _D, token.SchedulerToDetokenizer, 4096, 65536, WhenFull.DROP_PEER),
     Channel(_D, _S, token.DetokenizerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
-    Channel(_S, _W, step.SchedulerToWorker, 64, 64, WhenFull.DROP_PEER),
-    Channel(_W, _S, step.WorkerToScheduler, 64, 64, WhenFull.DROP_PEER),
-    Channel(_F, _C, control.Join | control.Leave | control.AskStats, 64, 1024, WhenFull.DROP_PEER),
-    Channel(_C, _F, control.Members | control.MeshStats | control.QueueFull, 256, 1024, WhenFull.DROP_PEER),
+    Channel(_S, _W, step.SchedulerToWorker | Operation, 64, 64, WhenFull.DROP_PEER),
+    Channel(_W, _S, step.WorkerToScheduler | OperationDone, 64, 64, WhenFull.DROP_PEER),
+    Channel(_F, _C, control.Join | control.Leave | control.AskStats | Operation, 64, 1024, WhenFull.DROP_PEER),
+    Channel(
+        _C, _F, control.Members | control.MeshStats | control.QueueFull | OperationDone, 256, 1024, WhenFull.DROP_PEER
+    ),
     Channel(_W, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),
-    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (*_ANY, _C)),
+    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in _ANY),
+    Channel(_C, _SUP, control.ChildToSupervisor | OperationDone, 256, 4096, WhenFull.DROP_PEER),
     Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
-    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (*_ANY, _C)),
+    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in _ANY),
+    Channel(_SUP, _C, control.SupervisorToChild | Operation, 256, 4096, WhenFull.DROP_PEER),
 )
 
 BY_DIRECTION: dict[tuple[Role, Role], Channel] = {(c.sender, c.receiver): c for c in CHANNELS}

@@ -288,6 +288,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),
     ] = ""
     disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
+    server_dev_mode: Annotated[
+        bool, Meta(description="POST /reset_prefix_cache is there for every client (VLLM_SERVER_DEV_MODE)")
+    ] = False
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")
     ] = ""

@@ -40,21 +40,6 @@ class Heartbeat(Struct, frozen=True, tag="beat"):
     rss_bytes: int = 0
 
 
-class Profile(Struct, frozen=True, tag="profile"):
-    """Begin or end a profiler trace: a frontend asks the supervisor, the supervisor each worker, the head's each other node's."""
-
-    handle: int  # names the question in the answer
-    start: bool
-
-
-class Profiled(Struct, frozen=True, tag="profiled"):
-    """The answer to Profile: the files that were written (none at the beginning), or why not."""
-
-    handle: int
-    paths: tuple[str, ...] = ()
-    error: str = ""
-
-
 class RankDrained(Struct, frozen=True, tag="rank_drained"):
     """The coordinator's word: nothing is left at this rank, which was to be removed. Said every second until it is gone."""
 
@@ -93,8 +78,8 @@ class SetRanks(Struct, frozen=True, tag="set_ranks"):
     num_ranks: int
 
 
-ChildToSupervisor = Progress | Ready | Failed | Heartbeat | Profile | Profiled | RankDrained | OpenRequests
-SupervisorToChild = Died | Shutdown | Profile | Profiled | SetRanks | Refuse
+ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests
+SupervisorToChild = Died | Shutdown | SetRanks | Refuse
 
 
 class NodeJoin(Struct, frozen=True, tag="node_join"):
@@ -161,16 +146,7 @@ class RestartNews(Struct, frozen=True, tag="restart_news"):
 
 
 SupervisorToSupervisor = (
-    NodeJoin
-    | NodeWelcome
-    | NodeRefused
-    | NodeReport
-    | Died
-    | Shutdown
-    | Profile
-    | Profiled
-    | RestartProcesses
-    | RestartNews
+    NodeJoin | NodeWelcome | NodeRefused | NodeReport | Died | Shutdown | RestartProcesses | RestartNews
 )
 
 

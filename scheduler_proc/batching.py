@@ -80,6 +80,15 @@ class Batching:
         self.num_preemptions += 1
         self.enqueue(request)
 
+    def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        """Forget what the blocks hold. False, and nothing is done, while requests run that are not to be computed anew."""
+        if self.running and not preempt:
+            return False
+        for request in list(self.running):
+            self.preempt(request)
+        self.pool.forget_all()
+        return True
+
     # --- planning ---
 
     def plan(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:

@@ -10,6 +10,7 @@ from itertools import repeat
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, ReportLoad, Started
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
+from meshlm.protocol.operations import Operation, OperationDone, ResetPrefixCache
 from meshlm.protocol.step_edge import LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere, TokenDeltas
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -17,6 +18,7 @@ from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.load_reporter import LoadReporter
+from meshlm.scheduler_proc.operations import Operations
 from meshlm.scheduler_proc.output import Output, of_position
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
@@ -31,6 +33,7 @@ class Scheduler:
         self.requests: dict[RequestId, Request] = {}
         self.batching = Batching(limits, 0, 1, 0)
         self.workers = Workers(limits)
+        self.operations = Operations(self.workers.all)
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
         self._next_step = 1
@@ -91,9 +94,14 @@ class Scheduler:
             case ReportLoad() as ask_load:
                 self.load.asked(ask_load.number)
             case WorkerReady() as ready:
-                self._worker_ready(event.sender, ready)
+                return self._worker_ready(event.sender, ready)
             case LastPlan() as standing:
                 return self.workers.standing(event.sender, standing)
+            case Operation() as operation:
+                self.operations.add(operation)
+                return self._operate(operation) if self.serving else []
+            case OperationDone() as done:
+                return self.operations.answered(event.sender, done)
             case WorkerStats() as stats:
                 self.load.worker(stats.graphs, event.incarnation)
             case StepFailed() as failed:
@@ -254,10 +262,10 @@ class Scheduler:
         for request in self.requests.values():
             request.num_output_placeholders = 0
 
-    def _worker_ready(self, sender: Identity, ready: WorkerReady) -> None:
+    def _worker_ready(self, sender: Identity, ready: WorkerReady) -> list[Send]:
         facts = self.workers.ready(sender, ready)
         if not facts:
-            return
+            return []
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
         max_drafts = min(f.max_drafts for f in facts)
@@ -268,6 +276,16 @@ class Scheduler:
         for request in before.waiting:
             request.hashes = []
             self.batching.enqueue(request)
+        pending = list(self.operations.pending.values())
+        return [send for operation in pending for send in self._operate(operation)]
+
+    def _operate(self, operation: Operation) -> list[Send]:
+        """Between the plans that were sent and the next: what it changes here, then the workers."""
+        match operation.action:
+            case ResetPrefixCache(preempt=preempt):
+                if not self.batching.reset_prefix_cache(preempt=preempt):
+                    return self.operations.refuse(operation, f"{len(self.batching.running)} requests run")
+        return self.operations.send(operation)
 
     def _step_failed(self, failed: StepFailed, output: Output) -> None:
         """The requests of the step end; what it would have written to the cache cannot be trusted."""

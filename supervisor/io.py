@@ -15,15 +15,16 @@ from msgspec import Struct
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
+from meshlm.protocol.operations import Action, OperationDone
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.operations import AskedOperations
 from meshlm.supervisor import control
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.group import clock, events, rolling
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.group.scaling import Scaling
-from meshlm.supervisor.group.traces import Traces
 from meshlm.supervisor.nodes import network
 from meshlm.supervisor.processes import caches, report, rundir
 from meshlm.supervisor.processes.incarnations import Lives
@@ -58,9 +59,8 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._mesh: Mesh | None = None
         self._status = control.ControlServer(self._answer)
-        self.traces = Traces(self.send)
-        self._lives = Lives(lambda: self.config, self._do, self.traces.lost)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: AskedOperations | None = None
+        self._lives = Lives(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
@@ -142,10 +142,8 @@ class Supervisor:
                 self._do(events.Beaten(peer, life, message.step, message.phase))
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open
-            case edge.Profile():
-                self.profile_for(peer, message)
-            case edge.Profiled():
-                self.traces.answered(peer, message)
+            case OperationDone() if self._asked is not None:
+                self._asked.answered(message)
             case edge.RankDrained():
                 self._do(events.Drained(self._scaling.of_rank(message.dp_rank)))
 
@@ -166,29 +164,18 @@ class Supervisor:
         """Deaths of children are the pidfds' to see."""
         if peer.role is Role.SUPERVISOR and self._network is not None:
             self._network.on_down(peer, reason)
-            self.traces.lost(peer)
             self.operations.node_lost(peer)
+        elif peer.role is Role.COORDINATOR and self._asked is not None:
+            self._asked.coordinator_lost()
 
     def flush(self) -> None:
         """Nothing is batched here."""
 
-    # --- profiler traces ---
-
-    async def profile(self, *, start: bool) -> edge.Profiled:
-        """Begin or end a trace in every worker (--profiler-dir), on the head of several nodes in all of theirs."""
-        workers = [identity for identity in self._group.processes if identity.role is Role.WORKER]
-        nodes = self._network.nodes() if self._network is not None else []
-        return await self.traces.ask([*workers, *nodes], start=start)
-
-    def profile_for(self, peer: Identity, asked: edge.Profile) -> None:
-        """A frontend, or a node's head, asks for it."""
-
-        async def answer() -> None:
-            profiled = await self.profile(start=asked.start)
-            self.send(peer, msgspec.structs.replace(profiled, handle=asked.handle))
-
-        self._tasks.add(task := self._loop.create_task(answer()))
-        task.add_done_callback(self._tasks.discard)
+    async def operate(self, action: Action) -> OperationDone:
+        """Have it done in every worker of the mesh. TimeoutError."""
+        assert self._mesh is not None
+        self._asked = self._asked or AskedOperations(self._mesh.send)
+        return await self._asked.ask(action)
 
     # --- the group's decisions ---
 

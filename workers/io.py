@@ -13,8 +13,9 @@ import time
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.control_edge import STEPPING, GraphCounts, Profile
+from meshlm.protocol.control_edge import STEPPING, GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.operations import Operation, ResetPrefixCache
 from meshlm.protocol.step_edge import (
     LastPlan,
     Reset,
@@ -31,7 +32,7 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending, ProgressReport
 from meshlm.workers.kv.mirror import PrefixCacheMirror
-from meshlm.workers.profiler import Profiler
+from meshlm.workers.operations import Operations
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
@@ -77,7 +78,7 @@ class WorkerApp:
     def __init__(self) -> None:
         self._mesh: Mesh | None = None
         self._engine: Engine | None = None
-        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Profile, int] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation, int] | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
@@ -141,8 +142,7 @@ class WorkerApp:
     def _step_for_ever(self, engine: Engine) -> None:
         background, wait_s = True, BETWEEN_S
         assert self._mesh is not None
-        identity = self._mesh.identity
-        profiler = Profiler(self._mesh.config.worker.profiler_dir, f"{identity.role.value}-{identity.index}")
+        operations = Operations(self._mesh.config, self._mesh.identity)
         while True:
             self._phase = "idle"
             try:
@@ -159,9 +159,9 @@ class WorkerApp:
                 engine.reset()
                 self._mesh.call_soon_threadsafe(self._answer, engine, message)
                 continue
-            if isinstance(message, Profile):
-                self._phase = "profiling"
-                self._mesh.call_soon_threadsafe(self._mesh.tell_supervisor, profiler.handle(message))
+            if isinstance(message, Operation):
+                self._phase = "operation"  # it may take its time
+                self._say(operations.do(message))
                 continue
             self._launched += 1
             try:
@@ -240,7 +240,9 @@ class WorkerApp:
                 self._plans.put((message, time.monotonic_ns()))
             case Reset():
                 self._on_reset(message)
-            case Profile():  # from the supervisor
+            case Operation():
+                if isinstance(message.action, ResetPrefixCache):
+                    self._directory.reset_prefix_cache()
                 self._plans.put((message, 0))
             case ResetGroup():
                 if not self._membership.withdraw():

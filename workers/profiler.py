@@ -7,28 +7,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshlm.protocol.control_edge import Profile, Profiled
+from meshlm.protocol.operations import OperationDone, OperationId
 
 
 class Profiler:
-    """One trace at a time, into `folder` (--profiler-dir; "" refuses). `name` is the process's, for the file."""
+    """One trace at a time, into `folder` (--profiler-dir; "" refuses). `name` is the process's, for the file; `host` stands
+    before the paths that are told."""
 
-    def __init__(self, folder: str, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: str, name: str, host: str = "") -> None:
+        self._folder, self._name, self._host = folder, name, host
         self._running: Any = None
 
-    def handle(self, message: Profile) -> Profiled:
+    def handle(self, operation_id: OperationId, *, start: bool) -> OperationDone:
         """Begin or end a trace; what could not be done is in the answer's `error`."""
         if not self._folder:
-            return Profiled(message.handle, error="there is no directory for traces (--profiler-dir)")
-        if message.start == (self._running is not None):
-            state = "is running already" if message.start else "is not running"
-            return Profiled(message.handle, error=f"{self._name}: the profiler {state}")
+            return OperationDone(operation_id, "there is no directory for traces (--profiler-dir)")
+        if start == (self._running is not None):
+            state = "is running already" if start else "is not running"
+            return OperationDone(operation_id, f"{self._name}: the profiler {state}")
         try:
-            return Profiled(message.handle, paths=() if message.start and self._start() else (self._stop(),))
+            return OperationDone(operation_id, paths=() if start and self._start() else (self._stop(),))
         except (OSError, RuntimeError) as error:
             self._running = None
-            return Profiled(message.handle, error=f"{self._name}: --profiler-dir {self._folder}: {error}")
+            return OperationDone(operation_id, f"{self._name}: --profiler-dir {self._folder}: {error}")
 
     def _start(self) -> bool:
         import torch
@@ -51,4 +52,4 @@ class Profiler:
         profile.stop()
         path = Path(self._folder) / f"{self._name}.{time.time_ns() // 1_000_000}.pt.trace.json"
         profile.export_chrome_trace(str(path))
-        return str(path.resolve())
+        return self._host + str(path.resolve())

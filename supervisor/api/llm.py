@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from meshlm.protocol.columns import ints
+from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background
@@ -150,10 +151,14 @@ class LLM:
         return self._profile(start=False)
 
     def _profile(self, *, start: bool) -> tuple[str, ...]:
-        answer = self._background.ask(self._supervisor.profile(start=start))
+        answer = self._background.ask(self._supervisor.operate(Profile(start)))
         if answer.error:
             raise ValueError(answer.error)
         return answer.paths
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Later requests find nothing of what is computed now. False while requests run that are not to be computed anew."""
+        return not self._background.ask(self._supervisor.operate(ResetPrefixCache(reset_running_requests))).error
 
     def shutdown(self) -> None:
         """End all processes. RuntimeError from any call afterwards, but this one."""

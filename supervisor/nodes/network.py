@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import msgspec
 from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
@@ -13,7 +12,6 @@ from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.protocol.session import RIVAL
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.operations import Operations
-from meshlm.supervisor.group.traces import Traces
 from meshlm.supervisor.nodes import agreement
 from meshlm.supervisor.nodes.core import Nodes
 
@@ -25,7 +23,6 @@ class Own(Protocol):
     """This node's supervisor, as seen from here. io.py's is one."""
 
     operations: Operations
-    traces: Traces
 
     def send(self, peer: Identity, message: Struct) -> bool: ...
     def line(self, text: str) -> None: ...
@@ -44,7 +41,6 @@ class Own(Protocol):
     def stop(self, drain_s: float | None = None) -> None: ...
     def fail(self, message: str) -> None: ...
     def status(self) -> MeshStatus: ...
-    def profile_for(self, peer: Identity, asked: edge.Profile) -> None: ...
 
 
 class Head:
@@ -70,10 +66,6 @@ class Head:
                 self.died(message, besides=peer)
             case edge.RestartNews():
                 self._own.operations.restart_news(peer, message)
-            case edge.Profiled() if peer in self._nodes.joined:
-                host = self._nodes.joined[peer].host
-                paths = tuple(f"{host}:{path}" for path in message.paths)
-                self._own.traces.answered(peer, msgspec.structs.replace(message, paths=paths))
 
     def _join(self, peer: Identity, node: edge.NodeJoin) -> None:
         answer = self._nodes.join(peer, node)
@@ -202,8 +194,6 @@ class Guest:
                 self._own.tell_died(message)
             case edge.RestartProcesses():
                 self._own.operations.restart_for(peer, message)
-            case edge.Profile():
-                self._own.profile_for(peer, message)
             case edge.Shutdown():
                 self._ends = True
                 self._own.line("the head ends, and so does this node")

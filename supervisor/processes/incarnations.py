@@ -21,13 +21,10 @@ WARM_AGAIN_S = 30.0  # after one that ended without having been taken
 
 
 class Lives:
-    """`config` gives the configuration of now, `do` hands an event to the group, `lost` hears of each process that is gone from its
-    place."""
+    """`config` gives the configuration of now, `do` hands an event to the group."""
 
-    def __init__(
-        self, config: Callable[[], MeshConfig], do: Callable[[rolling.Event], None], lost: Callable[[Identity], None]
-    ) -> None:
-        self._config, self._do, self._lost = config, do, lost
+    def __init__(self, config: Callable[[], MeshConfig], do: Callable[[rolling.Event], None]) -> None:
+        self._config, self._do = config, do
         self._loop = asyncio.get_running_loop()
         self._children: dict[Identity, Child] = {}
         self.environment: dict[str, str] = {}  # variables of workers
@@ -152,6 +149,5 @@ class Lives:
         if self._children.get(child.identity) is child:
             del self._children[child.identity]
             self.ends[child.identity] = core.exit_text(code)
-            self._lost(child.identity)
         # Its last words may still be in the inbox: let the loop read them first.
         self._loop.call_soon(self._do, events.Exited(child.identity, child.incarnation, code))

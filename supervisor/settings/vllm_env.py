@@ -26,11 +26,19 @@ def _seconds(text: str) -> float:
         raise ValueError("a number is expected") from None
 
 
+def _switch(text: str) -> bool:
+    try:
+        return bool(int(text))
+    except ValueError:
+        raise ValueError("0 or 1 is expected") from None
+
+
 HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_LOGGING_LEVEL": ("log_level", _level),
     "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
     "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _seconds),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _seconds),
+    "VLLM_SERVER_DEV_MODE": ("server_dev_mode", _switch),
 }
 """Variable -> our setting, and how its text is read."""
 
@@ -78,7 +86,6 @@ INSTEAD = {
     "VLLM_LOGGING_STREAM": "logs go to stderr",
     "VLLM_LOG_STATS_INTERVAL": "GET /metrics",
     "VLLM_PORT": "--mesh-port-range",
-    "VLLM_SERVER_DEV_MODE": "there are no development endpoints",
     "VLLM_USE_MODELSCOPE": "models come from the Hugging Face hub",
 }
 """Without effect, and what there is instead."""

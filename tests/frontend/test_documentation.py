@@ -47,6 +47,19 @@ async def test_it_says_what_this_server_has() -> None:
     assert set(api["paths"]) == {op.path for op in OPERATIONS + DOCUMENTATION}
 
 
+async def test_routes_for_development_are_there_when_asked_for() -> None:
+    async with client() as http:
+        answer = await http.post("/reset_prefix_cache")
+        assert answer.status_code == 404
+        assert "--server-dev-mode" in answer.json()["error"]["message"]
+        assert "/reset_prefix_cache" not in (await http.get("/openapi.json")).json()["paths"]
+    async with client(server_dev_mode=True) as http:
+        answer = await http.post("/reset_prefix_cache?reset_external=true")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
+        answer = await http.post("/reset_prefix_cache?reset_running_requests=perhaps")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_running_requests")
+
+
 async def test_other_methods_are_named() -> None:
     async with client() as http:
         for op in OPERATIONS:

@@ -19,7 +19,9 @@ from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeReq
 
 Json = dict[str, Any]
 SERVED = Served(("tiny",), 100, 20, takes_tools=True, takes_templates=False, takes_priorities=False)
-OPEN, KEYED = (openapi.document(served(True), "1.2", keys, SERVED) for keys in (False, True))
+OPEN, KEYED = (
+    openapi.document(served(documentation=True, development=True), "1.2", keys, SERVED) for keys in (False, True)
+)
 
 
 def references(value: object) -> list[str]:
@@ -37,7 +39,7 @@ def test_the_document_is_whole(api: Json) -> None:
         Draft202012Validator.check_schema(schema)
     names = [one["operationId"] for methods in found["paths"].values() for one in methods.values()]
     assert len(names) == len(set(names))
-    assert list(found["paths"]) == list(dict.fromkeys(op.path for op in served(True)))
+    assert list(found["paths"]) == list(dict.fromkeys(op.path for op in served(documentation=True, development=True)))
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
@@ -49,7 +51,7 @@ def test_each_field_of_a_body_is_there(kind: type[msgspec.Struct]) -> None:
 def test_who_needs_a_key() -> None:
     assert "security" not in OPEN
     assert KEYED["security"] == [{"key": []}]
-    for op in served(True):
+    for op in served(documentation=True, development=True):
         one = KEYED["paths"][op.path][op.methods[0].lower()]
         assert (one.get("security") == []) == op.is_open == ("401" not in one["responses"])
 
@@ -79,7 +81,7 @@ def test_every_status_of_the_source_is_declared() -> None:
 
 
 def test_without_documentation() -> None:
-    assert served(False) == OPERATIONS
+    assert served(documentation=False, development=False) == OPERATIONS
     assert {op.path for op in DOCUMENTATION} <= set(NOT_SERVED)
 
 
@@ -110,7 +112,9 @@ def test_the_page_shows_all_of_it_and_loads_nothing() -> None:
 
 
 def test_text_cannot_become_tags() -> None:
-    assert "<b>x" not in openapi.page(openapi.document(served(True), "<b>x", False, SERVED))
+    assert "<b>x" not in openapi.page(
+        openapi.document(served(documentation=True, development=True), "<b>x", False, SERVED)
+    )
 
 
 PLAIN: Json = {"return_token_ids": True, "logprobs": 1, "prompt_logprobs": 1}

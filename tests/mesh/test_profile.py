@@ -6,13 +6,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fake_answers import reference
 from serving import MESHLM, Serving, serving
 
 pytestmark = pytest.mark.mesh
+ENDLESS = {"prompt": [7] * 10, "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
 
 
 def test_start_and_stop_over_http(tmp_path: Path) -> None:
-    with serving("--device", "fake", "--max-model-len", "512", "--profiler-dir", str(tmp_path)) as server:
+    flags = ("--device", "fake", "--max-model-len", "512", "--server-dev-mode", "--profiler-dir", str(tmp_path))
+    with serving(*flags) as server:
         assert httpx.post(f"{server.url}/stop_profile", timeout=30).status_code == 409
         assert httpx.post(f"{server.url}/start_profile", timeout=60).json() == {"paths": []}
         refused = httpx.post(f"{server.url}/start_profile", timeout=30)
@@ -20,6 +23,30 @@ def test_start_and_stop_over_http(tmp_path: Path) -> None:
         assert "running already" in refused.json()["error"]["message"]
         (path,) = httpx.post(f"{server.url}/stop_profile", timeout=60).json()["paths"]
         assert json.loads(Path(path).read_text())["traceEvents"]
+        resets_its_prefix_cache(server.url)
+
+
+def resets_its_prefix_cache(url: str) -> None:
+    def num_cached() -> int:
+        body = {"prompt": [7] * 100, "max_tokens": 2, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert (num_cached(), num_cached()) == (0, 96)
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=30).json() == {"success": True}
+    assert (num_cached(), num_cached()) == (0, 96)
+    with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        refused = httpx.post(f"{url}/reset_prefix_cache", timeout=30).json()
+        assert (refused["success"], refused["error"]) == (False, "1 requests run")
+        again = httpx.post(f"{url}/reset_prefix_cache?reset_running_requests=true", timeout=30)
+        assert again.json() == {"success": True}
+        ids = [
+            n for line in lines if line.startswith("data: {") for n in json.loads(line[6:])["choices"][0]["token_ids"]
+        ]
+    assert ids == reference([7] * 10, 400)[-len(ids) :]
+    assert len(ids) > 300
 
 
 def test_without_a_directory_there_is_no_such_route(fake: Serving) -> None:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, sampling, session
+from meshlm.protocol import frames, operations, sampling, session
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -34,7 +34,7 @@ from meshlm.protocol.ids import (
 GOLDEN = Path(__file__).with_name("golden.json")
 
 
-EDGES = (admit, control, step, text, token)
+EDGES = (admit, control, step, text, token)  # besides: operations
 
 LIFE = Incarnation(1_750_000_000_000_000_000)
 SCHEDULER, DETOKENIZER = Identity(Role.SCHEDULER, 3), Identity(Role.DETOKENIZER, 1)
@@ -221,8 +221,6 @@ FULL: tuple[Struct, ...] = (
     control.Shutdown(30.0, True),
     control.Refuse(True),
     control.OpenRequests(3),
-    control.Profile(3, True),
-    control.Profiled(3, ("/traces/worker-0.json",), "no room"),
     control.NodeJoin("gpu-7", (1, 2), (4, 8), {"--dtype": "bfloat16"}),
     control.NodeWelcome(),
     control.NodeRefused("it differs"),
@@ -240,6 +238,11 @@ FULL: tuple[Struct, ...] = (
     control.QueueFull(True),
     control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4, True),
     control.AskStats(),
+    # operations
+    operations.Profile(True),
+    operations.ResetPrefixCache(True),
+    operations.Operation(operations.OperationId("0a"), operations.Profile(True)),
+    operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",)),
     # carried by several
     SAMPLING,
     session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),

@@ -18,8 +18,8 @@ from msgspec import Struct
 from meshlm.protocol import session as session_module
 from meshlm.protocol.channels import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, RunConfig
-from meshlm.protocol.control_edge import Profiled
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.operations import Operation, OperationId, Profile
 from meshlm.runtime import mesh as mesh_module
 from meshlm.runtime.errors import MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
@@ -77,6 +77,10 @@ async def test_a_turn_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: py
     assert len(errors) >= 2
 
 
+def operation(name: str) -> Operation:
+    return Operation(OperationId(name), Profile(True))
+
+
 class Inbox(Deaf):
     """Notes what comes."""
 
@@ -93,32 +97,32 @@ class Inbox(Deaf):
 
 @contextlib.asynccontextmanager
 async def pair(run_dir: Path) -> AsyncIterator[tuple[Mesh, Mesh, Inbox]]:
-    """A supervisor's and a frontend's mesh that see each other, and what comes to the frontend."""
+    """A supervisor's and a coordinator's mesh that see each other, and what comes to the coordinator."""
     config = MeshConfig(run=RunConfig(run_dir=str(run_dir)))
     inbox = Inbox()
     supervisor = mesh_of(config)
-    frontend = Mesh(Identity(Role.FRONTEND), Incarnation(2), config, inbox)
+    coordinator = Mesh(Identity(Role.COORDINATOR), Incarnation(2), config, inbox)
     try:
         await supervisor.open()
-        await frontend.open()
+        await coordinator.open()
         assert await asyncio.wait_for(inbox.peers.get(), LIMIT_S) == supervisor.identity
-        yield supervisor, frontend, inbox
+        yield supervisor, coordinator, inbox
     finally:
-        await frontend.close()
+        await coordinator.close()
         await supervisor.close()
 
 
 async def test_a_message_that_no_frame_holds_is_not_sent(tmp_path: Path) -> None:
     """It went into the session, which replayed it each second for ever, and all behind it waited."""
-    async with pair(tmp_path) as (supervisor, frontend, inbox):
-        smallest = len(msgspec.msgpack.encode(Profiled(1, error="")))
+    async with pair(tmp_path) as (supervisor, coordinator, inbox):
+        smallest = len(msgspec.msgpack.encode(operation("")))
         room = MAX_MESSAGE_BYTES - smallest - 4  # a longer string has a longer head
-        with pytest.raises(MessageTooLong, match=rf"{MAX_MESSAGE_BYTES + 1} bytes.*Profiled to frontend/0"):
-            supervisor.send(frontend.identity, Profiled(1, error="x" * (room + 1)))
-        supervisor.send(frontend.identity, Profiled(2, error="x" * room))
-        supervisor.send(frontend.identity, Profiled(3))
+        with pytest.raises(MessageTooLong, match=rf"{MAX_MESSAGE_BYTES + 1} bytes.*Operation to coordinator/0"):
+            supervisor.send(coordinator.identity, operation("x" * (room + 1)))
+        supervisor.send(coordinator.identity, operation("x" * room))
+        supervisor.send(coordinator.identity, operation("3"))
         told = [await asyncio.wait_for(inbox.messages.get(), LIMIT_S) for _ in range(2)]
-        assert [message.handle for message in told if isinstance(message, Profiled)] == [2, 3]
+        assert told == [operation("x" * room), operation("3")]
 
 
 async def test_a_link_on_which_nothing_moves_is_told_and_opened_anew(
@@ -129,7 +133,7 @@ async def test_a_link_on_which_nothing_moves_is_told_and_opened_anew(
     monkeypatch.setattr(session_module, "REPLAY_AFTER_S", 0.2)
     monkeypatch.setattr(mesh_module, "TICK_S", 0.02)
     logged: asyncio.Queue[tuple[str, dict[str, object]]] = asyncio.Queue()
-    async with pair(tmp_path) as (supervisor, frontend, inbox):
+    async with pair(tmp_path) as (supervisor, coordinator, inbox):
         log = SimpleNamespace(error=lambda event, **fields: logged.put_nowait((event, fields)))
         monkeypatch.setattr(supervisor, "_limited", log)
         ticks: asyncio.Queue[str] = asyncio.Queue()
@@ -140,20 +144,19 @@ async def test_a_link_on_which_nothing_moves_is_told_and_opened_anew(
 
         monkeypatch.setattr(supervisor, "_tick", tick)
         size = MAX_FRAME_BYTES
-        supervisor.send(frontend.identity, Profiled(1, error="x" * size))
+        supervisor.send(coordinator.identity, operation("x" * size))
         async with asyncio.timeout(LIMIT_S):
             while (blocked := await ticks.get()) == "":
                 pass
             event, fields = await logged.get()
         assert event == "frame never taken"
-        assert (fields["peer"], fields["message"]) == ("frontend/0", "profiled")
+        assert (fields["peer"], fields["message"]) == ("coordinator/0", "operation")
         assert size < int(str(fields["size"])) < size + 100
-        assert blocked == "frontend/0 does not take what it is sent"
+        assert blocked == "coordinator/0 does not take what it is sent"
         assert await asyncio.wait_for(inbox.peers.get(), LIMIT_S) == supervisor.identity, "no new session"
         async with asyncio.timeout(LIMIT_S):
-            while supervisor.blocked or not supervisor.peers(Role.FRONTEND):
+            while supervisor.blocked or not supervisor.peers(Role.COORDINATOR):
                 await ticks.get()
-        supervisor.send(frontend.identity, Profiled(2))
+        supervisor.send(coordinator.identity, operation("2"))
         told = await asyncio.wait_for(inbox.messages.get(), LIMIT_S)
-        assert isinstance(told, Profiled)
-        assert told.handle == 2
+        assert told == operation("2")

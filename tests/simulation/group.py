@@ -10,7 +10,8 @@ from mock_worker import VOCAB, Computed, Model
 from network import running
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.control_edge import GraphCounts, Profile
+from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.operations import Operation
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
 from meshlm.workers.distributed.membership import Lives
 from meshlm.workers.engine import EngineFacts
@@ -53,7 +54,7 @@ class _Plans:
         self.items: list[Any] = []
         self._worker = worker
 
-    def put(self, item: tuple[StepPlan | Reset | Profile, int]) -> None:
+    def put(self, item: tuple[StepPlan | Reset | Operation, int]) -> None:
         self.items.append(item)
         self._worker.wake()
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import structlog
 
-from meshlm.protocol.control_edge import GraphCounts, Profile, Profiled
+from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Role, StepId
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
 from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.runtime.errors import MessageTooLong
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
 from meshlm.workers.engine import EngineFacts
+from meshlm.workers.operations import Operations
 
 
 class Mesh:
@@ -82,14 +84,37 @@ async def test_a_failure_in_idle_time_is_the_process_s_last_word(
     await app.stop()
 
 
-async def test_a_profile_is_answered_to_the_supervisor(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_operation_is_answered_to_the_scheduler_in_order(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app, mesh = await start(smollm2, monkeypatch, None)
-    app.on_message(Identity(Role.SUPERVISOR, 0), Profile(5, True))
+    scheduler = Identity(Role.SCHEDULER, 0)
+    app.on_message(scheduler, Operation(OperationId("a"), Profile(True)))
+    app.on_message(scheduler, Reset(5))
+    app.on_message(scheduler, Operation(OperationId("b"), ResetPrefixCache()))
     answer = await asyncio.wait_for(mesh.said.get(), 10)
-    assert isinstance(answer, Profiled)
-    assert answer.handle == 5
+    assert isinstance(answer, OperationDone)
+    assert answer.id == "a"
     assert "--profiler-dir" in answer.error
+    assert isinstance(await asyncio.wait_for(mesh.said.get(), 10), WorkerReady)
+    assert await asyncio.wait_for(mesh.said.get(), 10) == OperationDone(OperationId("b"))
     await app.stop()
+
+
+async def test_a_worker_that_is_asked_again_does_not_do_it_twice(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another worker of its rank was lost meanwhile: the trace that it has begun is the one that is meant."""
+    mesh = Mesh(smollm2)
+    mesh.config = resolve.resolve(
+        flags.build({"model": str(smollm2), "device": "fake", "profiler_dir": str(tmp_path)}, None)
+    )
+    operations = Operations(mesh.config, mesh.identity)
+    for _ in range(2):
+        assert operations.do(Operation(OperationId("a"), Profile(True))) == OperationDone(OperationId("a"))
+    assert "running already" in operations.do(Operation(OperationId("b"), Profile(True))).error
+    stopped = operations.do(Operation(OperationId("c"), Profile(False)))
+    assert stopped.paths == operations.do(Operation(OperationId("c"), Profile(False))).paths != ()
 
 
 async def test_graph_counts_are_said_when_they_change(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

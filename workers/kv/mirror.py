@@ -34,6 +34,10 @@ class PrefixCacheMirror:
         """A step failed: what it and those after it should have written is not there. Nothing is kept of this session."""
         self._spoiled = True
 
+    def reset_prefix_cache(self) -> None:
+        """The next scheduler finds nothing of what the plans so far have brought."""
+        self._hashes.clear()
+
     def columns(self) -> tuple[bytes, bytes]:
         """Blocks as int32, and their hashes; the latest MAX_KEPT."""
         if self._spoiled:

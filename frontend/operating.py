@@ -1,0 +1,44 @@
+"""Routes that have something done in every worker: profiler traces, reset of the prefix cache. Called by server.py."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from meshlm.frontend.errors import HttpError
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.operations import Action, OperationDone, Profile, ResetPrefixCache
+
+SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
+
+
+class Operates(Protocol):
+    """What this asks of the frontend."""
+
+    config: MeshConfig
+
+    async def operate(self, action: Action) -> OperationDone: ...
+
+
+async def profile(backend: Operates, *, start: bool) -> dict[str, Any]:
+    """Begin or end a trace in every worker."""
+    if not backend.config.worker.profiler_dir:
+        raise HttpError(404, "start the server with --profiler-dir to take traces", kind="not_found_error")
+    answer = await backend.operate(Profile(start))
+    if answer.error:
+        raise HttpError(409, answer.error)
+    return {"paths": list(answer.paths)}
+
+
+async def reset_prefix_cache(backend: Operates, query: Mapping[str, str]) -> dict[str, Any]:
+    """Later requests find nothing of what is computed now."""
+    preempt = _switch(query, "reset_running_requests")
+    if _switch(query, "reset_external"):
+        raise HttpError(400, "there is no other prefix cache than the workers'", "reset_external")
+    answer = await backend.operate(ResetPrefixCache(preempt))
+    return {"success": False, "error": answer.error} if answer.error else {"success": True}
+
+
+def _switch(query: Mapping[str, str], name: str) -> bool:
+    text = query.get(name, "false")
+    if text.lower() not in SWITCH:
+        raise HttpError(400, f"{name} must be true or false", name)
+    return SWITCH[text.lower()]

@@ -1,0 +1,48 @@
+"""What changes workers between two steps: a profiler trace, a reset of the prefix cache.
+
+An `Operation` goes from whoever asks (a frontend, the supervisor) to the coordinator, from there to every scheduler, and from each
+scheduler to its workers, in order with the plans: all workers of a rank do it before the same step. `OperationDone` comes back on the
+same road, at each process once all of those that it asked have answered. An operation has an id: a worker that is asked again, because
+another worker of its rank was lost meanwhile, does not do it twice. A new operation is one more struct in `Action`.
+"""
+
+from collections.abc import Collection
+from typing import NewType
+
+from msgspec import Struct
+
+OperationId = NewType("OperationId", str)  # unique in the mesh
+
+
+class Profile(Struct, frozen=True, tag="profile"):
+    """Begin or end a trace in every worker (--profiler-dir)."""
+
+    start: bool
+
+
+class ResetPrefixCache(Struct, frozen=True, tag="reset_prefix_cache", omit_defaults=True):
+    """No later request finds what is computed now. It fails while requests run, or with `preempt` computes those anew."""
+
+    preempt: bool = False
+
+
+Action = Profile | ResetPrefixCache
+
+
+class Operation(Struct, frozen=True, tag="operation"):
+    id: OperationId
+    action: Action
+
+
+class OperationDone(Struct, frozen=True, tag="operation_done", omit_defaults=True):
+    """The answer to Operation: the files that were written, or why it was not done."""
+
+    id: OperationId
+    error: str = ""
+    paths: tuple[str, ...] = ()
+
+
+def combine(operation_id: OperationId, answers: Collection[OperationDone]) -> OperationDone:
+    """One answer out of those of all who were asked: the first error, or the files of all."""
+    error = next((answer.error for answer in answers if answer.error), "")
+    return OperationDone(operation_id, error, () if error else tuple(path for one in answers for path in one.paths))

@@ -1,0 +1,46 @@
+"""Operations that the workers of this rank have not all answered. Pure; owned by core.py.
+
+Each goes to all workers between the same two plans. When the workers' session ends before all have answered, it goes to all of them
+again at the beginning of the next session: those that have done it answer at once.
+"""
+
+from meshlm.protocol.ids import COORDINATOR, Identity
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, combine
+from meshlm.runtime.events import Send
+
+
+class Operations:
+    """`pending` are in the order in which they came."""
+
+    def __init__(self, workers: list[Identity]) -> None:
+        self._workers = workers
+        self._answers: dict[OperationId, dict[Identity, OperationDone]] = {}
+        self.pending: dict[OperationId, Operation] = {}
+
+    def add(self, operation: Operation) -> None:
+        """It has to be done; `send` follows as soon as the workers serve."""
+        self.pending[operation.id] = operation
+
+    def send(self, operation: Operation) -> list[Send]:
+        """All workers do it now; what they answered in an earlier session does not count."""
+        self._answers[operation.id] = {}
+        return [Send(worker, operation) for worker in self._workers]
+
+    def refuse(self, operation: Operation, error: str) -> list[Send]:
+        """It cannot be done here; no worker is asked."""
+        return self._over(OperationDone(operation.id, error))
+
+    def answered(self, worker: Identity, done: OperationDone) -> list[Send]:
+        """A worker's answer; one that nobody waits for is dropped."""
+        answers = self._answers.get(done.id)
+        if answers is None:
+            return []
+        answers[worker] = done
+        if len(answers) < len(self._workers):
+            return []
+        return self._over(combine(done.id, [answers[one] for one in self._workers]))
+
+    def _over(self, done: OperationDone) -> list[Send]:
+        del self.pending[done.id]
+        self._answers.pop(done.id, None)
+        return [Send(COORDINATOR, done)]

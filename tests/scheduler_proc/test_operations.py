@@ -1,0 +1,85 @@
+"""Operations go to the workers between two plans, and again with each session until all have answered."""
+
+from bench import COORDINATOR, LIFE, WORKER, Bench, limits, reference
+from msgspec import Struct
+
+from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
+from meshlm.protocol.step_edge import Reset, WorkerReady
+from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
+from meshlm.scheduler_proc.core import Scheduler
+
+TRACE = Operation(OperationId("t"), Profile(True))
+DONE = OperationDone(TRACE.id)
+
+
+def received(scheduler: Scheduler, sender: Identity, message: Struct) -> list[Send]:
+    return scheduler.handle(Received(sender, LIFE, message), 1.0)
+
+
+def reset(bench: Bench, *, preempt: bool = False) -> bool:
+    """Ask for it as the coordinator does; whether the workers were asked."""
+    sends = received(bench.core, COORDINATOR, Operation(OperationId("r"), ResetPrefixCache(preempt)))
+    if [send.to for send in sends] == [WORKER]:
+        bench.directory.reset_prefix_cache()
+        told = received(bench.core, WORKER, OperationDone(OperationId("r")))
+        assert told == [Send(COORDINATOR, OperationDone(OperationId("r")))]
+        return True
+    (send,) = sends
+    assert isinstance(send.message, OperationDone)
+    assert "requests run" in send.message.error
+    return False
+
+
+def test_later_requests_find_nothing_of_before() -> None:
+    bench, prompt = Bench(limits(), 64, 4), list(range(40))
+    bench.assign(1, prompt, 5)
+    bench.finish()
+    bench.assign(2, prompt, 5)
+    bench.finish()
+    assert bench.cached[2] == 36
+    assert reset(bench)
+    assert bench.directory.columns() == (b"", b""), "nor does the next scheduler"
+    bench.assign(3, prompt, 5)
+    bench.finish()
+    assert bench.cached[3] == 0
+    assert bench.tokens[3] == reference(prompt, 5)
+
+
+def test_it_fails_while_requests_run_or_computes_them_anew() -> None:
+    bench, prompt = Bench(limits(), 64, 4), list(range(40))
+    bench.assign(1, prompt, 20)
+    for _ in range(5):
+        bench.step()
+    assert not reset(bench)
+    before = bench.core.load.prompt_tokens
+    assert reset(bench, preempt=True)
+    bench.core.check()
+    bench.finish()
+    assert bench.core.load.prompt_tokens >= before + len(prompt)
+    assert bench.tokens[1] == reference(prompt, 20)
+
+
+def test_it_waits_for_workers_and_is_done_again_after_a_death() -> None:
+    scheduler = Scheduler(limits(num_workers=2))
+    one, two = scheduler.workers.all
+    assert received(scheduler, COORDINATOR, TRACE) == [], "no worker is there"
+
+    def begin(*lives: Identity) -> list[Send]:
+        for worker in lives:
+            sends = scheduler.handle(PeerUp(worker, LIFE), 1.0)
+        session = next(send.message.session for send in sends if isinstance(send.message, Reset))
+        ready = WorkerReady(session, 8, 4, 64, 64, 997)
+        return [send for worker in (one, two) for send in received(scheduler, worker, ready)]
+
+    assert begin(one, two) == [Send(one, TRACE), Send(two, TRACE)]
+    assert received(scheduler, one, DONE) == []
+    scheduler.handle(PeerLost(two, LIFE), 1.0)
+    assert received(scheduler, one, DONE) == [], "its answer counts in the next session"
+    assert begin(two) == [Send(one, TRACE), Send(two, TRACE)]
+    assert received(scheduler, two, DONE) == []
+    assert received(scheduler, one, OperationDone(TRACE.id, "no room")) == [
+        Send(COORDINATOR, OperationDone(TRACE.id, "no room"))
+    ]
+    assert scheduler.operations.pending == {}
+    assert received(scheduler, Identity(Role.WORKER), DONE) == []

@@ -1,0 +1,40 @@
+"""What a worker does between two steps because it was asked to. Used by the stepper thread only (io.py)."""
+
+from typing import assert_never
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Identity
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
+from meshlm.workers.profiler import Profiler
+
+MAX_KNOWN = 64  # answers that are kept for who asks again
+
+
+class Operations:
+    """Each operation is done once in the life of the worker."""
+
+    def __init__(self, config: MeshConfig, identity: Identity) -> None:
+        node = config.node
+        host = (
+            f"{node.host}:" if node is not None and node.index else ""
+        )  # files of other nodes are told from the head's
+        self._profiler = Profiler(config.worker.profiler_dir, f"{identity.role.value}-{identity.index}", host)
+        self._done: dict[OperationId, OperationDone] = {}
+
+    def do(self, operation: Operation) -> OperationDone:
+        """The answer, or the same again where it was done already."""
+        done = self._done.get(operation.id)
+        if done is None:
+            self._done[operation.id] = done = self._do(operation)
+            if len(self._done) > MAX_KNOWN:
+                del self._done[next(iter(self._done))]
+        return done
+
+    def _do(self, operation: Operation) -> OperationDone:
+        match operation.action:
+            case Profile(start=start):
+                return self._profiler.handle(operation.id, start=start)
+            case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
+                return OperationDone(operation.id)
+            case _:
+                assert_never(operation.action)
