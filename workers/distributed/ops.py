@@ -32,6 +32,9 @@ class SummingOps:
                 return PartialSum(sent, Kind.IN_FLIGHT, residual)
         return PartialSum(self.base.linear(x, packed, bias, outputs), Kind.RANK, residual)
 
+    def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
+        return PartialSum(x, Kind.RANK, residual)
+
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         match x.kind:
             case Kind.IN_FLIGHT:

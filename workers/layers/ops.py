@@ -65,6 +65,10 @@ class Ops(Protocol):
         """
         ...
 
+    def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
+        """A row-parallel product that was computed by other means than `row_parallel_linear`."""
+        ...
+
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         """The sum [m, n] of this dtype, without the residual that it is to be added to."""
         ...
@@ -140,7 +144,10 @@ class Composed:
     def row_parallel_linear(
         self: "Ops", x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
     ) -> PartialSum:
-        return PartialSum(self.linear(x, packed, bias, outputs), Kind.WHOLE, residual)
+        return self.term(self.linear(x, packed, bias, outputs), residual)
+
+    def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
+        return PartialSum(x, Kind.WHOLE, residual)
 
     def embed(
         self: "Ops", ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor

@@ -21,8 +21,9 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import ACTIVATIONS
-from meshlm.workers.models.decoder import Decoder, DecoderLayer, Linear
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
 

@@ -8,6 +8,7 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.attention.cpu_backend import CpuAttention
 from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.layers.cpu_ops import CpuOps
+from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 
@@ -66,6 +67,8 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
 
 
 def fuse(model: Decoder, backend: str) -> None:
-    """Let a model that is whole, loaded and on the CPU compute this way, if its attention is the kernels' too."""
-    if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1:
+    """Let a model that is whole, loaded and on the CPU compute this way, if its products and its attention are the kernels' too."""
+    products = [module for layer in model.layers for module in layer.modules() if isinstance(module, Linear)]
+    fused = all(product.fuses_norm and product.fuses_sum for product in products)
+    if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:
         model.parts = CpuLayers(model)

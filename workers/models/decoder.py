@@ -17,18 +17,11 @@ from meshlm.workers.batch import ForwardBatch, LayerCache
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
-
-
-class RMSNorm(nn.Module):
-    """The weight of a norm; ops compute it."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
-        self.eps = eps
 
 
 class Embedding(nn.Module):
@@ -53,30 +46,6 @@ class Embedding(nn.Module):
         if self.several:
             return ops.embed_part(ids, self.weight, (self.begin, self.end), norm)
         return ops.embed(ids, self.weight, norm, first.attention.qkv.weight)
-
-
-class Linear(nn.Module):
-    """x W^T + b. After `prepare` the weight is in the form that the ops want."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
-        super().__init__()
-        self.outputs = outputs
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
-
-    def prepare(self, ops: Ops) -> None:
-        self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
-
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, self.outputs)
-
-    def row_parallel(self, x: Tensor, residual: Tensor | None, ops: Ops) -> PartialSum:
-        """See `Ops.row_parallel_linear`."""
-        return ops.row_parallel_linear(x, self.weight, self.bias, self.outputs, residual)
-
-    def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: bool = False) -> tuple[Tensor, Tensor]:
-        """See `Ops.norm_linear`."""
-        return ops.norm_linear(x, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
 
 
 class Attention(nn.Module):

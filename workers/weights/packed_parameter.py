@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.cpu import packed
+from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.quantization.unquantized import PackedGGUF
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.sources import Source
@@ -59,9 +61,13 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Pac
         if forms is None:
             continue
         kept[name] = PackedParameter(forms, parameter.shape[0], parameter.shape[1], covered)
-        owner, _, attribute = name.rpartition(".")
-        empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, Linear):
+            with torch.device(parameter.device):
+                owner.use(PackedGGUF(kept[name].size))
+        else:  # the embedding
+            empty = torch.empty(kept[name].size, dtype=torch.uint8, device=parameter.device)
+            owner.weight = nn.Parameter(empty, requires_grad=False)
     return kept
 
 

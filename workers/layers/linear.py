@@ -1,0 +1,49 @@
+"""A linear layer of a model. How its weight is stored, and which kernel computes with it, is its `LinearMethod`'s affair."""
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.quantization.method import Fused, LinearMethod
+from meshlm.workers.quantization.unquantized import UNQUANTIZED
+
+
+class Linear(nn.Module):
+    """x W^T + b. After `prepare` the weight is in the form that its method computes with."""
+
+    weight: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        self.use(UNQUANTIZED)
+        self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
+
+    def use(self, method: LinearMethod) -> None:
+        """Before loading: another method than the unquantised one."""
+        self.method = method
+        method.add_parameters(self)
+        self.fuses_norm = self.fuses_sum = False
+
+    def prepare(self, ops: Ops) -> None:
+        self.method.finish(self, ops)
+        self.fuses_norm, self.fuses_sum = self.method.fused(Fused.NORM), self.method.fused(Fused.ROW_PARALLEL)
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return self.method.apply(self, x, ops)
+
+    def row_parallel(self, x: Tensor, residual: Tensor | None, ops: Ops) -> PartialSum:
+        """See `Ops.row_parallel_linear`."""
+        if self.fuses_sum:
+            return ops.row_parallel_linear(x, self.weight, self.bias, self.outputs, residual)
+        return ops.term(self.method.apply(self, x, ops), residual)
+
+    def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: bool = False) -> tuple[Tensor, Tensor]:
+        """See `Ops.norm_linear`."""
+        if self.fuses_norm:
+            return ops.norm_linear(x, (norm.weight, norm.eps), self.weight, self.bias, self.outputs, gate=gate)
+        normed, residual = ops.norm(x, (norm.weight, norm.eps))
+        out = self.method.apply(self, normed, ops)
+        return (ops.silu_mul(out) if gate else out), residual

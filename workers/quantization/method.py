@@ -1,0 +1,41 @@
+"""How the weight of a linear layer is stored, and how the layer computes with it.
+
+A `LinearMethod` belongs to one layer. Loading asks it for parameters, then to `finish`; a model asks which fused kernels may take the
+weight by themselves, once, when it is prepared. So nothing is decided in a step.
+"""
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from meshlm.workers.layers.linear import Linear
+    from meshlm.workers.layers.ops import Ops
+
+
+class Fused(Enum):
+    """A kernel of `Ops` that computes more than the product, from `Linear.weight` in the form that the ops want."""
+
+    NORM = auto()  # norm_linear
+    ROW_PARALLEL = auto()  # row_parallel_linear
+
+
+class LinearMethod(Protocol):
+    """The method of one linear layer."""
+
+    def add_parameters(self, linear: "Linear") -> None:
+        """Give the layer the parameters that files fill, on the meta device; `weight` is one of them."""
+        ...
+
+    def finish(self, linear: "Linear", ops: "Ops") -> None:
+        """After loading: bring the parameters into the form that `apply` wants."""
+        ...
+
+    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
+        """[m, inputs] -> [m, outputs], with the bias."""
+        ...
+
+    def fused(self, kind: Fused) -> bool:
+        """Whether that kernel may take the weight. Asked once, after `finish`."""
+        ...
