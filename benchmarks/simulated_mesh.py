@@ -76,8 +76,8 @@ class Rank:
             plan, record = sends[0].message, core.inflight[-1]
             assert isinstance(plan, StepPlan)
             starts = memoryview(plan.starts).cast("i")
-            kv_tokens = sum(starts[: record.num_decodes])
-            duration = world.timing.step(plan.num_tokens - record.num_decodes, kv_tokens)
+            kv_tokens = sum(starts[: record.num_decode_tokens])
+            duration = world.timing.step(plan.num_tokens - record.num_decode_tokens, kv_tokens)
             begun = max(world.now, self.free_at)
             self.free_at = begun + duration
             self.busy_s += duration

@@ -152,6 +152,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step", extra=PER_NODE)] = 0.0
+    fake_drafts: Annotated[
+        int, Meta(ge=0, le=64, description="device fake: tokens that it drafts in a step, at most", extra=PER_NODE)
+    ] = 0
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):

@@ -2,10 +2,15 @@
 
 The next token is a hash of all tokens found through the row's block table, slot by slot: the slot of position p holds a rolling
 hash of tokens 0..p, made from what the slot of position p - 1 really holds. A wrong block table shows as a wrong token.
+
+With `--fake-drafts` it drafts too: right tokens and, at places that only chance names, wrong ones, whose KV then stands behind the
+row's end until it is overwritten. Now and then it gives a row no token at all.
 """
 
 import time
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,12 +20,13 @@ from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import room
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
-from meshlm.workers.rows import I32, RowTable, StepArrays
+from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
 _FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
 DEFAULT_CACHE_TOKENS = 1 << 20
 FIRST_TOKEN = 256  # smaller ids are often special
+WRONG_EVERY, NONE_EVERY = 3, 7  # one draft, and one row of a step with drafts, of so many
 
 U64 = NDArray[np.uint64]
 
@@ -37,6 +43,12 @@ def expected_token(tokens: list[int], vocab_size: int) -> int:
     for token in tokens:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
     return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
+
+
+def _dice(rows: NDArray[Any], positions: NDArray[Any]) -> U64:
+    """A number for each, by chance and always the same."""
+    mixed = rows.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) + positions.astype(np.uint64)
+    return (mixed * np.uint64(_FACTOR)) >> np.uint64(40)
 
 
 def _columns(token_ids: I32, width: int, vocab_size: int) -> LogprobColumns:
@@ -66,7 +78,8 @@ class FakeEngine:
         memory = config.cache.kv_cache_memory
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
         num_blocks = room.num_blocks(config, budget, block_size * per_token)
-        self.facts = EngineFacts(num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, {"fake": "yes"})
+        shown, drafts = {"fake": "yes"}, config.worker.fake_drafts
+        self.facts = EngineFacts(num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, shown, drafts)
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size)
         self._state = np.zeros(num_blocks * block_size, np.uint64)
         self._free_at = 0.0
@@ -84,10 +97,15 @@ class FakeEngine:
 
     def step(self, plan: StepPlan, received_ns: int) -> Done:
         self._rows.apply(plan)
-        arrays = self._rows.step(plan)
+        num_drafts = self._draft(plan)
+        arrays = self._rows.step(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
         launched = time.monotonic_ns()
-        token_ids = self._compute(arrays, bool(plan.new_rows))
-        self._rows.sampled(arrays, token_ids)
+        self._write(arrays, bool(plan.new_rows))
+        if num_drafts is None:
+            token_ids, counts = self._sample(arrays.slots[arrays.query_start[1:] - 1][arrays.samples]), None
+            self._rows.sampled(arrays, token_ids)
+        else:
+            token_ids, counts = self._accept(plan.step, arrays, num_drafts)
         if self._step_s:
             begun = max(self._free_at, time.monotonic())
             self._free_at = begun + self._step_s
@@ -97,20 +115,73 @@ class FakeEngine:
                 session=plan.session,
                 step=plan.step,
                 token_ids=token_ids.tobytes(),
-                logprobs=self._logprobs(arrays, token_ids),
+                logprobs=self._logprobs(arrays, token_ids, counts),
                 prompt_logprobs=self._prompt_logprobs(arrays),
                 received_ns=received_ns,
                 launched_ns=launched,
                 done_ns=time.monotonic_ns(),
+                counts=b"" if counts is None else counts.tobytes(),
             )
         )
 
-    def _logprobs(self, arrays: StepArrays, token_ids: I32) -> dict[int, LogprobColumns]:
+    def _draft(self, plan: StepPlan) -> I32 | None:
+        """Write the drafts that the plan allows behind the rows' tokens, as if they were known; how many each row has, or None."""
+        if not plan.num_drafts:
+            return None
+        num_drafts = np.frombuffer(plan.num_drafts, np.int32)
+        table, drafting = self._rows, num_drafts > 0
+        rows, counts = np.frombuffer(plan.rows, np.int32)[drafting], num_drafts[drafting]
+        ends = table.num_known[rows]
+        before = np.maximum(ends.astype(np.int64) - 2, 0)
+        slots = table.blocks[rows, before // table.block_size].astype(np.int64) * table.block_size
+        state = np.where(ends > 1, self._state[slots + before % table.block_size], np.uint64(0))
+        for nth in range(int(counts.max(initial=0))):
+            state = state * np.uint64(_FACTOR) + (table.tokens[rows, ends + nth - 1].astype(np.int64) + 1).astype(
+                np.uint64
+            )
+            wrong = _dice(rows, ends + nth) % WRONG_EVERY == 0
+            drafted = np.where(wrong, FIRST_TOKEN, self._tokens_of(state))
+            more = nth < counts
+            table.tokens[rows[more], (ends + nth)[more]] = drafted[more]
+        table.num_known[rows] += counts
+        return num_drafts
+
+    def _from_row_ends(self, plan: StepPlan, num_drafts: I32 | None) -> StepPlan:
+        """The plan with the places where rows really are, and with the drafts among the tokens to be computed."""
+        rows, starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
+        counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(len(rows), np.int32)
+        counts = counts if num_drafts is None else counts + num_drafts
+        samples = np.frombuffer(plan.samples, np.uint8) > 0 if plan.samples else np.ones(len(rows), np.bool_)
+        starts = np.where(samples, self._rows.num_known[rows] - counts, starts)
+        return msgspec.structs.replace(plan, starts=starts.astype(np.int32).tobytes(), counts=counts.tobytes())
+
+    def _accept(self, step: int, arrays: StepArrays, num_drafts: I32) -> tuple[I32, I32]:
+        """Sample every drafted position, and keep the tokens up to the first draft that differs; how many each row got."""
+        table = self._rows
+        tokens: list[I32] = []
+        for place in np.flatnonzero(arrays.samples).tolist():
+            row, drafts, end = int(arrays.rows[place]), int(num_drafts[place]), int(arrays.query_start[place + 1])
+            sampled = self._sample(arrays.slots[end - 1 - drafts : end])
+            known = int(table.num_known[row]) - drafts
+            right = sampled[:drafts] == table.tokens[row, known : known + drafts]
+            given = sampled[: 1 + int(np.logical_and.accumulate(right).sum())]
+            if _dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
+                given = given[:0]
+            table.tokens[row, known : known + len(given)] = given
+            table.num_known[row] = known + len(given)
+            tokens.append(given)
+        counts = np.array([len(given) for given in tokens], np.int32)
+        return np.concatenate([*tokens, np.empty(0, np.int32)]), counts
+
+    def _logprobs(self, arrays: StepArrays, token_ids: I32, counts: I32 | None) -> dict[int, LogprobColumns]:
         wanted = {}
+        at = 0
         for nth, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
+            count = 1 if counts is None else int(counts[nth])
             width = self._rows.sampling[int(arrays.rows[place])].logprobs
             if width >= 0:
-                wanted[place] = _columns(token_ids[nth : nth + 1], width, self._vocab_size)
+                wanted[place] = _columns(token_ids[at : at + count], width, self._vocab_size)
+            at += count
         return wanted
 
     def _prompt_logprobs(self, arrays: StepArrays) -> dict[int, LogprobColumns]:
@@ -123,14 +194,19 @@ class FakeEngine:
                 wanted[place] = _columns(self._rows.tokens[row, start + 1 : end + 1], width, self._vocab_size)
         return wanted
 
-    def _compute(self, arrays: StepArrays, has_new_rows: bool) -> NDArray[np.int32]:
-        """Write every token's state, read the last one's of the rows that sample."""
+    def _write(self, arrays: StepArrays, has_new_rows: bool) -> None:
+        """Every token's state."""
         if has_new_rows or len(arrays.slots) > len(arrays.rows):
             self._write_in_order(arrays)
         else:
             self._write_decodes(arrays)
-        last = arrays.slots[arrays.query_start[1:] - 1][arrays.samples]
-        chosen = (self._state[last] >> np.uint64(33)) % np.uint64(self._vocab_size - FIRST_TOKEN)
+
+    def _sample(self, slots: I64) -> I32:
+        """The tokens that follow those in these slots."""
+        return self._tokens_of(self._state[slots])
+
+    def _tokens_of(self, state: U64) -> I32:
+        chosen = (state >> np.uint64(33)) % np.uint64(self._vocab_size - FIRST_TOKEN)
         return (chosen + np.uint64(FIRST_TOKEN)).astype(np.int32)
 
     def _slots_before(self, arrays: StepArrays) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ import msgspec
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.config import CacheConfig, MeshConfig
+from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
@@ -14,9 +14,10 @@ VOCAB = 1000
 SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
 
 
-def engine() -> FakeEngine:
+def engine(drafts: int = 0) -> FakeEngine:
     resolved = resolved_of(SPEC, device="fake")
-    config = MeshConfig(cache=CacheConfig(block_size=8), resolved=resolved)
+    worker = WorkerConfig(fake_drafts=drafts)
+    config = MeshConfig(cache=CacheConfig(block_size=8), worker=worker, resolved=resolved)
     return FakeEngine(config, lambda *news: None)
 
 
@@ -72,3 +73,63 @@ def test_a_wrong_table_is_a_wrong_token() -> None:
     assert run(fake, plan([1], [9], [1], [wrong])) == [expected_token([*tokens, 1], VOCAB)]  # its last slot is right
     wrong = new(2, [*tokens, 1], [5, 6])
     assert run(fake, plan([2], [9], [1], [wrong])) != [expected_token([*tokens, 1], VOCAB)]
+
+
+# --- several tokens in one step ---
+
+
+def drafting(rows: list[int], starts: list[int], drafts: list[int], step: int, new_rows: list[NewRow]) -> StepPlan:
+    counts = [1] * len(rows)
+    num_tokens = len(rows) + sum(drafts)
+    first = plan(rows, starts, counts, new_rows)
+    return msgspec.structs.replace(first, step=StepId(step), num_drafts=pack_i32(drafts), num_tokens=num_tokens)
+
+
+def decoded(fake: FakeEngine, tokens: list[int], length: int, drafts: int) -> tuple[list[int], list[int]]:
+    """Row 0 decoded to `length` tokens; and how many each step gave. Each plan says the most that the row can be."""
+    found, given = run(fake, plan([0], [0], [len(tokens)], [new(0, tokens, [5, 2, 7, 1, 0, 3, 8])])), [1]
+    step, most = 1, len(tokens) + 1
+    while len(tokens) + len(found) < length:
+        step += 1
+        drafted = min(drafts, length - len(tokens) - len(found) - 1)
+        result = fake.step(drafting([0], [min(most, length) - 1], [drafted], step, []), 0).wait()
+        most += 1 + drafted
+        found += ints(result.token_ids)
+        given += ints(result.counts)
+    return found, given
+
+
+def test_drafts_change_nothing_but_the_number_of_steps() -> None:
+    tokens = list(range(20, 29))
+    found, given = decoded(engine(drafts=3), tokens, 50, 3)
+    assert len(found) == 41
+    for place in range(41):
+        assert found[place] == expected_token(tokens + found[:place], VOCAB)
+    assert {0, 1, 2, 4} <= set(given)
+    assert len(given) < 30
+
+
+def test_log_probabilities_of_several_tokens() -> None:
+    fake, tokens = engine(drafts=3), list(range(20, 29))
+    asks = msgspec.structs.replace(new(0, tokens, [5, 2, 7, 1]), sampling=SamplingParams(logprobs=1))
+    run(fake, plan([0], [0], [9], [asks]))
+    sizes = set()
+    for step in range(2, 8):
+        result = fake.step(drafting([0], [9 + 4 * step], [2], step, []), 0).wait()
+        (count,) = ints(result.counts)
+        sizes.add(count)
+        assert ints(result.token_ids) == ints(result.logprobs[0].top_ids)[:: result.logprobs[0].width or 1]
+        assert len(ints(result.logprobs[0].ranks)) == count
+    assert len(sizes) > 1
+
+
+def test_a_wrong_block_shows_behind_drafts_too() -> None:
+    tokens = list(range(20, 29))
+    for wrong in (False, True):
+        fake = engine(drafts=3)
+        first, _ = run(fake, plan([0, 1], [0, 0], [9, 9], [new(0, tokens, [5, 2, 7]), new(1, [1] * 9, [6, 3, 4])]))
+        if wrong:
+            fake._rows.blocks[0, 1] = 3  # of the row's last tokens: they are another row's
+        found = run(fake, drafting([0], [9], [3], 3, []))
+        assert len(found) > 1
+        assert (found[0] == expected_token([*tokens, first], VOCAB)) is not wrong
