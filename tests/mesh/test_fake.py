@@ -142,8 +142,8 @@ def test_the_command_prints_the_status_that_the_tests_ask_for(fake: Serving) -> 
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Serving]:
-    """A mesh for tests that kill a process, one role each, and leave it whole."""
-    with serving("--device", "fake", "--max-model-len", "4096") as server:
+    """A mesh for tests that kill a process, one role each, and leave it whole. Its steps give rows none, one or several tokens."""
+    with serving("--device", "fake", "--max-model-len", "4096", "--fake-drafts", "3") as server:
         yield server
 
 
@@ -177,6 +177,25 @@ def test_a_killed_process_is_started_again(mortal: Serving, role: str) -> None:
     after = lives()
     assert after[role][1] == before[role][1] + 1 == 1
     assert {name for name in after if after[name] != before[name]} == {role}
+
+
+def test_answers_of_steps_with_several_tokens_are_the_same(fake: Serving, mortal: Serving) -> None:
+    """Stop strings, stop tokens, log-probabilities and several choices, whole and as a stream."""
+    expected = complete(fake, [300] * 9, 60)["choices"][0]
+    asks: list[dict[str, Any]] = [
+        {},
+        {"stop": expected["text"][100:103]},
+        {"stop_token_ids": expected["token_ids"][33:34]},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"logprobs": 1, "stop": [expected["text"][90:94]], "include_stop_str_in_output": True},
+        {"n": 3, "seed": 5},
+        {"max_tokens": 1},
+    ]
+    for ask in asks:
+        one, several = (complete(server, [300] * 9, 60, **ask) for server in (fake, mortal))
+        assert one["choices"] == several["choices"], ask
+        assert one["usage"]["completion_tokens"] == several["usage"]["completion_tokens"]
+    assert stream_ids(mortal, [300] * 9, 60) == (expected["token_ids"], ["length"])
 
 
 def test_port_in_use_is_one_line() -> None:

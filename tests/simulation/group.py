@@ -62,9 +62,9 @@ class _Plans:
 class Worker(WorkerApp):
     """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, the completer's."""
 
-    def __init__(self, num_blocks: int, block_size: int, step_s: float) -> None:
+    def __init__(self, num_blocks: int, block_size: int, step_s: float, max_drafts: int) -> None:
         super().__init__()
-        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {})
+        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {}, max_drafts)
         self._step_s = step_s
         self._model = Model(num_blocks, block_size)
         self._plans: Any = _Plans(self)
@@ -196,7 +196,7 @@ class Worker(WorkerApp):
 
     def _compute(self, plan: StepPlan, step: Step | None = None) -> None:
         shard = self._shard
-        tokens, computed = self._model.run(plan, shard.is_last)
+        tokens, given, computed = self._model.run(plan, shard.is_last)
         if step is not None:
             for stage in (shard.pp_rank - 1, shard.pp_rank):
                 for other in step.computed.get(stage, ()):
@@ -205,7 +205,8 @@ class Worker(WorkerApp):
         world = self._process.world
         self._completed_at = max(world.now + self._process.dice.random() ** 3 * self._step_s, self._completed_at)
         ns = int(world.now * 1e9)
-        result = StepResult(plan.session, plan.step, pack_i32(tokens), launched_ns=ns, done_ns=ns + 1)
+        counts = pack_i32(given) if plan.num_drafts else b""
+        result = StepResult(plan.session, plan.step, pack_i32(tokens), launched_ns=ns, done_ns=ns + 1, counts=counts)
         self._later(self._completed_at - world.now, self._complete, result)
         if step is not None:
             self._compute_stages(step)

@@ -62,7 +62,7 @@ class History:
                 return CoordinatorApp()
             case Role.SCHEDULER:
                 return SchedulerApp()
-        return Worker(self.scenario.num_blocks, BLOCK_SIZE, self.scenario.step_s)
+        return Worker(self.scenario.num_blocks, BLOCK_SIZE, self.scenario.step_s, self.scenario.max_drafts)
 
     # --- what happens to it ---
 
@@ -207,7 +207,7 @@ def leftovers(process: Process) -> str:
                 "requests": rank.requests,
                 "inflight": rank.inflight,
                 "early": rank._detokenizers._early,
-                "ended": rank.news.ended,
+                "ended": rank.load.ended,
             }
             kept["blocks"] = pool.num_blocks - pool.num_free
             kept["no workers"] = not rank.serving

@@ -1,4 +1,7 @@
-"""A device whose next token is a function of the KV contents it was really given. Slots hold a rolling hash of the tokens before."""
+"""A device whose next token is a function of the KV contents it was really given. Slots hold a rolling hash of the tokens before.
+
+Where a plan has drafts, a row gets none, one or several tokens, as chance has it; what was drafted and refused stays in the slots.
+"""
 
 from collections.abc import Iterable
 
@@ -41,8 +44,8 @@ class Model:
     def slot(self, row: int, position: int) -> int:
         return self.rows[row][1][position // self.block_size] * self.block_size + position % self.block_size
 
-    def run(self, plan: StepPlan, is_last: bool = True) -> tuple[list[int], Computed]:
-        """The sampled tokens, and what was computed for them. Only a pipeline's last stage samples."""
+    def run(self, plan: StepPlan, is_last: bool = True) -> tuple[list[int], list[int], Computed]:
+        """The sampled tokens, how many of each row, and what was computed for them. Only a pipeline's last stage samples."""
         for row in ints(plan.removed_rows):
             del self.rows[row]
         for new in plan.new_rows:
@@ -52,7 +55,14 @@ class Model:
             self.rows[row][1].append(block)
         rows, starts = ints(plan.rows), ints(plan.starts)
         counts = ints(plan.counts) or [1] * len(rows)
-        assert sum(counts) == plan.num_tokens
+        num_drafts = ints(plan.num_drafts) or [0] * len(rows)
+        assert sum(counts) + sum(num_drafts) == plan.num_tokens
+        samples = plan.samples or b"\x01" * len(rows)
+        for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            assert start + count + num_drafts[place] <= len(self.rows[row][1]) * self.block_size, "no block for drafts"
+            if samples[place] and is_last:  # drafts may have been refused since the plan was made
+                starts[place] = len(self.rows[row][0]) - count
+                assert starts[place] <= start, "the row is longer than the scheduler thinks"
         for row, start, token in zip(rows, starts, ints(plan.input_ids)):
             self._know(row, start, token)
         computed: Computed = []
@@ -64,12 +74,25 @@ class Model:
                 self.slots[self.slot(row, position)] = state = extended(before, token)
                 computed.append((position, token, state))
         tokens: list[int] = []
-        for row, start, count, sampled in zip(rows, starts, counts, plan.samples or b"\x01" * len(rows), strict=True):
+        given: list[int] = []
+        for row, drafts, sampled in zip(rows, num_drafts, samples, strict=True):
             if sampled and is_last:
-                assert len(self.rows[row][0]) == start + count, "sampled away from the row's end"
-                tokens.append(next_token(self.slots[self.slot(row, start + count - 1)]))
-                self.rows[row][0].append(tokens[-1])
-        return tokens, computed
+                dice = (plan.step * 2_654_435_761 + row * 40_503) >> 5
+                given.append(min(dice % 6, 1 + drafts) if plan.num_drafts else 1)
+                self._sample(row, given[-1], drafts)
+                tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
+        return tokens, given, computed
+
+    def _sample(self, row: int, count: int, drafts: int) -> None:
+        """Append `count` tokens, the later ones drafts that prove right; those that prove wrong spoil the slots behind."""
+        tokens = self.rows[row][0]
+        last = len(tokens) - 1
+        for position in range(last, last + 1 + drafts):
+            if position > last:  # the others are computed
+                drafted = tokens[position] if position < len(tokens) else 0
+                self.slots[self.slot(row, position)] = extended(self.slots[self.slot(row, position - 1)], drafted)
+            if position - last < count:
+                tokens.append(next_token(self.slots[self.slot(row, position)]))
 
     def _know(self, row: int, position: int, token: int) -> None:
         """A token that the last stage sampled, and which a stage before learns from the plan."""

@@ -110,6 +110,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     step_s: float
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
+    max_drafts: int = 0  # of the workers: with some, rows get none, one or several tokens a step
 
     @property
     def num_hosts(self) -> int:
@@ -209,7 +210,8 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
     )
     again = random.Random(f"again {seed}")  # dice of its own: seeds keep the rest of their histories
     asks = tuple(replace(ask, retries=again.random() < 0.4) for ask in asks)
-    return replace(plain, asks=asks, faults=faults)
+    drafts = random.Random(f"drafts {seed}")
+    return replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)))
 
 
 def _possible(shape: Shape) -> tuple[Kind, ...]:
