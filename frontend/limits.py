@@ -5,7 +5,7 @@ copied for each of its sequences (prompts x n) is counted that often, so that a 
 Pure; called by parse.py and server.py. HttpError names the field and its limit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sized
 
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
@@ -19,6 +19,15 @@ MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times t
 MIN_PROMPT_BYTES, BYTES_PER_TOKEN = 1 << 20, 16
 MAX_PROMPT_IDS = 1 << 22  # of one prompt that is to be truncated
 MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is more
+
+
+def check_lists(lists: Mapping[str, Sized], num_sequences: int) -> None:
+    """Of token ids as the client sent them, before anything looks at them; of a list, with repetitions."""
+    for name, ids in lists.items():
+        if isinstance(ids, dict) and len(ids) * num_sequences > MAX_LISTED_IDS:  # each once
+            _refuse(name, f"{len(ids)} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
+        if len(ids) > MAX_LISTED_IDS:
+            _refuse(name, f"{len(ids)} token ids", MAX_LISTED_IDS)
 
 
 def check(

@@ -246,10 +246,16 @@ def _ask(
         raise HttpError(400, text, "n")
     wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, server, resolved)
     as_ids = request.return_tokens_as_token_ids
+    num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
+    lists = {
+        "logit_bias": request.logit_bias or {},
+        "allowed_token_ids": request.allowed_token_ids or (),
+        "stop_token_ids": request.stop_token_ids or (),
+    }
+    limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
-    num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
     limits.check(prompts, sampling, stops, salt, num_sequences, bool(truncation), resolved)
     return ParsedRequest(
         prompts=prompts,

@@ -22,9 +22,9 @@ MAX_PROMPTS = 2048
 
 def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
     """Ids that the vocabulary has, each once; HttpError names the field otherwise."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):  # in C: there may be many
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
     return tuple(dict.fromkeys(ids))
 
 

@@ -40,6 +40,7 @@ from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Token
 
 BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
+MANY_CHOICES = 256  # whose answer is written away from the loop
 
 
 class Backend(operating.Operates, Protocol):
@@ -299,7 +300,8 @@ class Routes:
         else:
             answer = WholeResponse(ask, request_id, created, model, end.set)
         answer.fingerprint = self._fingerprint
-        asked = submits.build(
+        asked: list[tuple[list[Choice], Submit]] = []
+        for one in submits.build_each(
             answer,
             ask,
             backend.new_handle,
@@ -307,7 +309,10 @@ class Routes:
             again,
             has.cuts if has is not None else (),
             backend.draws,
-        )
+        ):
+            asked.append(one)
+            if len(ask.prompts) > 1:
+                await asyncio.sleep(0)  # a large request takes its turn with others' tokens
         if ask.stream and (interval := backend.config.server.stream_interval) > 1:
             spaced = Interval(answer, interval)
             for choice in answer.choices:
@@ -316,6 +321,8 @@ class Routes:
         try:
             for choices, submit in asked:
                 backend.open(choices, submit)
+                if len(asked) > 1:
+                    await asyncio.sleep(0)
             if ask.stream:
                 return await self._stream(request, answer, writer, end, shown)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
@@ -323,7 +330,8 @@ class Routes:
                 return None
             if answer.error is not None:
                 raise answer.error
-            long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0  # a quarter of a second, for as many as there may be
+            # A quarter of a second, for as many as there may be.
+            long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
             return HttpResponse(content, media_type="application/json", headers={"X-Request-Id": shown})
         except HttpError as error:

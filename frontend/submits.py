@@ -7,7 +7,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -34,7 +34,7 @@ def position(ask: parse.ParsedRequest, again: retry.IdempotencyKey | None) -> re
     return retry.parse(again.last_id, num_choices)
 
 
-def build(
+def build_each(
     answer: Response,
     ask: parse.ParsedRequest,
     new_handle: Callable[[], Handle],
@@ -42,13 +42,12 @@ def build(
     again: retry.IdempotencyKey | None = None,
     cuts: tuple[int, ...] = (),
     draws: random.Random = _OF_THE_SYSTEM,
-) -> list[tuple[list[Choice], Submit]]:
+) -> Iterator[tuple[list[Choice], Submit]]:
     """One Submit per prompt, with a Choice for each sequence; fills answer.choices. `cuts`: by choice, what the client has. `draws`:
-    the seeds of prompts to which the client gives none."""
+    the seeds of prompts to which the client gives none. None may be sent before the last is built: an answer ends with its choices."""
     if again is not None:
         draws = random.Random(again.seed)
     now = time.time()
-    found = []
     for prompt_index, prompt in enumerate(ask.prompts):
         seed = draws.getrandbits(63) if ask.seed is None else ask.seed
         handles = tuple(new_handle() for _ in range(ask.num_choices))
@@ -81,8 +80,7 @@ def build(
             own = msgspec.structs.replace(submit, handles=(handle,), request_ids=(name,), sampling=sampling, retry=mark)
             choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
         answer.choices += choices
-        found.append((choices, submit))
-    return found
+        yield choices, submit
 
 
 def salt_of(authorization: str, cache_salt: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshlm.frontend import retry
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.stream_response import StreamResponse
-from meshlm.frontend.submits import build, position
+from meshlm.frontend.submits import build_each, position
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind, Handle
 from meshlm.protocol.text_edge import Accepted, PositionLogprobs
@@ -80,7 +80,7 @@ def stream(whole: str, interval: int, last_id: str) -> list[bytes]:
     has = position(ask, again)
     assert has is not None
     answer: Any = StreamResponse(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
-    build(answer, ask, lambda: Handle(1), -1, again, has.cuts)
+    list(build_each(answer, ask, lambda: Handle(1), -1, again, has.cuts))
     answer.accepted(answer.choices[0], Accepted((Handle(1),), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     feed(Interval(answer, interval), whole)
     return events

@@ -12,7 +12,7 @@ from meshlm.detokenizer.batch import ENTRY_BYTES, MAX_BATCH_BYTES
 from meshlm.frontend import limits
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.responses import WholeResponse
-from meshlm.frontend.submits import build
+from meshlm.frontend.submits import build_each
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, EngineRequest, SchedulerLife
 from meshlm.protocol.channels import MAX_MESSAGE_BYTES
 from meshlm.protocol.columns import pack_i32
@@ -39,10 +39,12 @@ BIAS = {str(token): 1.0 for token in IDS}
 
 
 def test_ids_count_once() -> None:
-    """1,300,000 repetitions of what the vocabulary has were carried to every sequence."""
+    """Repetitions of what the vocabulary has were carried to every sequence."""
     for name in ("allowed_token_ids", "stop_token_ids"):
-        sampling = ask("text", **{name: IDS * 50}).sampling
+        sampling = ask("text", **{name: IDS * (limits.MAX_LISTED_IDS // VOCAB)}).sampling
         assert getattr(sampling, name) == tuple(IDS)
+        error, shown = refused("text", {name: [7] * 1_300_000})
+        assert (error.status, shown["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
@@ -182,7 +184,7 @@ def test_a_small_body_stays_small(data: st.DataObject) -> None:
         return
     answer = WholeResponse(found, "cmpl-1", 0, "m", lambda: None)
     handles = iter(range(1, 1 << 20))
-    asked = build(answer, found, lambda: Handle(next(handles)), -1)
+    asked = list(build_each(answer, found, lambda: Handle(next(handles)), -1))
     messages = [submit for _, submit in asked]
     assert max(len(encode(message)) for message in messages) <= MAX_MESSAGE_BYTES
     num_sequences = len(found.prompts) * found.num_choices

@@ -20,7 +20,7 @@ from meshlm.frontend.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from meshlm.frontend.submits import build as build_submits
+from meshlm.frontend.submits import build_each as build_submits
 from meshlm.frontend.submits import draws_of
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import Handle
@@ -139,7 +139,7 @@ def seeds(endpoint: str, draws: random.Random | None = None, **fields: object) -
     asking = ask(endpoint, **fields)
     answer = WholeResponse(asking, "id", 0, "tiny", lambda: None)
     handles = iter(range(1, 1000))
-    build_submits(answer, asking, lambda: Handle(next(handles)), -1, draws=draws or random.SystemRandom())
+    list(build_submits(answer, asking, lambda: Handle(next(handles)), -1, draws=draws or random.SystemRandom()))
     return [choice.submit.sampling.seed for choice in answer.choices]
 
 

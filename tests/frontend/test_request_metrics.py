@@ -10,7 +10,7 @@ from meshlm.frontend.request_metrics import observe_end, observe_tokens
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.retry import IdempotencyKey
-from meshlm.frontend.submits import build
+from meshlm.frontend.submits import build_each
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, Role
 from meshlm.protocol.text_edge import Accepted, Finished, Rejected, TextDeltas
@@ -61,7 +61,7 @@ class Client:
             answering.asking(False, num_returned=ask.get("num_choices", 1), **ask), "id", 0, "m", lambda: None
         )
         self.answer: WholeResponse = answer
-        for choices, submit in build(answer, answer.ask, tracker.new_handle, -1, again):
+        for choices, submit in list(build_each(answer, answer.ask, tracker.new_handle, -1, again)):
             for choice in choices:
                 choice.opened_at = 10.0
             tracker.open(choices, submit)

@@ -10,7 +10,7 @@ from tracker_bench import D0, D1, a_desk, deltas, opened
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import WholeResponse
-from meshlm.frontend.submits import build
+from meshlm.frontend.submits import build_each
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.text_edge import (
     Abort,
@@ -279,7 +279,7 @@ def test_choices_that_wait_for_a_detokenizer_are_not_compared_each_with_each(mon
     """Thousands of them, when their client leaves: no stream went on meanwhile."""
     tracker = RequestTracker()
     answer: Any = WholeResponse(asking(False, num_choices=8, prompts=[TextPrompt("a")] * 4), "id", 0, "m", lambda: None)
-    for choices, submit in build(answer, answer.ask, tracker.new_handle, -1):
+    for choices, submit in list(build_each(answer, answer.ask, tracker.new_handle, -1)):
         assert tracker.open(choices, submit) == []
     assert len(tracker.orphans) == 32
     compared: list[object] = []

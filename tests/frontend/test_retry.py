@@ -14,7 +14,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.stream_response import StreamResponse
-from meshlm.frontend.submits import build as build_submits
+from meshlm.frontend.submits import build_each as build_submits
 from meshlm.frontend.submits import position, salt_of
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
@@ -78,7 +78,7 @@ def test_without_a_seed_it_comes_from_the_key() -> None:
     def seeds(again: retry.IdempotencyKey | None, **ask: object) -> list[int]:
         answer: Any = StreamResponse(asking(num_choices=2, **ask), "id", 0, "m", lambda: None, lambda event: None)
         handles = iter(range(1, 100))
-        build_submits(answer, answer.ask, lambda: Handle(next(handles)), -1, again)
+        list(build_submits(answer, answer.ask, lambda: Handle(next(handles)), -1, again))
         return [choice.submit.sampling.seed for choice in answer.choices]
 
     assert seeds(read()) == seeds(read()) != seeds(read("other"))
@@ -135,7 +135,7 @@ def stream(ask: ParsedRequest, rows: list[Row], last_id: str = "") -> list[tuple
     assert has is not None
     answer = StreamResponse(ask, "cmpl-1", 17, "m", lambda: None, events.append, retry.Progress(has))
     handles = iter(range(1, 100))
-    build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts)
+    list(build_submits(answer, ask, lambda: Handle(next(handles)), -1, again, has.cuts))
     for choice in answer.choices:
         answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     for index, tokens, text, end in rows:
@@ -285,7 +285,7 @@ def test_the_ids_of_a_chat() -> None:
 def opened(tracker: RequestTracker, key: str) -> tuple[list[Choice], list[Send]]:
     again = retry.IdempotencyKey(key.ljust(32, "0"), b"", "")
     answer: Any = StreamResponse(asking(num_choices=2), f"cmpl-{key}", 0, "m", lambda: None, lambda event: None)
-    ((choices, submit),) = build_submits(answer, answer.ask, tracker.new_handle, -1, again)
+    ((choices, submit),) = list(build_submits(answer, answer.ask, tracker.new_handle, -1, again))
     sends = tracker.open(choices, submit)
     tracker.check()
     return choices, sends
