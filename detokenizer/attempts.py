@@ -12,7 +12,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.lives import Lives
-from meshlm.detokenizer.stream import Stream, StreamState
+from meshlm.detokenizer.request_state import RequestState, RequestStatus
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerLife
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
@@ -33,44 +33,44 @@ class Attempts(Journal):
 
     # --- one attempt ---
 
-    def _admit(self, stream: Stream) -> list[Effect]:
+    def _admit(self, request: RequestState) -> list[Effect]:
         """Send the request towards a scheduler, unless the ids that exist already end it."""
-        stream.state = StreamState.ADMITTED
-        self.by_handle[stream.handle] = stream
-        if stream.stop is not None and stream.stop.matched is not None:
-            return self._end(stream, FinishReason.STOP, stop_reason=stream.stop.matched)
-        if stream.output_token_ids and stream.output_token_ids[-1] in {
-            *stream.sampling.eos_token_ids,
-            *stream.sampling.stop_token_ids,
+        request.status = RequestStatus.ADMITTED
+        self.by_handle[request.handle] = request
+        if request.stop is not None and request.stop.matched is not None:
+            return self._end(request, FinishReason.STOP, stop_reason=request.stop.matched)
+        if request.output_token_ids and request.output_token_ids[-1] in {
+            *request.sampling.eos_token_ids,
+            *request.sampling.stop_token_ids,
         }:
-            return self._end(stream, FinishReason.STOP)
-        if len(stream.output_token_ids) >= stream.sampling.max_tokens:
-            return self._end(stream, FinishReason.LENGTH)
-        return self._ask(stream)
+            return self._end(request, FinishReason.STOP)
+        if len(request.output_token_ids) >= request.sampling.max_tokens:
+            return self._end(request, FinishReason.LENGTH)
+        return self._ask(request)
 
-    def _ask(self, stream: Stream) -> list[Effect]:
+    def _ask(self, request: RequestState) -> list[Effect]:
         """Ask the coordinator for a rank. While it is away this waits for `_up`."""
-        stream.asked = self._lives.coordinator
-        if not stream.asked:
+        request.asked = self._lives.coordinator
+        if not request.asked:
             return []
-        return [Send(COORDINATOR, Admit(stream.work(), stream.submit.dp_rank, self._lives.ended))]
+        return [Send(COORDINATOR, Admit(request.work(), request.submit.dp_rank, self._lives.ended))]
 
     def _routed(self, routed: Routed) -> list[Effect]:
-        stream = self.by_handle.get(routed.handle)
-        if stream is None:
+        request = self.by_handle.get(routed.handle)
+        if request is None:
             return []
-        stream.scheduler = SchedulerLife(routed.scheduler, routed.incarnation)
+        request.scheduler = SchedulerLife(routed.scheduler, routed.incarnation)
         return self._leave(routed.scheduler) if self._lives.over(routed.scheduler, routed.incarnation) else []
 
     def _heard(self, handle: int, scheduler: SchedulerLife) -> None:
         """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
-        stream = self.by_handle.get(handle)
-        if stream is not None:
-            stream.scheduler, stream.heard = scheduler, True
+        request = self.by_handle.get(handle)
+        if request is not None:
+            request.scheduler, request.heard = scheduler, True
 
-    def _end(self, stream: Stream, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
+    def _end(self, request: RequestState, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
         """A terminal row of its own."""
-        self._finish_row(stream, self._row(stream, [], ""), reason, stop_reason)
+        self._finish_row(request, self._row(request, [], ""), reason, stop_reason)
         return []
 
     def _say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
@@ -86,7 +86,7 @@ class Attempts(Journal):
         was_lost = SchedulerLife(event.identity, event.incarnation) in self._lives.ended
         self._lives.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
-            aborted = self._aborts.again({stream.work_id for stream in self.by_id.values()})
+            aborted = self._aborts.again({request.work_id for request in self.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
             effects += [effect for s in list(self.by_handle.values()) for effect in self._ask_anew(s)]
             return effects + self._ask_schedulers(self.by_handle.values())
@@ -94,35 +94,35 @@ class Attempts(Journal):
 
     def _ask_for_waiting(self) -> list[Effect]:
         """A rank was only out of reach: what waits, and was to avoid it, may go there again; its last attempt may be on its way."""
-        waiting = [stream for stream in self.by_handle.values() if stream.scheduler is None]
-        return [effect for stream in waiting for effect in self._next_attempt(stream)]
+        waiting = [request for request in self.by_handle.values() if request.scheduler is None]
+        return [effect for request in waiting for effect in self._next_attempt(request)]
 
     def _rank_lost(self, lost: SchedulerLife) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
-        unheard = [stream for stream in self.by_handle.values() if stream.scheduler == lost and not stream.heard]
-        heard = [stream for stream in self.by_handle.values() if stream.scheduler == lost and stream.heard]
-        effects = [effect for stream in unheard for effect in self._admit_again(stream)]
+        unheard = [request for request in self.by_handle.values() if request.scheduler == lost and not request.heard]
+        heard = [request for request in self.by_handle.values() if request.scheduler == lost and request.heard]
+        effects = [effect for request in unheard for effect in self._admit_again(request)]
         return effects + self._ask_schedulers(heard)
 
-    def _ask_schedulers(self, streams: Iterable[Stream]) -> list[Effect]:
+    def _ask_schedulers(self, requests: Iterable[RequestState]) -> list[Effect]:
         """Whether they have them still: that they gave some back, the coordinator may not have lived to say."""
         found: dict[Identity, list[int]] = {}
-        for stream in streams:
-            if stream.heard and stream.scheduler is not None:
-                found.setdefault(stream.scheduler.scheduler, []).append(stream.handle)
+        for request in requests:
+            if request.heard and request.scheduler is not None:
+                found.setdefault(request.scheduler.scheduler, []).append(request.handle)
         return [Send(scheduler, StillThere(pack_i32(handles))) for scheduler, handles in found.items()]
 
-    def _ask_anew(self, stream: Stream) -> list[Effect]:
+    def _ask_anew(self, request: RequestState) -> list[Effect]:
         """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""
-        if stream.heard:
+        if request.heard:
             return []
-        if not stream.asked:
-            return self._ask(stream)
-        if stream.scheduler is None:
-            return self._admit_again(stream)
-        stream.asked = self._lives.coordinator
-        rank = stream.scheduler.scheduler.index
-        return [Send(COORDINATOR, Admit(stream.work(), rank, self._lives.ended, again=True))]
+        if not request.asked:
+            return self._ask(request)
+        if request.scheduler is None:
+            return self._admit_again(request)
+        request.asked = self._lives.coordinator
+        rank = request.scheduler.scheduler.index
+        return [Send(COORDINATOR, Admit(request.work(), rank, self._lives.ended, again=True))]
 
     def _lost(self, event: PeerLost) -> list[Effect]:
         """The coordinator or a scheduler died, or cannot be reached."""
@@ -132,49 +132,49 @@ class Attempts(Journal):
     def _leave(self, scheduler: Identity) -> list[Effect]:
         """What lives of this scheduler had that are over goes on elsewhere."""
         effects: list[Effect] = []
-        for stream in list(self.by_handle.values()):
-            life = stream.scheduler
+        for request in list(self.by_handle.values()):
+            life = request.scheduler
             if life is not None and life.scheduler == scheduler and self._lives.over(scheduler, life.incarnation):
                 self._lives.lost(scheduler, life.incarnation)  # the coordinator is told, who may not know
-                effects += self._admit_again(stream)
+                effects += self._admit_again(request)
         return effects
 
     def _readmit(self, readmit: Readmit) -> list[Effect]:
         """Its rank gave it back: no attempt that failed. What its worker's death counts for goes with it."""
         effects: list[Effect] = []
         for handle, num_crashes in zip_longest(readmit.handles, readmit.num_crashes, fillvalue=0):
-            stream = self.by_handle.get(handle)
-            if stream is not None:
-                stream.num_crashes, stream.crashed_at = num_crashes, len(stream.output_token_ids)
-                effects += self._next_attempt(stream)
+            request = self.by_handle.get(handle)
+            if request is not None:
+                request.num_crashes, request.crashed_at = num_crashes, len(request.output_token_ids)
+                effects += self._next_attempt(request)
         return effects
 
-    def _admit_again(self, stream: Stream) -> list[Effect]:
+    def _admit_again(self, request: RequestState) -> list[Effect]:
         """Go on from the journal after a death: of a scheduler that had it, or of the coordinator while it had it."""
-        role = Role.COORDINATOR if stream.scheduler is None else Role.SCHEDULER
-        before = () if len(stream.output_token_ids) > stream.begun_with else stream.deaths
-        stream.deaths = one_more(before, role, self.now)
-        stream.begun_with = len(stream.output_token_ids)
-        if text := too_many(stream.deaths, self.max_deaths):
-            self._finish_row(stream, self._row(stream, [], ""), FinishReason.ERROR, None, text)
+        role = Role.COORDINATOR if request.scheduler is None else Role.SCHEDULER
+        before = () if len(request.output_token_ids) > request.begun_with else request.deaths
+        request.deaths = one_more(before, role, self.now)
+        request.begun_with = len(request.output_token_ids)
+        if text := too_many(request.deaths, self.max_deaths):
+            self._finish_row(request, self._row(request, [], ""), FinishReason.ERROR, None, text)
             return []
-        return self._next_attempt(stream)
+        return self._next_attempt(request)
 
-    def _next_attempt(self, stream: Stream) -> list[Effect]:
+    def _next_attempt(self, request: RequestState) -> list[Effect]:
         """Under a new handle, so that late tokens find nobody."""
-        del self.by_handle[stream.handle]
-        stream.attempt += 1
-        stream.handle = self._new_handle()
-        stream.scheduler, stream.heard = None, False
-        return self._admit(stream)
+        del self.by_handle[request.handle]
+        request.attempt += 1
+        request.handle = self._new_handle()
+        request.scheduler, request.heard = None, False
+        return self._admit(request)
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         super().check()
-        for handle, stream in self.by_handle.items():
-            assert stream.handle == handle
-            assert self.by_id.get(stream.request_id) is stream, "an admitted stream that is not in the journal"
-            assert len(stream.output_token_ids) <= stream.sampling.max_tokens, "more tokens than allowed"
-            life, asked = stream.scheduler, stream.asked
+        for handle, request in self.by_handle.items():
+            assert request.handle == handle
+            assert self.by_id.get(request.request_id) is request, "an admitted request that is not in the journal"
+            assert len(request.output_token_ids) <= request.sampling.max_tokens, "more tokens than allowed"
+            life, asked = request.scheduler, request.asked
             assert life is None or not self._lives.over(life.scheduler, life.incarnation), "left with a dead scheduler"
-            assert stream.heard or asked == self._lives.coordinator or not self._lives.coordinator, "nobody was asked"
+            assert request.heard or asked == self._lives.coordinator or not self._lives.coordinator, "nobody was asked"

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import LONGEST_BEGIN, TokenTable
-from meshlm.detokenizer.stream import Stream
+from meshlm.detokenizer.request_state import RequestState
 from meshlm.protocol.columns import unpack_f32, unpack_i32
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
 
 ENTRY_BYTES = 50  # of a TokenLogprob and its position, without its own bytes, which its text has again
-MAX_BATCH_BYTES = 1 << 20  # a batch that has more takes no further rows: its frontend has other streams, too
+MAX_BATCH_BYTES = 1 << 20  # a batch that has more takes no further rows: its frontend has other requests, too
 
 
 class FrontendBatch:
@@ -53,21 +53,28 @@ class FrontendBatch:
         self.texts.append(text)
         return len(self.texts) - 1
 
-    def token(self, stream: Stream, start: int, token: int, text: str) -> None:
-        """One more token of a stream. Where its last row is in this batch too (tokens pile up), the row grows."""
-        if stream.batch is self:
-            self.more.setdefault(stream.place, []).append(token)
-            self.texts[stream.place] += text
+    def token(self, request: RequestState, start: int, token: int, text: str) -> None:
+        """One more token of a request. Where its last row is in this batch too (tokens pile up), the row grows."""
+        if request.batch is self:
+            self.more.setdefault(request.place, []).append(token)
+            self.texts[request.place] += text
             return
-        stream.batch, stream.place = self, len(self.texts)
-        self.handles.append(stream.frontend_handle)
+        request.batch, request.place = self, len(self.texts)
+        self.handles.append(request.frontend_handle)
         self.starts.append(start)
         self.counts.append(1)
         self.tokens.append(token)
         self.texts.append(text)
 
     def details(
-        self, stream: Stream, place: int, taken: list[int], skip: int, row: int, deltas: TokenDeltas, table: TokenTable
+        self,
+        request: RequestState,
+        place: int,
+        taken: list[int],
+        skip: int,
+        row: int,
+        deltas: TokenDeltas,
+        table: TokenTable,
     ) -> None:
         """What few rows have: logprobs, what comes with the first token. `skip`: tokens of the scheduler's row that are not taken."""
         if deltas.timings_ns:
@@ -75,41 +82,41 @@ class FrontendBatch:
         if row in deltas.first:
             self.first[place] = deltas.first[row]
         if row in deltas.logprobs:
-            sizes = stream.num_chars(table, len(taken))
-            self.logprobs[place] = positions(deltas.logprobs[row], stream.output_token_ids, sizes, table, skip)
+            sizes = request.num_chars(table, len(taken))
+            self.logprobs[place] = positions(deltas.logprobs[row], request.output_token_ids, sizes, table, skip)
             self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
             reader = table.decoder(skip_special_tokens=False)
-            _, *sizes = (len(reader.push(token)) for token in stream.prompt)
-            of_prompt = positions(deltas.prompt_logprobs[row], stream.prompt, sizes, table)
+            _, *sizes = (len(reader.push(token)) for token in request.prompt)
+            of_prompt = positions(deltas.prompt_logprobs[row], request.prompt, sizes, table)
             self.prompt_logprobs[place] = [None, *of_prompt]
             self.num_bytes += num_bytes(of_prompt)
-        if stream.submit.retry is not None:
-            stream.logprobs += self.logprobs.get(place, ())
-            stream.prompt_logprobs = self.prompt_logprobs.get(place, stream.prompt_logprobs)
-            if stream.first is None:  # a stream that is taken up again finds its own tokens: that is no saving
-                stream.first = self.first.get(place)
+        if request.submit.retry is not None:
+            request.logprobs += self.logprobs.get(place, ())
+            request.prompt_logprobs = self.prompt_logprobs.get(place, request.prompt_logprobs)
+            if request.first is None:  # a request that is taken up again finds its own tokens: that is no saving
+                request.first = self.first.get(place)
 
-    def again(self, stream: Stream, begin: int, end: int, text: str) -> int:
+    def again(self, request: RequestState, begin: int, end: int, text: str) -> int:
         """A row of tokens that were told before; its place."""
-        place = self.row(stream.frontend_handle, begin, stream.output_token_ids[begin:end], text)
+        place = self.row(request.frontend_handle, begin, request.output_token_ids[begin:end], text)
         self.num_bytes += 4 * (end - begin + len(text))
-        if stream.logprobs:
-            self.logprobs[place] = found = stream.logprobs[begin:end]
+        if request.logprobs:
+            self.logprobs[place] = found = request.logprobs[begin:end]
             self.num_bytes += num_bytes(found)
         return place
 
-    def of_first_row(self, stream: Stream, place: int) -> None:
-        """What came with a stream's first token, again."""
-        if stream.first is not None:
-            self.first[place] = stream.first
-        if stream.prompt_logprobs is not None:
-            self.prompt_logprobs[place] = stream.prompt_logprobs
-            self.num_bytes += num_bytes(stream.prompt_logprobs)
+    def of_first_row(self, request: RequestState, place: int) -> None:
+        """What came with a request's first token, again."""
+        if request.first is not None:
+            self.first[place] = request.first
+        if request.prompt_logprobs is not None:
+            self.prompt_logprobs[place] = request.prompt_logprobs
+            self.num_bytes += num_bytes(request.prompt_logprobs)
 
-    def end(self, stream: Stream, place: int, finished: Finished) -> None:
-        """A stream's end, again."""
-        self.texts[place] += stream.tail
+    def end(self, request: RequestState, place: int, finished: Finished) -> None:
+        """The end of a request, again."""
+        self.texts[place] += request.tail
         self.finished.append(replace(finished, row=place))
 
     def _spread(self) -> None:

@@ -15,7 +15,7 @@ from meshlm.detokenizer.batch import FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.journal import is_of
-from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
+from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
 from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -46,7 +46,7 @@ class Detokenizer(Attempts):
         super().__init__(table, retry_window_s)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._life = life
-        self.jobs: dict[int, list[Stream]] = {}
+        self.jobs: dict[int, list[RequestState]] = {}
         self._next_job = 0
         self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
         self.num_tokens = 0
@@ -100,7 +100,7 @@ class Detokenizer(Attempts):
         if len(told) != submit.num_logprobs:
             text = "log-probabilities of what was delivered already were lost on their way"
             return [Send(sender, Rejected(submit.handles, ErrorKind.INTERNAL, text))]
-        streams = []
+        requests = []
         effects: list[Effect] = []
         for choice, request_id in enumerate(submit.request_ids):
             known = self.by_id.get(request_id)
@@ -111,32 +111,32 @@ class Detokenizer(Attempts):
                 if known.submit.attempt >= submit.attempt:
                     continue  # a repetition
                 self._forget(known)
-            stream = Stream(submit, choice, sender, incarnation, self._new_handle(), told)
+            request = RequestState(submit, choice, sender, incarnation, self._new_handle(), told)
             # Other detokenizers, and this one earlier, may have asked for it too: for another connection, or before the frontend's
             # link was lost. What is said of those (an abort, an older attempt) is not of this one.
             if submit.retry is not None or submit.attempt:
-                stream.work_id = RequestId(f"{request_id}-{self._life:x}-{stream.handle}")
-            self.by_id[request_id] = stream
-            self.keyed.add(stream)
-            streams.append(stream)
-        if not streams:
+                request.work_id = RequestId(f"{request_id}-{self._life:x}-{request.handle}")
+            self.by_id[request_id] = request
+            self.keyed.add(request)
+            requests.append(request)
+        if not requests:
             return effects
         self._next_job += 1
-        self.jobs[self._next_job] = streams
+        self.jobs[self._next_job] = requests
         return [*effects, Encode(self._next_job, submit.prompt)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
         return bool(self._waiting(self.jobs.get(job, ())))
 
-    def _waiting(self, streams: Iterable[Stream]) -> list[Stream]:
-        return [stream for stream in streams if self.by_id.get(stream.request_id) is stream]
+    def _waiting(self, requests: Iterable[RequestState]) -> list[RequestState]:
+        return [request for request in requests if self.by_id.get(request.request_id) is request]
 
     def _encoded(self, event: Encoded) -> list[Effect]:
-        streams = self._waiting(self.jobs.pop(event.job))
-        if not streams:
+        requests = self._waiting(self.jobs.pop(event.job))
+        if not requests:
             return []
-        submit = streams[0].submit
+        submit = requests[0].submit
         try:
             if event.error is not None:
                 raise event.error
@@ -144,22 +144,22 @@ class Detokenizer(Attempts):
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
             sampling = [
                 checked_sampling(submit, submit.request_ids.index(s.request_id), len(prompt), self.max_model_len)
-                for s in streams
+                for s in requests
             ]
         except RequestError as error:
-            for stream in streams:
-                self._forget(stream)
+            for request in requests:
+                self._forget(request)
             return [
                 Send(frontend, Rejected(tuple(s.frontend_handle for s in mine), error.kind, error.message, error.param))
-                for frontend, mine in _by_frontend(streams).items()
+                for frontend, mine in _by_frontend(requests).items()
             ]
         effects: list[Effect] = [
             Send(frontend, replies.accepted(mine, prompt, self.table))
-            for frontend, mine in _by_frontend(streams).items()
+            for frontend, mine in _by_frontend(requests).items()
         ]
-        for stream, params in zip(streams, sampling, strict=True):
-            stream.begin(self.table, prompt, params)
-            effects += self._admit(stream)
+        for request, params in zip(requests, sampling, strict=True):
+            request.begin(self.table, prompt, params)
+            effects += self._admit(request)
         return effects
 
     # --- tokens ---
@@ -177,10 +177,10 @@ class Detokenizer(Attempts):
         effects: list[Effect] = []
         at = 0
         for row, (handle, count) in enumerate(zip(unpack_i32(deltas.handles), unpack_i32(deltas.counts), strict=True)):
-            stream = self.by_handle.get(handle)
-            if stream is not None:
+            request = self.by_handle.get(handle)
+            if request is not None:
                 effects += self._known(
-                    sender, stream, starts[row], tokens[at : at + count], ended.get(row), row, deltas
+                    sender, request, starts[row], tokens[at : at + count], ended.get(row), row, deltas
                 )
             elif row not in ended:
                 effects += self._stranger(sender, handle)
@@ -190,19 +190,19 @@ class Detokenizer(Attempts):
     def _known(
         self,
         sender: Identity,
-        stream: Stream,
+        request: RequestState,
         start: int,
         tokens: memoryview,
         ended: Ended | None,
         row: int,
         deltas: TokenDeltas,
     ) -> list[Effect]:
-        """A row of a stream, from output token `start` on: what is new of it."""
-        skip = len(stream.output_token_ids) - start
+        """A row of a request, from output token `start` on: what is new of it."""
+        skip = len(request.output_token_ids) - start
         if skip < 0:
-            return [Send(sender, AttachTokens(stream.handle, len(stream.output_token_ids)))]
+            return [Send(sender, AttachTokens(request.handle, len(request.output_token_ids)))]
         if skip < len(tokens) or (ended is not None and skip == len(tokens)):
-            return self._new_tokens(stream, tokens[skip:], ended, row, deltas, skip)
+            return self._new_tokens(request, tokens[skip:], ended, row, deltas, skip)
         return []
 
     def _one_each(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
@@ -215,79 +215,79 @@ class Detokenizer(Attempts):
         frontend: Identity | None = None
         batch: FrontendBatch | None = None
         for row, handle in enumerate(handles):
-            stream = by_handle.get(handle)
-            if stream is None:
+            request = by_handle.get(handle)
+            if request is None:
                 effects += self._stranger(sender, handle) if row not in ended else ()
                 continue
-            have, start = len(stream.output_token_ids), starts[row]
-            if start != have or stream.slow or row in special:
-                effects += self._known(sender, stream, start, tokens[row : row + 1], ended.get(row), row, deltas)
+            have, start = len(request.output_token_ids), starts[row]
+            if start != have or request.slow or row in special:
+                effects += self._known(sender, request, start, tokens[row : row + 1], ended.get(row), row, deltas)
                 frontend = None  # that may have begun another batch
                 continue
-            if stream.frontend is not frontend:
-                frontend = stream.frontend
+            if request.frontend is not frontend:
+                frontend = request.frontend
                 batch = batches.get(frontend)
                 if batch is None:
                     batch = batches[frontend] = FrontendBatch()
             assert batch is not None
             token = tokens[row]
-            batch.token(stream, have, token, stream.push(token))
-            if stream.stop is not None and stream.stop.matched is not None:
-                self._finish_row(stream, stream.place, FinishReason.STOP, stream.stop.matched)
-                effects += self._say_abort((stream.work_id,))
+            batch.token(request, have, token, request.push(token))
+            if request.stop is not None and request.stop.matched is not None:
+                self._finish_row(request, request.place, FinishReason.STOP, request.stop.matched)
+                effects += self._say_abort((request.work_id,))
         self.num_tokens += len(handles)
         if deltas.timings_ns and batch is not None:
             batch.timings = deltas.timings_ns
         return effects
 
     def _new_tokens(
-        self, stream: Stream, new: memoryview, ended: Ended | None, row: int, deltas: TokenDeltas, skip: int
+        self, request: RequestState, new: memoryview, ended: Ended | None, row: int, deltas: TokenDeltas, skip: int
     ) -> list[Effect]:
         """Decode, look for stop strings, add a row to the frontend's batch. `skip`: tokens of the row that were here before."""
-        before = stream.cut - len(stream.output_token_ids)
+        before = request.cut - len(request.output_token_ids)
         if 0 < before < len(new):  # two rows
-            effects = self._new_tokens(stream, new[:before], None, row, deltas, skip)
-            if self.by_handle.get(stream.handle) is not stream:
+            effects = self._new_tokens(request, new[:before], None, row, deltas, skip)
+            if self.by_handle.get(request.handle) is not request:
                 return effects
-            return effects + self._new_tokens(stream, new[before:], ended, row, deltas, skip + before)
+            return effects + self._new_tokens(request, new[before:], ended, row, deltas, skip + before)
         self.num_tokens += len(new)
         kept = 0
         text = ""
-        stop = stream.stop
+        stop = request.stop
         for token in new:
             kept += 1
-            if ended is not None and kept == len(new) and stream.hides(ended):
-                stream.hidden = True
-                text += stream.push_silent(token)
+            if ended is not None and kept == len(new) and request.hides(ended):
+                request.hidden = True
+                text += request.push_silent(token)
             else:
-                text += stream.push(token)
+                text += request.push(token)
             if stop is not None and stop.matched is not None:
                 break
         taken = new[:kept].tolist()
         stopped = stop is not None and stop.matched is not None
         if ended is not None and not stopped:
-            stream.tail = stream.finish()
-            text += stream.tail
+            request.tail = request.finish()
+            text += request.tail
             stopped = stop is not None and stop.matched is not None
-        stream.look_ahead()
-        place = self._row(stream, taken, text, alone=row in deltas.prompt_logprobs)
-        self._batches[stream.frontend].details(stream, place, taken, skip, row, deltas, self.table)
+        request.look_ahead()
+        place = self._row(request, taken, text, alone=row in deltas.prompt_logprobs)
+        self._batches[request.frontend].details(request, place, taken, skip, row, deltas, self.table)
         if stopped:
             assert stop is not None
-            self._finish_row(stream, place, FinishReason.STOP, stop.matched)
-            return [] if ended is not None else self._say_abort((stream.work_id,))
+            self._finish_row(request, place, FinishReason.STOP, stop.matched)
+            return [] if ended is not None else self._say_abort((request.work_id,))
         if ended is not None:
-            stop_reason = stream.stop_reason(ended)
-            self._finish_row(stream, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
+            stop_reason = request.stop_reason(ended)
+            self._finish_row(request, place, ended.reason, stop_reason, ended.message, ended.kind, ended.param)
         return []
 
     def _refused(self, refused: Refused) -> list[Effect]:
-        stream = self.by_handle.get(refused.handle)
-        if stream is None:
+        request = self.by_handle.get(refused.handle)
+        if request is None:
             return []
-        self._forget(stream)
+        self._forget(request)
         return [
-            Send(stream.frontend, Rejected((stream.frontend_handle,), refused.kind, refused.message, refused.param))
+            Send(request.frontend, Rejected((request.frontend_handle,), refused.kind, refused.message, refused.param))
         ]
 
     # --- ends ---
@@ -314,29 +314,29 @@ class Detokenizer(Attempts):
         return [*self._abort(ids), Send(frontend, Rejected(tuple(gone), ErrorKind.INTERNAL, text))]
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Effect]:
-        gone = [stream for request_id in request_ids if (stream := self.by_id.get(request_id)) is not None]
-        for stream in gone:
-            self._forget(stream)
-        admitted = tuple(stream.work_id for stream in gone if stream.state is StreamState.ADMITTED)
+        gone = [request for request_id in request_ids if (request := self.by_id.get(request_id)) is not None]
+        for request in gone:
+            self._forget(request)
+        admitted = tuple(request.work_id for request in gone if request.status is RequestStatus.ADMITTED)
         return self._say_abort(admitted) if admitted else []
 
     def _frontend_lost(self, event: PeerLost) -> list[Effect]:
         """Its clients are gone. Those with an Idempotency-Key may come back."""
         lost = [s for s in self.by_id.values() if is_of(s, event.identity, event.incarnation)]
-        gone = [stream.request_id for stream in lost if stream.submit.retry is None]
-        for stream in lost:
-            if stream.submit.retry is not None:
-                gone += self._let_wait(stream)
+        gone = [request.request_id for request in lost if request.submit.retry is None]
+        for request in lost:
+            if request.submit.retry is not None:
+                gone += self._let_wait(request)
         self._batches.pop(event.identity, None)
         self._full = [(frontend, batch) for frontend, batch in self._full if frontend != event.identity]
         self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
         return self._abort(gone)
 
 
-def _by_frontend(streams: list[Stream]) -> dict[Identity, list[Stream]]:
+def _by_frontend(requests: list[RequestState]) -> dict[Identity, list[RequestState]]:
     """Of one prompt's choices: nearly always all of one; a client that is away needs no answer."""
-    found: dict[Identity, list[Stream]] = {}
-    for stream in streams:
-        if stream.frontend != NOBODY:
-            found.setdefault(stream.frontend, []).append(stream)
+    found: dict[Identity, list[RequestState]] = {}
+    for request in requests:
+        if request.frontend != NOBODY:
+            found.setdefault(request.frontend, []).append(request)
     return found

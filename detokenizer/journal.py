@@ -10,7 +10,7 @@ from meshlm.detokenizer.batch import MAX_BATCH_BYTES, FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
-from meshlm.detokenizer.stream import NOBODY, Stream, StreamState
+from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.text_edge import Attach, Detach, Finished, Rejected, Submit
 from meshlm.runtime.events import Send
@@ -21,8 +21,8 @@ class Journal:
 
     def __init__(self, table: TokenTable, retry_window_s: float) -> None:
         self.table = table
-        self.by_handle: dict[int, Stream] = {}  # those that are admitted
-        self.by_id: dict[RequestId, Stream] = {}
+        self.by_handle: dict[int, RequestState] = {}  # those that are admitted
+        self.by_id: dict[RequestId, RequestState] = {}
         self.keyed = Keyed(retry_window_s)
         self.now = 0.0
         self._next_handle = 0
@@ -39,32 +39,32 @@ class Journal:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
         return Handle(self._next_handle)
 
-    def _forget(self, stream: Stream) -> None:
-        self.by_handle.pop(stream.handle, None)
-        if self.by_id.get(stream.request_id) is stream:
-            del self.by_id[stream.request_id]
-            self.keyed.remove(stream)
+    def _forget(self, request: RequestState) -> None:
+        self.by_handle.pop(request.handle, None)
+        if self.by_id.get(request.request_id) is request:
+            del self.by_id[request.request_id]
+            self.keyed.remove(request)
 
     # --- rows ---
 
-    def _row(self, stream: Stream, taken: list[int], text: str, *, alone: bool = False) -> int:
-        stream.batch = None
-        batch = self._batch_of(stream, alone=alone)
-        return batch.row(stream.frontend_handle, len(stream.output_token_ids) - len(taken), taken, text)
+    def _row(self, request: RequestState, taken: list[int], text: str, *, alone: bool = False) -> int:
+        request.batch = None
+        batch = self._batch_of(request, alone=alone)
+        return batch.row(request.frontend_handle, len(request.output_token_ids) - len(taken), taken, text)
 
-    def _batch_of(self, stream: Stream, *, alone: bool = False) -> FrontendBatch:
+    def _batch_of(self, request: RequestState, *, alone: bool = False) -> FrontendBatch:
         """The batch for one more row, which begins it if it is to stand `alone`: what may be long is not to harm what came before."""
-        batch = self._batches.get(stream.frontend)
+        batch = self._batches.get(request.frontend)
         if batch is not None and (alone or batch.num_bytes > MAX_BATCH_BYTES):
-            self._full.append((stream.frontend, batch))
+            self._full.append((request.frontend, batch))
             batch = None
         if batch is None:
-            batch = self._batches[stream.frontend] = FrontendBatch()
+            batch = self._batches[request.frontend] = FrontendBatch()
         return batch
 
     def _finish_row(
         self,
-        stream: Stream,
+        request: RequestState,
         place: int,
         reason: FinishReason,
         stop_reason: str | int | None = None,
@@ -72,111 +72,111 @@ class Journal:
         kind: ErrorKind = ErrorKind.INTERNAL,
         param: str = "",
     ) -> None:
-        finished = Finished(place, reason, stop_reason, len(stream.output_token_ids), message, kind, param)
-        self._batches[stream.frontend].finished.append(finished)
-        if stream.submit.retry is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            self._forget(stream)
+        finished = Finished(place, reason, stop_reason, len(request.output_token_ids), message, kind, param)
+        self._batches[request.frontend].finished.append(finished)
+        if request.submit.retry is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self._forget(request)
             return
-        del self.by_handle[stream.handle]
-        stream.state, stream.finished = StreamState.FINISHED, finished
-        self._keep(stream)
+        del self.by_handle[request.handle]
+        request.status, request.finished = RequestStatus.FINISHED, finished
+        self._keep(request)
 
-    def _keep(self, stream: Stream) -> None:
+    def _keep(self, request: RequestState) -> None:
         """A finished one stays for a client that comes back."""
-        for request_id in self.keyed.wait(stream, self.now):
+        for request_id in self.keyed.wait(request, self.now):
             self._forget(self.by_id[request_id])
 
-    def _again(self, stream: Stream, start: int) -> None:
+    def _again(self, request: RequestState, start: int) -> None:
         """Its rows from token `start` on, to the frontend that has it now."""
-        stream.batch = None
-        finished = stream.finished
-        if stream.submit.retry is not None:
-            if start == len(stream.output_token_ids) and finished is None:
+        request.batch = None
+        finished = request.finished
+        if request.submit.retry is not None:
+            if start == len(request.output_token_ids) and finished is None:
                 return  # nothing yet: a row would only begin the client's stream
-            if start == 0 and stream.lacks_prompt_logprobs:
+            if start == 0 and request.lacks_prompt_logprobs:
                 return  # the client's stream begins with them: its frontend sees the gap before the next token, and asks
-        texts, borders = stream.shown(self.table), stream.borders(start)
+        texts, borders = request.shown(self.table), request.borders(start)
         for begin, end in pairwise(borders):
-            batch = self._batch_of(stream, alone=begin == start and stream.prompt_logprobs is not None)
-            place = batch.again(stream, begin, end, "".join(texts[begin:end]))
+            batch = self._batch_of(request, alone=begin == start and request.prompt_logprobs is not None)
+            place = batch.again(request, begin, end, "".join(texts[begin:end]))
             if begin == start:
-                batch.of_first_row(stream, place)
+                batch.of_first_row(request, place)
             if end == borders[-1] and finished is not None:
-                batch.end(stream, place, finished)
+                batch.end(request, place, finished)
 
     # --- connections ---
 
     def _take_over(
-        self, stream: Stream, submit: Submit, choice: int, sender: Identity, incarnation: Incarnation
+        self, request: RequestState, submit: Submit, choice: int, sender: Identity, incarnation: Incarnation
     ) -> list[Effect]:
         """The same request on another connection: that one gets everything, the one before nothing more."""
         handle = submit.handles[choice]
-        gone, to = stream.frontend_handle, stream.frontend
-        if to != NOBODY and submit.attempt and submit.arrival_s < stream.arrival_s:
+        gone, to = request.frontend_handle, request.frontend
+        if to != NOBODY and submit.attempt and submit.arrival_s < request.arrival_s:
             # After this detokenizer's death the older of two connections came second.
             return [Send(sender, Rejected((handle,), ErrorKind.CONFLICT, TAKEN_OVER, PARAM))]
-        self._note_told(stream)
+        self._note_told(request)
         effects: list[Effect] = []
-        if to != NOBODY and stream.state is not StreamState.FINISHED:
+        if to != NOBODY and request.status is not RequestStatus.FINISHED:
             effects.append(Send(to, Rejected((gone,), ErrorKind.CONFLICT, TAKEN_OVER, PARAM)))
         num_delivered = len(submit.delivered) // 4
         assert submit.retry is not None
         cuts = submit.retry.cuts
-        stream.cut = max(num_delivered, cuts[choice] if choice < len(cuts) else 0)
-        stream.frontend, stream.frontend_incarnation = sender, incarnation
-        stream.frontend_handle, stream.arrival_s = handle, submit.arrival_s
-        self.keyed.back(stream)
-        if stream.state is StreamState.ENCODING:
+        request.cut = max(num_delivered, cuts[choice] if choice < len(cuts) else 0)
+        request.frontend, request.frontend_incarnation = sender, incarnation
+        request.frontend_handle, request.arrival_s = handle, submit.arrival_s
+        self.keyed.back(request)
+        if request.status is RequestStatus.ENCODING:
             return effects
-        if stream.state is StreamState.FINISHED:
-            self._keep(stream)
-        stream.look_ahead()
-        self._again(stream, min(num_delivered, len(stream.output_token_ids)))
-        return [*effects, Send(sender, replies.accepted([stream], stream.prompt, self.table))]
+        if request.status is RequestStatus.FINISHED:
+            self._keep(request)
+        request.look_ahead()
+        self._again(request, min(num_delivered, len(request.output_token_ids)))
+        return [*effects, Send(sender, replies.accepted([request], request.prompt, self.table))]
 
     def _detach(self, detach: Detach, sender: Identity, incarnation: Incarnation) -> list[RequestId]:
         """Unless a newer connection has them. Gives those that are to end for lack of room."""
         gone: list[RequestId] = []
         for request_id, handle in zip(detach.request_ids, detach.handles, strict=False):
-            stream = self.by_id.get(request_id)
-            if stream is not None and stream.frontend_handle == handle and is_of(stream, sender, incarnation):
-                gone += self._let_wait(stream)
+            request = self.by_id.get(request_id)
+            if request is not None and request.frontend_handle == handle and is_of(request, sender, incarnation):
+                gone += self._let_wait(request)
         return gone
 
-    def _let_wait(self, stream: Stream) -> list[RequestId]:
-        self._note_told(stream)
-        stream.frontend, stream.batch = NOBODY, None
-        return [] if stream.state is StreamState.FINISHED else self.keyed.wait(stream, self.now)
+    def _let_wait(self, request: RequestState) -> list[RequestId]:
+        self._note_told(request)
+        request.frontend, request.batch = NOBODY, None
+        return [] if request.status is RequestStatus.FINISHED else self.keyed.wait(request, self.now)
 
-    def _note_told(self, stream: Stream) -> None:
+    def _note_told(self, request: RequestState) -> None:
         """Its connection has all that there is; the next one, which gets it again, is not to count it again."""
-        if stream.frontend != NOBODY:
-            stream.num_told = max(stream.num_told, len(stream.output_token_ids))
+        if request.frontend != NOBODY:
+            request.num_told = max(request.num_told, len(request.output_token_ids))
 
     def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
-        """Another frontend, or the same one after a gap, wants a stream from `from_index` on."""
-        stream = self.by_id.get(attach.request_id)
-        if stream is None or stream.state is StreamState.ENCODING:
+        """Another frontend, or the same one after a gap, wants a request from `from_index` on."""
+        request = self.by_id.get(attach.request_id)
+        if request is None or request.status is RequestStatus.ENCODING:
             gone = Rejected((attach.handle,), ErrorKind.NOT_FOUND, f"request {attach.request_id} is not known here")
             return [Send(sender, gone)]
-        if stream.submit.retry is not None:
-            if stream.frontend_handle != attach.handle or not is_of(stream, sender, incarnation):
+        if request.submit.retry is not None:
+            if request.frontend_handle != attach.handle or not is_of(request, sender, incarnation):
                 return []  # a newer connection has it
         else:
-            stream.frontend, stream.frontend_incarnation = sender, incarnation
-            stream.frontend_handle = attach.handle
-        self._again(stream, attach.from_index)
+            request.frontend, request.frontend_incarnation = sender, incarnation
+            request.frontend_handle = attach.handle
+        self._again(request, attach.from_index)
         return []
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.keyed.check()
-        for stream in self.by_id.values():
-            away = stream.frontend == NOBODY or stream.state is StreamState.FINISHED
-            assert away == (stream.request_id in self.keyed.until), "who waits for a client is not who has none"
-            assert (stream.state is StreamState.ADMITTED) == (self.by_handle.get(stream.handle) is stream)
+        for request in self.by_id.values():
+            away = request.frontend == NOBODY or request.status is RequestStatus.FINISHED
+            assert away == (request.request_id in self.keyed.until), "who waits for a client is not who has none"
+            assert (request.status is RequestStatus.ADMITTED) == (self.by_handle.get(request.handle) is request)
 
 
-def is_of(stream: Stream, frontend: Identity, incarnation: Incarnation) -> bool:
-    """Whether this life of a frontend has the stream."""
-    return stream.frontend == frontend and stream.frontend_incarnation == incarnation
+def is_of(request: RequestState, frontend: Identity, incarnation: Incarnation) -> bool:
+    """Whether this life of a frontend has the request."""
+    return request.frontend == frontend and request.frontend_incarnation == incarnation

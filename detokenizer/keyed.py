@@ -5,7 +5,7 @@ A request whose client is away runs on; a finished one is kept, for `window_s` e
 with its key begins anew.
 """
 
-from meshlm.detokenizer.stream import Stream, StreamState
+from meshlm.detokenizer.request_state import RequestState, RequestStatus
 from meshlm.protocol.ids import ErrorKind, RequestId
 from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
 
@@ -34,32 +34,32 @@ class Keyed:
             return None
         return Rejected(submit.handles, ErrorKind.CONFLICT, OTHER_BODY, PARAM)
 
-    def add(self, stream: Stream) -> None:
-        if (retry := stream.submit.retry) is not None:
+    def add(self, request: RequestState) -> None:
+        if (retry := request.submit.retry) is not None:
             self.bodies[retry.key] = retry.body
-            self.members.setdefault(retry.key, set()).add(stream.request_id)
+            self.members.setdefault(retry.key, set()).add(request.request_id)
 
-    def remove(self, stream: Stream) -> None:
-        if (retry := stream.submit.retry) is None:
+    def remove(self, request: RequestState) -> None:
+        if (retry := request.submit.retry) is None:
             return
-        self.back(stream)
+        self.back(request)
         members = self.members[retry.key]
-        members.discard(stream.request_id)
+        members.discard(request.request_id)
         if not members:
             del self.members[retry.key], self.bodies[retry.key]
 
-    def back(self, stream: Stream) -> None:
+    def back(self, request: RequestState) -> None:
         """Its client is there."""
-        self.until.pop(stream.request_id, None)
-        self.finished.remove(stream.request_id)
-        self.running.remove(stream.request_id)
+        self.until.pop(request.request_id, None)
+        self.finished.remove(request.request_id)
+        self.running.remove(request.request_id)
 
-    def wait(self, stream: Stream, now: float) -> list[RequestId]:
+    def wait(self, request: RequestState, now: float) -> list[RequestId]:
         """From now on it waits for its client; the requests that go for lack of room."""
-        self.back(stream)
-        self.until[stream.request_id] = now + self.window_s
-        pool = self.finished if stream.state is StreamState.FINISHED else self.running
-        return pool.add(stream.request_id, size_of(stream))
+        self.back(request)
+        self.until[request.request_id] = now + self.window_s
+        pool = self.finished if request.status is RequestStatus.FINISHED else self.running
+        return pool.add(request.request_id, size_of(request))
 
     def over(self, now: float) -> list[RequestId]:
         """Those that waited long enough."""
@@ -105,12 +105,12 @@ class _Pool:
         assert self.num_bytes == sum(self.sizes.values()) <= self.max_bytes
 
 
-def size_of(stream: Stream) -> int:
+def size_of(request: RequestState) -> int:
     """Bytes that a request takes, about: with its prompt as it was asked, and what the client listed."""
-    columns = 4 * (len(stream.prompt) + len(stream.output_token_ids))
-    positions = [*stream.logprobs, *(stream.prompt_logprobs or ())]
+    columns = 4 * (len(request.prompt) + len(request.output_token_ids))
+    positions = [*request.logprobs, *(request.prompt_logprobs or ())]
     entries = sum(1 + len(position.top) for position in positions if position is not None)
-    submit, params = stream.submit, stream.submit.sampling
+    submit, params = request.submit, request.submit.sampling
     listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * (
         len(params.allowed_token_ids) + len(params.stop_token_ids)
     )

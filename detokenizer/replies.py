@@ -4,20 +4,20 @@ from array import array
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
-from meshlm.detokenizer.stream import Stream
+from meshlm.detokenizer.request_state import RequestState
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Accepted, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.errors import RequestError
 
 
-def accepted(streams: list[Stream], prompt: "array[int]", table: TokenTable) -> Accepted:
+def accepted(requests: list[RequestState], prompt: "array[int]", table: TokenTable) -> Accepted:
     """For all choices of one prompt."""
-    handles = tuple(stream.frontend_handle for stream in streams)
-    submit = streams[0].submit
+    handles = tuple(request.frontend_handle for request in requests)
+    submit = requests[0].submit
     arrival_s = (submit.retry.begun_s or submit.arrival_s) if submit.retry is not None else 0.0
     ids = prompt.tobytes() if submit.want_ids else b""
-    told = tuple(stream.num_told for stream in streams)
+    told = tuple(request.num_told for request in requests)
     num_told = told if any(told) else ()
     if not submit.want_text:
         return Accepted(handles, len(prompt), ids, arrival_s=arrival_s, num_told=num_told)

@@ -6,7 +6,7 @@ tokens alone.
 
 
 class StopFinder:
-    """One stream's search. Feed it each token's text; it gives what may be shown."""
+    """One request's search. Feed it each token's text; it gives what may be shown."""
 
     __slots__ = ("_first", "_held", "_include", "_longest", "_stops", "matched")
 

@@ -1,4 +1,4 @@
-"""Frames of a token for each stream: they give what rows of any number give; cut characters, stop strings, pile-ups."""
+"""Frames of a token for each request: they give what rows of any number give; cut characters, stop strings, pile-ups."""
 
 from array import array
 
@@ -29,7 +29,7 @@ NUM_STREAMS = 4
 
 
 class Bench:
-    """Four streams of two frontends, two of them with a stop string; a check after every event."""
+    """Four requests of two frontends, two of them with a stop string; a check after every event."""
 
     def __init__(self) -> None:
         self.core = Detokenizer(TABLE, len(PIECES), 1000)
@@ -43,7 +43,7 @@ class Bench:
             (encode,) = self.event(Received(FRONTENDS[number // 2], LIFE, submit))
             assert isinstance(encode, Encode)
             self.event(Encoded(encode.job, array("i", [0])))
-        self.streams = list(self.core.by_handle.values())
+        self.requests = list(self.core.by_handle.values())
         self.told = 0
 
     def event(self, event: Event) -> list[Effect]:
@@ -52,9 +52,9 @@ class Bench:
         return effects
 
     def step(self, tokens: list[int]) -> None:
-        """The next token of each stream that has not ended."""
-        live = [number for number in range(NUM_STREAMS) if self.streams[number].handle in self.core.by_handle]
-        handles = pack_i32(self.streams[number].handle for number in live)
+        """The next token of each request that has not ended."""
+        live = [number for number in range(NUM_STREAMS) if self.requests[number].handle in self.core.by_handle]
+        handles = pack_i32(self.requests[number].handle for number in live)
         ids = pack_i32(tokens[number] for number in live)
         starts = pack_i32([self.told] * len(live))
         self.told += 1
@@ -89,7 +89,7 @@ def test_tokens_that_pile_up_share_a_row() -> None:
 rows = st.lists(
     st.tuples(
         st.integers(0, NUM_STREAMS),  # the last one is nobody's
-        st.integers(-1, 1),  # of the stream's next token: one that came before, it, one behind a gap
+        st.integers(-1, 1),  # of the request's next token: one that came before, it, one behind a gap
         st.integers(0, len(PIECES) - 1),
         st.sampled_from(["", "", "", "first", "end"]),
     ),
@@ -106,12 +106,12 @@ def test_a_frame_of_a_token_each_gives_what_rows_of_any_number_give(
 ) -> None:
     lean, general = Bench(), Bench()
     for frame in story:
-        streams = [lean.streams[number] if number < NUM_STREAMS else None for number, *_ in frame]
+        requests = [lean.requests[number] if number < NUM_STREAMS else None for number, *_ in frame]
         deltas = TokenDeltas(
-            pack_i32(stream.handle if stream else 99 for stream in streams),
+            pack_i32(request.handle if request else 99 for request in requests),
             pack_i32(
                 max(0, len(s.output_token_ids) + off) if s else 0
-                for s, (_, off, _, _) in zip(streams, frame, strict=True)
+                for s, (_, off, _, _) in zip(requests, frame, strict=True)
             ),
             b"",
             pack_i32(token for _, _, token, _ in frame),
@@ -121,8 +121,8 @@ def test_a_frame_of_a_token_each_gives_what_rows_of_any_number_give(
         counted = replace(deltas, counts=pack_i32([1] * len(frame)))
         effects = lean.event(Received(SCHEDULER, LIFE, deltas))
         assert effects == general.event(Received(SCHEDULER, LIFE, counted))
-        assert [stream.output_token_ids for stream in lean.streams] == [
-            stream.output_token_ids for stream in general.streams
+        assert [request.output_token_ids for request in lean.requests] == [
+            request.output_token_ids for request in general.requests
         ]
     lean.flush()
     general.flush()

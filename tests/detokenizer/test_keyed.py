@@ -241,7 +241,7 @@ def test_those_that_run_without_a_client_take_bounded_memory(how: str) -> None:
     assert 1 < len(left) < 5
     assert "r19" in left
     assert bench.aborted == {work.request_id for work in bench.works} - {
-        stream.work_id for stream in bench.core.by_id.values()
+        request.work_id for request in bench.core.by_id.values()
     }
 
 

@@ -15,8 +15,8 @@ from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.batch import positions
 from meshlm.detokenizer.decode import TokenTable, _ByteDecoder
 from meshlm.detokenizer.encode import Encoder
+from meshlm.detokenizer.request_state import RequestState
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.detokenizer.stream import Stream
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.columns import pack_f32, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
@@ -108,13 +108,13 @@ def test_the_numbers_of_characters_are_the_texts(table: TokenTable, data: st.Dat
     ids = data.draw(
         st.lists(st.integers(0, len(table) - 1) | cut | st.sampled_from(sorted(table.special)), max_size=20)
     )
-    stream = Stream(SUBMIT, 0, Identity(Role.FRONTEND, 0), Incarnation(1), Handle(1), [])
-    stream.begin(table, array("i", [1]), SUBMIT.sampling)
+    request = RequestState(SUBMIT, 0, Identity(Role.FRONTEND, 0), Incarnation(1), Handle(1), [])
+    request.begin(table, array("i", [1]), SUBMIT.sampling)
     texts, sizes, at = list[str](), list[int](), 0
     while at < len(ids):
         row = ids[at : at + data.draw(st.integers(1, 4))]
-        texts += [stream.push(token) for token in row]
-        sizes += stream.num_chars(table, len(row))
+        texts += [request.push(token) for token in row]
+        sizes += request.num_chars(table, len(row))
         at += len(row)
     assert sizes == [len(text) for text in texts]
 
@@ -261,7 +261,7 @@ def test_tags_that_are_special_tokens_can_be_kept(table: TokenTable, byte_level:
             decoder = table.decoder(True, keep)
             assert "".join(map(decoder.push, ids)) + decoder.finish() == text
             assert byte_level == isinstance(decoder, _ByteDecoder)
-            if isinstance(decoder, _ByteDecoder):  # a table for each set of tags, not for each stream
+            if isinstance(decoder, _ByteDecoder):  # a table for each set of tags, not for each request
                 again = table.decoder(True, keep)
                 assert isinstance(again, _ByteDecoder)
                 assert decoder.texts is again.texts

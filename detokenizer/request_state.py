@@ -13,7 +13,7 @@ from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
 
-class StreamState(Enum):
+class RequestStatus(Enum):
     """ENCODING -> ADMITTED (again after a scheduler's or the coordinator's death) -> FINISHED, with an Idempotency-Key -> gone."""
 
     ENCODING = "encoding"
@@ -24,7 +24,7 @@ class StreamState(Enum):
 NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client is away
 
 
-class Stream:
+class RequestState:
     """Changed by core.py and its bases, and by itself in `push`."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Stream:
         "sampling",
         "scheduler",
         "slow",
-        "state",
+        "status",
         "stop",
         "submit",
         "tail",
@@ -82,7 +82,7 @@ class Stream:
         self.frontend_handle = submit.handles[choice]
         self.handle = handle
         self.attempt = submit.attempt
-        self.state = StreamState.ENCODING
+        self.status = RequestStatus.ENCODING
         self.prompt: array[int] = array("i")
         self.output_token_ids: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
@@ -95,7 +95,7 @@ class Stream:
         self.crashed_at = 0  # ... and its tokens then
         self.decoder: Decoder | None = None
         self.stop: StopFinder | None = None
-        self.batch: object = None  # the batch whose row `place` may still take more of this stream's tokens
+        self.batch: object = None  # the batch whose row `place` may still take more of this request's tokens
         self.place = 0
         self.measured: Decoder | None = None  # of those that want logprobs: has read `num_measured` tokens
         self.num_measured = 0
