@@ -16,8 +16,8 @@ from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady
 from meshlm.runtime.events import PeerUp, Received
-from meshlm.scheduler_proc import prefix
 from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.limits import Limits
 
 MAX_NUM_SEQS, BLOCK_SIZE, PROMPT_LEN = 1024, 16, 16
@@ -73,7 +73,7 @@ def hashing(num_tokens: int = 8192) -> float:
     """µs per 1,000 prompt tokens."""
     tokens = array("i", range(num_tokens))
     begun = time.perf_counter()
-    prefix.extend([], prefix.seed_hash(), tokens, 16, num_tokens)
+    hashes.extend([], {}, tokens, 16, num_tokens)
     return round((time.perf_counter() - begun) * 1e9 / num_tokens, 1)
 
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.token_edge import LogprobColumns
 
@@ -44,7 +45,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     row: Row
     token_ids: bytes  # int32: prompt + output so far
     num_prompt_tokens: int  # of the original prompt: output token i sits at num_prompt_tokens + i
-    block_ids: bytes  # int32: the table so far, cached prefix included
+    block_ids: bytes  # int32[., groups]: the table so far, cached prefix included; any block where no token looks
     sampling: SamplingParams
 
 
@@ -71,7 +72,7 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     removed_rows: bytes = b""  # int32
     new_rows: list[NewRow] = []
     block_rows: bytes = b""  # int32[m]: row that grows
-    block_ids: bytes = b""  # int32[m]: its next block
+    block_ids: bytes = b""  # int32[m, groups]: its next block in each group
     input_ids: bytes = (
         b""  # int32[decodes], pipelines only: token at starts[i], which the last stage sampled and the first needs
     )
@@ -101,6 +102,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     kept: bytes = b""  # int32[h]: blocks
     kept_hashes: bytes = b""  # HASH_BYTES each
     max_drafts: int = 0  # that its drafter gives a row in one step; 0: it has none
+    kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
 
 
 class LastPlan(Struct, frozen=True, tag="standing"):

@@ -12,13 +12,15 @@ it is here. Instead each step takes its share of the running requests: as many s
 
 from array import array
 from bisect import insort
+from collections.abc import Sequence
 
 from meshlm.protocol.columns import ints, pack_i32
-from meshlm.protocol.ids import BlockId, Row, StepId
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
-from meshlm.scheduler_proc import prefix, sizes
-from meshlm.scheduler_proc.blocks import BlockPool
+from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.budget import StepBudget
+from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
 from meshlm.scheduler_proc.request import Request, RequestState
@@ -30,11 +32,20 @@ QUEUE_SAMPLE = 64  # waiting requests that are looked at to know how much work w
 class Batching:
     """Queues, rows and blocks of one rank; owned by core.py."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int, num_rows: int, max_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        max_drafts: int = 0,
+        kv_specs: Sequence[KVSpec] = (),
+    ) -> None:
         self.limits, self.block_size = limits, block_size
         # The first stage of a pipeline would have to know the drafts of the last one.
         self.max_drafts = 0 if limits.num_stages > 1 else max_drafts
-        self.pool = BlockPool(num_blocks)
+        step_tokens = limits.max_num_batched_tokens + (1 + limits.async_depth) * (1 + self.max_drafts)
+        self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, step_tokens)
         self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
@@ -64,10 +75,8 @@ class Batching:
 
     def _give_back(self, request: Request) -> None:
         self._token_bytes -= self._bytes_of_step(request)
-        self.pool.release(request.blocks)
-        request.blocks = []
-        request.capacity = 0
-        request.num_computed = request.num_remembered = 0
+        self.kv.free(request)
+        request.num_computed = 0
         self._removed_rows.append(request.row)
         self._free_rows.append(request.row)
         request.row = Row(-1)
@@ -86,14 +95,14 @@ class Batching:
             return False
         for request in list(self.running):
             self.preempt(request)
-        self.pool.forget_all()
+        self.kv.reset_prefix_cache(self.running)
         return True
 
     # --- planning ---
 
     def plan(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
         """The next step, or None when nothing can be computed now."""
-        builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1)
+        builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1, self.kv.num_groups)
         before = self.num_preemptions
         prompts = self._plan_decodes(builder)
         if self.max_drafts:
@@ -106,7 +115,7 @@ class Batching:
         if not len(builder):
             return None
         self._removed_rows = []
-        return builder.finish(session, step, self.pool.take_changes())
+        return builder.finish(session, step, self.kv.pool.take_changes())
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
         """In one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with more than
@@ -149,8 +158,8 @@ class Batching:
             count = min(self.max_drafts, request.max_len - virtual, left)
             needed = virtual + count - 1  # the last one that may be sampled is not computed
             if needed > request.capacity:
-                if -(-needed // self.block_size) - len(request.blocks) <= self.pool.num_free:
-                    self._take_blocks(builder, request, needed)
+                if (blocks := self.kv.grow(request, needed)) is not None:
+                    builder.grow(request.row, blocks)
                 else:
                     count -= needed - request.capacity
             builder.num_drafts.append(count)
@@ -180,10 +189,8 @@ class Batching:
             if count <= 0 or request.state is not RequestState.RUNNING:
                 continue
             needed = request.num_computed + count
-            if needed > request.capacity and not self._make_room(request, needed, prompts[place + 1 :]):
+            if needed > request.capacity and not self._grow_prompt(builder, request, needed, prompts[place + 1 :]):
                 continue  # the decodes have the memory; it waits for one of them to end
-            if needed > request.capacity:
-                self._take_blocks(builder, request, needed)
             left -= count
             self._advance(builder, request, count, virtual)
         return left
@@ -191,30 +198,23 @@ class Batching:
     def _grow(self, builder: PlanBuilder, request: Request, needed: int) -> bool:
         """Blocks for `needed` tokens, by preempting from the end of the order: nothing there is planned yet, as planning goes
         from the front. False when the request itself had to go."""
-        missing = -(-needed // self.block_size) - len(request.blocks)
-        while self.pool.num_free < missing:
+        while (blocks := self.kv.grow(request, needed)) is None:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:
                 return False
-        self._take_blocks(builder, request, needed)
+        builder.grow(request.row, blocks)
         return True
 
-    def _make_room(self, request: Request, needed: int, later: list[Request]) -> bool:
-        """Whether `needed` tokens fit now, if need be by preempting prompts that come later."""
-        missing = -(-needed // self.block_size) - len(request.blocks)
-        for victim in reversed(later):
-            if self.pool.num_free >= missing:
-                break
-            if victim.state is RequestState.RUNNING:
-                self.preempt(victim)
-        return self.pool.num_free >= missing
-
-    def _take_blocks(self, builder: PlanBuilder, request: Request, needed: int) -> None:
-        blocks = self.pool.allocate(-(-needed // self.block_size) - len(request.blocks))
-        request.blocks += blocks
-        request.capacity = len(request.blocks) * self.block_size
+    def _grow_prompt(self, builder: PlanBuilder, request: Request, needed: int, later: list[Request]) -> bool:
+        """Blocks for `needed` tokens, if need be by preempting prompts that come later. False when that is not enough."""
+        victims = [victim for victim in later if victim.state is RequestState.RUNNING]
+        while (blocks := self.kv.grow(request, needed)) is None:
+            if not victims:
+                return False
+            self.preempt(victims.pop())
         builder.grow(request.row, blocks)
+        return True
 
     def _advance(self, builder: PlanBuilder, request: Request, count: int, virtual: int) -> None:
         samples = request.num_computed + count == virtual
@@ -222,23 +222,12 @@ class Batching:
         request.num_computed += count
         if samples:
             request.num_output_placeholders += 1
-        if self.limits.prefix_caching:
-            self._remember(request, min(request.num_computed, len(request.tokens)))
+        self.kv.cache_full(request, min(request.num_computed, len(request.tokens)))
 
     def appended(self, request: Request, num_tokens: int) -> None:
         """A result brought token number `num_tokens`; all before it are computed. Called when that fills a block."""
-        if self.limits.prefix_caching and request.state is RequestState.RUNNING:
-            self._remember(request, min(num_tokens - 1, request.num_computed))
-
-    def _remember(self, request: Request, known: int) -> None:
-        """Tell the pool which of the request's blocks are now full of known tokens."""
-        prefix.extend(request.hashes, self._seed(request), request.tokens, self.block_size, known)
-        for index in range(request.num_remembered, known // self.block_size):
-            self.pool.remember(request.blocks[index], request.hashes[index])
-        request.num_remembered = known // self.block_size
-
-    def _seed(self, request: Request) -> bytes:
-        return prefix.seed_hash(request.work.cache_salt)
+        if request.state is RequestState.RUNNING:
+            self.kv.cache_full(request, min(num_tokens - 1, request.num_computed))
 
     def _plan_waiting(self, builder: PlanBuilder, left: int) -> None:
         at = 0
@@ -247,22 +236,21 @@ class Batching:
             if request.num_output_placeholders:
                 at += 1  # preempted with results outstanding: others may pass
                 continue
-            cached = self._cached_blocks(request)
-            num_cached = len(cached) * self.block_size
-            count = len(request.tokens) - num_cached
-            if count > left and not self.limits.chunked_prefill and builder.num_tokens:
+            num_cached = self.kv.match(request)
+            count = self._startable(builder, request, len(request.tokens) - num_cached, left)
+            if not count or self.kv.grow(request, num_cached + count) is None:
+                self.kv.free(request)
                 return
-            count = builder.prompt_room(request, min(count, left))
-            if not (count and self._message_room(builder, request)):
-                return
-            missing = -(-(num_cached + count) // self.block_size) - len(cached)
-            self.pool.share(cached)
-            if missing > self.pool.num_free:
-                self.pool.release(cached)
-                return
-            self._start(builder, request, at, cached, missing)
+            self._start(builder, request, at, num_cached)
             left -= count
             self._advance(builder, request, count, len(request.tokens))
+
+    def _startable(self, builder: PlanBuilder, request: Request, count: int, left: int) -> int:
+        """How many of its `count` tokens the step may compute; 0: it waits for another step."""
+        if count > left and not self.limits.chunked_prefill and builder.num_tokens:
+            return 0
+        count = builder.prompt_room(request, min(count, left))
+        return count if self._message_room(builder, request) else 0
 
     def _bytes_of_step(self, request: Request) -> int:
         """Of its tokens' log-probabilities in one step, at most."""
@@ -275,29 +263,12 @@ class Batching:
             return False
         return not builder.new_rows or builder.new_row_bytes + sizes.of_new_row(request) <= sizes.MAX_STEP_BYTES
 
-    def _cached_blocks(self, request: Request) -> list[BlockId]:
-        """The longest known prefix, less the last token: one token at least is computed, to have logits."""
-        if not self.limits.prefix_caching or request.work.sampling.prompt_logprobs >= 0:
-            return []
-        usable = len(request.tokens) - 1
-        prefix.extend(request.hashes, self._seed(request), request.tokens, self.block_size, usable)
-        found: list[BlockId] = []
-        for block_hash in request.hashes[: usable // self.block_size]:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def _start(self, builder: PlanBuilder, request: Request, at: int, cached: list[BlockId], missing: int) -> None:
-        """Give the request its row and first blocks."""
+    def _start(self, builder: PlanBuilder, request: Request, at: int, num_cached: int) -> None:
+        """Give the request, which has its first blocks, a row."""
         del self.waiting[at]
         insort(self.running, request, key=self._key)
-        request.blocks = cached + self.pool.allocate(missing)
-        request.capacity = len(request.blocks) * self.block_size
         request.row = self._free_rows.pop()
-        request.num_computed = len(cached) * self.block_size
-        request.num_remembered = len(cached)
+        request.num_computed = num_cached
         if request.num_cached == -1:
             request.started_ns = builder.now_ns
             request.num_cached = request.num_reused = min(request.num_computed, request.num_prompt)
@@ -320,7 +291,7 @@ class Batching:
         """The prefix cache of an earlier session, where all workers still have the same."""
         (kept, hashes), *others = {(fact.kept, fact.kept_hashes) for fact in facts}
         if self.limits.prefix_caching and not others:
-            self.pool.restore(ints(kept), [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
+            self.kv.pool.restore(ints(kept), [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
 
     def outstanding_prefill(self) -> int:
         """Prompt tokens that are not computed yet."""
@@ -331,7 +302,7 @@ class Batching:
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        self.pool.check([request.blocks for request in self.running])
+        self.kv.check(self.running)
         rows = [request.row for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert not set(rows) & set(self._free_rows), "a used row is free"
@@ -339,7 +310,6 @@ class Batching:
             assert request.state is RequestState.RUNNING
             num_tokens = len(request.tokens) + request.num_output_placeholders
             assert request.num_computed <= num_tokens, "computed what does not exist"
-            assert request.capacity == len(request.blocks) * self.block_size
             assert request.capacity >= request.num_computed, "tokens without a block"
         assert self._token_bytes == sum(self._bytes_of_step(request) for request in self.running)
         for request in self.waiting:

@@ -143,10 +143,10 @@ class Scheduler:
             self._refuse(request, output)
 
     def _fits(self, request: Request) -> bool:
-        return request.max_len <= self.batching.pool.num_blocks * self.batching.block_size
+        return self.batching.kv.holds(request.max_len)
 
     def _refuse(self, request: Request, output: Output) -> None:
-        room = self.batching.pool.num_blocks * self.batching.block_size
+        room = self.batching.kv.longest(request.max_len)
         text = (
             f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
             f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
@@ -269,7 +269,7 @@ class Scheduler:
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
         max_drafts = min(f.max_drafts for f in facts)
-        self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows, max_drafts)
+        self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows, max_drafts, facts[0].kv_specs)
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
         self.batching.restore(facts)
@@ -295,9 +295,7 @@ class Scheduler:
         for request in dict.fromkeys(record.batch):
             if request.state is not RequestState.FINISHED:
                 self._finish(request, output, FinishReason.ERROR, f"the model failed: {failed.message}")
-        self.batching.pool.forget_all()
-        for request in self.batching.running:
-            request.num_remembered = len(request.blocks)
+        self.batching.kv.reset_prefix_cache(self.batching.running)
 
     # --- steps ---
 

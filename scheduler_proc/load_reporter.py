@@ -59,8 +59,8 @@ class LoadReporter:
         self._last = load = Load(
             num_running=counts[0],
             num_waiting=counts[1],
-            num_blocks=batching.pool.num_blocks,
-            num_free_blocks=batching.pool.num_free,
+            num_blocks=batching.kv.num_blocks,
+            num_free_blocks=batching.kv.free_blocks,
             outstanding_prefill_tokens=batching.outstanding_prefill(),
             ended=tuple(self.ended),
             steps=num_steps,

@@ -46,8 +46,9 @@ class Inflight:
 class PlanBuilder:
     """Collects a step; `finish` makes the message and the record."""
 
-    def __init__(self, removed_rows: list[Row], now_ns: int, names_inputs: bool = False) -> None:
+    def __init__(self, removed_rows: list[Row], now_ns: int, names_inputs: bool = False, num_groups: int = 1) -> None:
         self.removed_rows, self.now_ns, self.names_inputs = removed_rows, now_ns, names_inputs
+        self.num_groups = num_groups
         self.new_rows: list[NewRow] = []
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
@@ -89,9 +90,9 @@ class PlanBuilder:
             self._rest_samples.insert(at, samples)
 
     def grow(self, row: Row, blocks: list[BlockId]) -> None:
-        for block in blocks:
-            self.block_rows.append(row)
-            self.block_ids.append(block)
+        """`blocks`: of every group, for each row that the block table grows by."""
+        self.block_rows.extend([row] * (len(blocks) // self.num_groups))
+        self.block_ids.extend(blocks)
 
     def finish(self, session: int, step: StepId, changes: tuple[bytes, bytes, bytes]) -> tuple[StepPlan, Inflight]:
         """`changes`: BlockPool.take_changes()."""

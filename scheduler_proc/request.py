@@ -12,6 +12,7 @@ from enum import Enum
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.ids import BlockId, Identity, Incarnation, Row
 from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.scheduler_proc.kv import hashes
 
 
 class RequestState(Enum):
@@ -44,17 +45,19 @@ class Request:
         "capacity",
         "crashed_at",
         "detokenizer",
+        "extra_keys",
         "handle",
         "hashes",
         "incarnation",
         "max_len",
         "num_cached",
+        "num_cached_blocks",
         "num_computed",
         "num_crashes",
+        "num_freed",
         "num_given",
         "num_output_placeholders",
         "num_prompt",
-        "num_remembered",
         "num_reused",
         "prompt_logprobs",
         "row",
@@ -79,10 +82,12 @@ class Request:
         self.state = RequestState.WAITING
         self.story: deque[str] = deque(["arrived"], maxlen=12)
         self.row = Row(-1)
-        self.blocks: list[BlockId] = []
+        self.blocks: list[BlockId] = []  # its block table, row by row; this and the next four belong to kv/cache.py
+        self.num_freed: list[int] = []  # leading rows that were given back, by kind of group
         self.capacity = 0  # tokens that its blocks hold
-        self.hashes: list[bytes] = []
-        self.num_remembered = 0  # blocks that the pool knows by hash or that came from it
+        self.num_cached_blocks = 0  # leading rows that the prefix cache knows or that came from it
+        self.hashes: list[bytes] = []  # of its full blocks
+        self.extra_keys = hashes.extra_keys(work.cache_salt)  # that go into them
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_output_placeholders = 0
         self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...

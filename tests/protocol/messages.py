@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, operations, sampling, session
+from meshlm.protocol import frames, kv, operations, sampling, session
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -205,7 +205,18 @@ FULL: tuple[Struct, ...] = (
         planned_ns=1,
         num_drafts=pack_i32([2, 0]),
     ),
-    step.WorkerReady(77, 1000, 16, 64, 1024, 49152, pack_i32([10]), b"h" * step.HASH_BYTES, 3),
+    step.WorkerReady(
+        77,
+        1000,
+        16,
+        64,
+        1024,
+        49152,
+        pack_i32([10]),
+        b"h" * step.HASH_BYTES,
+        3,
+        (kv.FullAttention(), kv.SlidingWindow(64)),
+    ),
     step.LastPlan(77, 76, 5),
     step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5, pack_i32([1])),
     step.StepFailed(77, StepId(5), "out of memory"),

@@ -206,7 +206,7 @@ class Bench:
                 break
             self.step()
         assert not self.core.requests, "requests that nobody finishes"
-        assert self.core.batching.pool.num_free == self.model.num_blocks, "leaked blocks"
+        assert self.core.batching.kv.pool.num_free == self.model.num_blocks, "leaked blocks"
 
 
 def limits(**changes: int | bool) -> Limits:

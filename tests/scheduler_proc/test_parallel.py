@@ -55,7 +55,7 @@ def test_a_group_begins_when_all_its_workers_can_be_reached() -> None:
     core = scheduler()
     answer(core, all_up(core))
     assert core.serving
-    assert core.batching.pool.num_blocks == 97, "as many blocks as the worker with the fewest has"
+    assert core.batching.kv.pool.num_blocks == 97, "as many blocks as the worker with the fewest has"
 
 
 def test_a_lost_worker_disbands_the_group() -> None:

@@ -202,7 +202,7 @@ def leftovers(process: Process) -> str:
         case SchedulerApp():
             rank = app._core
             assert rank is not None
-            pool = rank.batching.pool
+            pool = rank.batching.kv.pool
             kept = {
                 "requests": rank.requests,
                 "inflight": rank.inflight,

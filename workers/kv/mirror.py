@@ -28,6 +28,7 @@ class PrefixCacheMirror:
                 self._hashes.pop(block, None)
         if plan.remembered:
             for nth, block in enumerate(ints(plan.remembered)):
+                self._hashes.pop(block, None)  # it counts as the latest now
                 self._hashes[block] = plan.hashes[nth * HASH_BYTES : (nth + 1) * HASH_BYTES]
 
     def spoil(self) -> None:
@@ -42,5 +43,8 @@ class PrefixCacheMirror:
         """Blocks as int32, and their hashes; the latest MAX_KEPT."""
         if self._spoiled:
             return b"", b""
-        first = max(0, len(self._hashes) - MAX_KEPT)
-        return pack_i32(list(self._hashes)[first:]), b"".join(list(self._hashes.values())[first:])
+        blocks, hashes = list(self._hashes), list(self._hashes.values())
+        first = max(0, len(blocks) - MAX_KEPT)
+        while 0 < first < len(blocks) and hashes[first] == hashes[first - 1]:
+            first += 1  # blocks of several groups may have one key: all of them, or none
+        return pack_i32(blocks[first:]), b"".join(hashes[first:])

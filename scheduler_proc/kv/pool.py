@@ -1,12 +1,15 @@
-"""The pool of KV blocks: who uses which, which may be reused, which hold a known prefix.
+"""The pool of KV pages: who uses which, which may be reused, which hold a known prefix.
 
-A block is *used* (reference count > 0) or *free*. Free blocks stand in a list from least to most recently used and may still
-hold a prefix: a hit takes such a block out of the list again, an allocation takes the oldest and forgets its hash only
-then (lazy eviction). Pure; owned by core.py.
+A page is *used* (reference count > 0) or *free*. Free pages stand in a list from least to most recently used and may still
+hold a prefix: a hit takes such a page out of the list again, an allocation takes the oldest and drops its hash only
+then (lazy eviction). What is cached under one key is the pages of all groups of equal spec at one place of their tables: they are
+used and freed together, and the first of them that is given away takes the key with it. Pure; owned by cache.py.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from meshlm.protocol.ids import BlockId
 
@@ -24,9 +27,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._references = [0] * num_blocks
-        self._hash: list[bytes | None] = [None] * num_blocks
-        self._by_hash: dict[bytes, BlockId] = {}
-        self._changes: dict[BlockId, bytes | None] = {}  # of _hash, since they were taken
+        self._key: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, Sequence[BlockId]] = {}
+        self._changes: dict[BlockId, bytes | None] = {}  # of _key, since they were taken
         # A circular doubly linked list with a sentinel at index num_blocks.
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
@@ -39,10 +42,9 @@ class BlockPool:
         blocks = []
         block = after[end]
         for _ in range(count):
-            known = self._hash[block]
+            known = self._key[block]
             if known is not None:
-                del self._by_hash[known]
-                self._hash[block] = self._changes[BlockId(block)] = None
+                self._evict(known)
             self._references[block] = 1
             blocks.append(BlockId(block))
             following = after[block]
@@ -52,40 +54,50 @@ class BlockPool:
         self.num_free -= count
         return blocks
 
-    def share(self, blocks: Iterable[BlockId]) -> None:
+    def touch(self, blocks: Iterable[BlockId]) -> None:
         """One more reference to each; blocks of a prefix found in the cache."""
         for block in blocks:
             if self._references[block] == 0:
                 self._unlink(block)
             self._references[block] += 1
 
-    def release(self, blocks: Sequence[BlockId]) -> None:
+    def free(self, blocks: Sequence[BlockId]) -> None:
         """One reference less to each, last block first: a prefix outlives its continuations."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._link(block, oldest=self._hash[block] is None)
+                self._link(block, oldest=self._key[block] is None)
 
-    def find(self, block_hash: bytes) -> BlockId | None:
-        """The block that holds this prefix."""
-        return self._by_hash.get(block_hash)
+    def find(self, key: bytes) -> Sequence[BlockId] | None:
+        """The pages that are cached under this key."""
+        return self._cached.get(key)
 
-    def remember(self, block: BlockId, block_hash: bytes) -> None:
-        """This full block holds this prefix. A second block with the same content stays unknown."""
-        if block_hash not in self._by_hash and self._hash[block] is None:
-            self._by_hash[block_hash] = block
-            self._hash[block] = self._changes[block] = block_hash
+    def cache_block(self, key: bytes, blocks: Sequence[BlockId]) -> None:
+        """These full pages hold this prefix. Others with the same content stay unknown."""
+        if key not in self._cached and self._key[blocks[0]] is None:
+            self._cached[key] = blocks
+            for block in blocks:
+                self._key[block] = key
+                self._changes.pop(block, None)  # pages of one key are told side by side
+                self._changes[block] = key
 
-    def restore(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
-        """These free blocks hold these prefixes; the last ones are reused last."""
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            if 0 <= block < self.num_blocks and self._references[block] == 0:
-                self._unlink(block)
-                self.remember(BlockId(block), block_hash)
-                self._link(block, oldest=False)
+    def _evict(self, key: bytes) -> None:
+        for block in self._cached.pop(key):
+            self._key[block] = self._changes[block] = None
+
+    def restore(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
+        """These free pages hold these prefixes, pages of one key side by side; the last ones are reused last."""
+        for key, pairs in groupby(zip(keys, blocks, strict=True), itemgetter(0)):
+            pages = [BlockId(block) for _, block in pairs]
+            if all(0 <= page < self.num_blocks and self._references[page] == 0 for page in pages):
+                for page in pages:
+                    self._unlink(page)
+                self.cache_block(key, pages)
+                for page in pages:
+                    self._link(page, oldest=False)
 
     def take_changes(self) -> tuple[bytes, bytes, bytes]:
-        """Since the last call: int32 of blocks that hold no known prefix any more, of those that do, and their hashes."""
+        """Since the last call: int32 of pages that hold no known prefix any more, of those that do, and their keys."""
         if not self._changes:
             return b"", b"", b""
         changes, self._changes = self._changes, {}
@@ -93,11 +105,10 @@ class BlockPool:
         remembered = array("i", [block for block, known in changes.items() if known is not None])
         return forgotten.tobytes(), remembered.tobytes(), b"".join(known for known in changes.values() if known)
 
-    def forget_all(self) -> None:
-        """No block's content can be trusted any more."""
-        self._changes |= dict.fromkeys(self._by_hash.values())
-        self._by_hash.clear()
-        self._hash = [None] * self.num_blocks
+    def reset_prefix_cache(self) -> None:
+        """No page's content can be trusted any more."""
+        for key in list(self._cached):
+            self._evict(key)
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]
@@ -126,5 +137,10 @@ class BlockPool:
             assert self._references[at] == 0, "a used block is in the free list"
             free, at = free + 1, self._next[at]
         assert free == self.num_free == counted.count(0), "free + used is not all"
-        for known, block in self._by_hash.items():
-            assert self._hash[block] == known, "hash tables disagree"
+        cached: list[bytes | None] = [None] * self.num_blocks
+        for key, blocks in self._cached.items():
+            assert {self._key[block] for block in blocks} == {key}, "a page does not know its key"
+            assert len({self._references[block] for block in blocks}) == 1, "pages of one key are used apart"
+            for block in blocks:
+                cached[block] = key
+        assert cached == self._key, "a page has a key that finds others"

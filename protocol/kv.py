@@ -1,0 +1,110 @@
+"""KV groups: which keys and values a layer needs, and how layers share one pool of pages of equal bytes. Pure.
+
+A *spec* says what a layer's attention can still see. Layers of equal spec are packed into *groups* of equal size, padded where they
+do not divide. A *page* holds `block_size` tokens of one group; all pages have equal bytes, so that one pool serves all groups, and
+memory flows between them. Layer j of every group lives in tensor j; a page's number is its place in every tensor. A request has one
+block table per group. A model with one spec has one group with all its layers. Made by the workers, told to the scheduler.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from msgspec import Struct
+
+from meshlm.protocol.model import ModelSpec
+
+GOOD_ENOUGH = 1.05  # times the least memory: with that, the fewest groups
+
+
+class FullAttention(Struct, frozen=True, tag="full"):
+    """A token sees all tokens before it: every block is kept while a request runs."""
+
+
+class SlidingWindow(Struct, frozen=True, tag="sliding"):
+    """A token sees itself and the `window` - 1 tokens before it: blocks outside every window are freed while a request runs."""
+
+    window: int
+
+
+KVSpec = FullAttention | SlidingWindow
+
+
+class KVGroup(Struct, frozen=True):
+    """One block table of a request, and the layers that use it."""
+
+    spec: KVSpec
+    layers: tuple[int, ...]
+    block_size: int
+    page_bytes: int
+
+
+def first_needed(spec: KVSpec, block_size: int, num_computed: int) -> int:
+    """The first block that the token at position `num_computed`, or any after it, can see."""
+    match spec:
+        case FullAttention():
+            return 0
+        case SlidingWindow(window):
+            return max(0, num_computed - window + 1) // block_size
+    assert_never(spec)
+
+
+def num_held(spec: KVSpec, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+    """Blocks of one group that a request of `num_tokens` holds at most, where a step computes up to `step_tokens` of it."""
+    every = -(-num_tokens // block_size)
+    match spec:
+        case FullAttention():
+            return every
+        case SlidingWindow(window):
+            return min(every, -(-(window - 1 + step_tokens) // block_size) + 1)
+    assert_never(spec)
+
+
+def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
+    """What each layer's attention sees."""
+    sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers
+    return [SlidingWindow(model.sliding_window) if slides else FullAttention() for slides in sliding]
+
+
+def make_groups(
+    specs: Sequence[KVSpec], block_size: int, layer_bytes: int, max_model_len: int, first_layer: int = 0
+) -> tuple[KVGroup, ...]:
+    """Groups of these layers (numbered from `first_layer`), equal specs side by side, for requests of up to `max_model_len` tokens.
+
+    `layer_bytes`: of one token's keys and values in one layer. The number of layers a group is the one with the fewest groups whose
+    longest request takes little more than the least memory; where windows save next to nothing, there is one group that keeps all.
+    """
+    layers: dict[KVSpec, list[int]] = {}
+    for layer, spec in enumerate(specs, first_layer):
+        layers.setdefault(spec, []).append(layer)
+
+    def cost(size: int) -> int:
+        return size * sum(
+            -(-len(some) // size) * num_held(spec, block_size, max_model_len) for spec, some in layers.items()
+        )
+
+    sizes = range(1, max(map(len, layers.values())) + 1)
+    least = min(map(cost, sizes))
+    every = list(range(first_layer, first_layer + len(specs)))
+    if len(every) * num_held(FullAttention(), block_size, max_model_len) <= GOOD_ENOUGH * least:
+        layers, size = {FullAttention(): every}, len(every)
+    else:
+        size = max(size for size in sizes if cost(size) <= GOOD_ENOUGH * least)
+    groups = []
+    for spec, some in layers.items():
+        count = -(-len(some) // size)
+        # Every count-th layer, not a run of them: so each stage of a pipeline has about the same share of each group.
+        groups += [
+            KVGroup(spec, tuple(some[n::count]), block_size, size * block_size * layer_bytes) for n in range(count)
+        ]
+    return tuple(groups)
+
+
+def pages_of(specs: Sequence[KVSpec], block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+    """Pages that a request of `num_tokens` holds at most; `specs`: one per group."""
+    return sum(num_held(spec, block_size, num_tokens, step_tokens) for spec in specs)
+
+
+def tokens_held(groups: Sequence[KVGroup], memory: int, num_tokens: int) -> int:
+    """Tokens of requests of `num_tokens` each that decode side by side within `memory` bytes."""
+    pages = memory // groups[0].page_bytes
+    return pages * num_tokens // pages_of([group.spec for group in groups], groups[0].block_size, num_tokens)

@@ -1,0 +1,49 @@
+"""Groups of equal spec, which behave alike: one kind, with a column of the block tables for each group. Pure; used by cache.py."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from meshlm.protocol.ids import BlockId
+from meshlm.protocol.kv import KVSpec, first_needed
+
+
+class Kind:
+    """Columns `begin` to `end` of the block tables, and what their spec keeps."""
+
+    __slots__ = ("begin", "block_size", "end", "number", "spec", "width")
+
+    def __init__(self, spec: KVSpec, number: int, begin: int, end: int, block_size: int) -> None:
+        self.spec, self.number, self.block_size = spec, number, block_size
+        self.begin, self.end, self.width = begin, end, end - begin
+
+    def key(self, block_hash: bytes) -> bytes:
+        """Of what this kind caches for these tokens; of the first kind, the hash itself."""
+        return bytes((block_hash[0] ^ self.number,)) + block_hash[1:] if self.number else block_hash
+
+    def first_needed(self, num_computed: int) -> int:
+        """The first block that tokens from position `num_computed` on can see."""
+        return first_needed(self.spec, self.block_size, num_computed)
+
+    def longest_hit(self, hashes: Sequence[bytes], find: Callable[[bytes], Sequence[BlockId] | None]) -> int:
+        """The most leading blocks of `hashes` after which a request can go on: all that its next token can see are cached."""
+        end = len(hashes)
+        while end:
+            first = self.first_needed(end * self.block_size)
+            if first == 0:
+                break
+            missing = next((i for i in reversed(range(first, end)) if find(self.key(hashes[i])) is None), -1)
+            if missing < 0:
+                return end
+            end = missing
+        return next((i for i in range(end) if find(self.key(hashes[i])) is None), end)
+
+
+def kinds_of(specs: Sequence[KVSpec], block_size: int) -> list[Kind]:
+    """One kind for each run of equal specs; `specs`: one per group, in the order of the tables' columns."""
+    kinds: list[Kind] = []
+    begin = 0
+    for spec, some in groupby(specs):
+        end = begin + sum(1 for _ in some)
+        kinds.append(Kind(spec, len(kinds), begin, end, block_size))
+        begin = end
+    return kinds

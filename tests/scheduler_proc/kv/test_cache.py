@@ -1,0 +1,230 @@
+"""KVCache with one, two and three groups: who owns which page, what is given back, and that a hit holds its tokens."""
+
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.protocol.admit_edge import EngineRequest
+from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow, first_needed, num_held
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.scheduler_proc.kv.cache import KVCache
+from meshlm.scheduler_proc.request import Request
+
+FULL = FullAttention()
+names = count()
+BLOCK = 4
+
+
+def request_of(tokens: list[int], salt: str = "", max_tokens: int = 100) -> Request:
+    name = next(names)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    work = EngineRequest(RequestId(f"r{name}"), Handle(name), pack_i32(tokens), sampling, cache_salt=salt)
+    return Request(work, Identity(Role.DETOKENIZER), Incarnation(1), 1000)
+
+
+class Device:
+    """What the pages hold: of each slot, the group, the salt and all tokens up to its own. It computes as soon as it is told."""
+
+    def __init__(self, specs: tuple[KVSpec, ...], num_pages: int) -> None:
+        self.specs = specs or (FULL,)
+        self.kv = KVCache(num_pages, BLOCK, specs, step_tokens=64)
+        self.slots: dict[tuple[int, int], object] = {}
+        self.running: list[Request] = []
+
+    def _slot(self, request: Request, group: int, position: int) -> tuple[int, int]:
+        return request.blocks[position // BLOCK * len(self.specs) + group], position % BLOCK
+
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """Its next tokens, each from what its attention sees in the pages."""
+        for position in range(request.num_computed, request.num_computed + num_tokens):
+            for group in range(len(self.specs)):
+                known = (group, request.work.cache_salt, tuple(request.tokens[: position + 1]))
+                self.slots[self._slot(request, group, position)] = known
+        for position in (request.num_computed, request.num_computed + num_tokens - 1):
+            self.sees(request, position)
+        request.num_computed += num_tokens
+
+    def sees(self, request: Request, position: int) -> None:
+        for group, spec in enumerate(self.specs):
+            first = 0 if spec == FULL else max(0, position - spec.window + 1)  # type: ignore[union-attr]
+            for key in range(first, position):
+                known = (group, request.work.cache_salt, tuple(request.tokens[: key + 1]))
+                assert self.slots[self._slot(request, group, key)] == known, f"{spec}: {position} sees a wrong {key}"
+
+    def start(self, tokens: list[int], salt: str = "", chunk: int = 1000) -> Request | None:
+        request = request_of(tokens, salt)
+        hit = self.kv.match(request)
+        assert hit < len(tokens)
+        chunk = min(chunk, len(tokens) - hit)
+        if self.kv.grow(request, hit + chunk) is None:
+            self.kv.free(request)
+            return None
+        request.num_computed = hit
+        self.running.append(request)
+        self.compute(request, chunk)
+        self.kv.cache_full(request, request.num_computed)
+        return request
+
+    def go_on(self, request: Request, num_tokens: int, num_known: int) -> bool:
+        if self.kv.grow(request, request.num_computed + num_tokens) is None:
+            return False
+        self.compute(request, num_tokens)
+        self.kv.cache_full(request, min(num_known, request.num_computed))
+        return True
+
+    def end(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.free(request)
+
+    def check(self) -> None:
+        self.kv.check(self.running)
+
+
+GROUPS: tuple[tuple[KVSpec, ...], ...] = (
+    (),
+    (SlidingWindow(5),),
+    (FULL, SlidingWindow(9)),
+    (SlidingWindow(1), FULL),
+    (FULL, SlidingWindow(6), SlidingWindow(6)),
+    (FULL, SlidingWindow(3), SlidingWindow(10)),
+)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_requests(data: st.DataObject) -> None:
+    """No page is owned twice, all are free at the end, and whatever a token sees is what was computed for its own tokens."""
+    draw = data.draw
+    device = Device(draw(st.sampled_from(GROUPS)), draw(st.integers(8, 40)))
+    texts: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(1, 25))):
+        match draw(st.sampled_from(["start", "go on", "go on", "end", "reset"])):
+            case "start":
+                text = draw(st.sampled_from(texts))[: draw(st.integers(0, 40))] + draw(
+                    st.lists(st.integers(0, 2), min_size=1, max_size=25)
+                )
+                texts.append(text)
+                device.start(text, draw(st.sampled_from(["", "", "s"])), draw(st.integers(1, 60)))
+            case "go on" if device.running:
+                request = draw(st.sampled_from(device.running))
+                left = len(request.tokens) - request.num_computed
+                if not left:
+                    request.tokens.extend([draw(st.integers(0, 2))] * draw(st.integers(1, 6)))
+                    left = len(request.tokens) - request.num_computed
+                device.go_on(request, draw(st.integers(1, left)), draw(st.integers(0, len(request.tokens))))
+            case "end" if device.running:
+                device.end(draw(st.sampled_from(device.running)))
+            case "reset":
+                if draw(st.integers(0, 4)) == 0:
+                    device.kv.reset_prefix_cache(device.running)
+        device.check()
+    for request in list(device.running):
+        device.end(request)
+    device.check()
+    assert device.kv.pool.num_free == device.kv.pool.num_blocks
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_blocks_outside_the_window_are_given_back_while_a_request_runs(chunk: int) -> None:
+    spec = SlidingWindow(10)
+    device = Device((FULL, spec, spec), 200)
+    request = device.start(list(range(160)), chunk=chunk)
+    assert request is not None
+    most = 0
+    while request.num_computed < 160:
+        assert device.go_on(request, min(chunk, 160 - request.num_computed), 160)
+        used = device.kv.pool.num_blocks - device.kv.pool.num_free
+        most = max(most, used - -(-request.num_computed // BLOCK))
+    assert most <= 2 * num_held(spec, BLOCK, 160, chunk) <= 2 * (3 + -(-chunk // BLOCK) + 1)
+
+
+def test_a_hit_of_a_window_needs_its_last_blocks_only() -> None:
+    device = Device((SlidingWindow(5),), 6)
+    first = device.start(list(range(16)))
+    assert first is not None
+    for _ in range(8):
+        first.tokens.append(99)
+        device.go_on(first, 1, 100)
+    device.end(first)
+    other = device.start([7] * 8)  # takes pages that were freed first, of the beginning
+    assert other is not None
+    again = request_of([*range(16), 50, 51])
+    assert device.kv.match(again) == 16
+    assert again.num_freed == [3], "one block holds the four tokens that token 16 sees"
+
+
+def test_a_hit_is_what_all_kinds_can_serve() -> None:
+    device = Device((FULL, SlidingWindow(5)), 40)
+    first = device.start(list(range(20)), chunk=8)
+    assert first is not None
+    device.go_on(first, 12, 20)
+    assert device.kv.match(request_of([*range(20), 1])) == 20
+    # A page of the window's last block goes: the hit ends where a window is still whole.
+    gone = first.blocks[2 * 4 + 1]
+    key = device.kv.pool._key[gone]
+    assert key is not None
+    device.end(first)
+    device.kv.pool._evict(key)
+    late = request_of([*range(20), 1])
+    assert device.kv.match(late) == 16
+    assert late.num_freed == [0, 3]
+
+
+def test_groups_of_equal_spec_are_cached_together() -> None:
+    device = Device((FULL, SlidingWindow(100), SlidingWindow(100)), 9)
+    first = device.start(list(range(12)))
+    assert first is not None
+    device.end(first)
+    assert device.start([5] * 4) is not None, "three pages: of the last block, as it was freed first"
+    assert device.kv.match(request_of([*range(12), 1])) == 8
+
+
+def test_a_failed_step_makes_nothing_known_of_what_ran() -> None:
+    device = Device((), 10)
+    first = device.start(list(range(10)))
+    assert first is not None
+    device.kv.reset_prefix_cache(device.running)
+    device.kv.cache_full(first, 8)
+    assert device.kv.match(request_of([*range(10), 1])) == 0
+    device.kv.cache_full(first, 10)
+    first.tokens.extend([1, 2])
+    device.go_on(first, 2, 12)
+    assert device.kv.pool.find(first.hashes[2]) is None, "its third block was begun before"
+
+
+def test_what_was_given_back_before_its_tokens_were_known_is_not_cached() -> None:
+    device = Device((SlidingWindow(1),), 4)
+    first = device.start([1])
+    assert first is not None
+    for _ in range(12):
+        first.tokens.append(1)
+        assert device.go_on(first, 1, 0)
+    assert first.num_freed == [3]
+    device.kv.cache_full(first, 13)
+    assert [device.kv.pool.find(block_hash) for block_hash in first.hashes] == [None] * 3
+
+
+@pytest.mark.parametrize("specs", GROUPS)
+def test_the_longest_request_that_is_taken_runs_alone(specs: tuple[KVSpec, ...]) -> None:
+    device = Device(specs, 60)
+    longest = device.kv.longest(500)
+    assert device.kv.holds(longest)
+    assert longest == 499 or not device.kv.holds(longest + 1)
+    request = device.start(list(range(longest)), chunk=64)
+    assert request is not None
+    while request.num_computed < longest:
+        assert device.go_on(request, min(64, longest - request.num_computed), longest)
+
+
+def test_what_a_table_grows_by_is_told_row_by_row() -> None:
+    device = Device((FULL, SlidingWindow(4)), 20)
+    request = request_of(list(range(10)))
+    assert device.kv.grow(request, 5) == ints(pack_i32(request.blocks)) == [0, 1, 2, 3]
+    assert device.kv.grow(request, 8) == []
+    assert device.kv.grow(request, 9) == [4, 5]
+    assert request.capacity == 12
+    assert first_needed(SlidingWindow(4), BLOCK, 9) == 1
