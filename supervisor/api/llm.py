@@ -182,6 +182,8 @@ class LLM:
         ranks = [0] * count if priority is None else list(priority)
         if len(ranks) != count:
             raise ValueError(f"{count} prompts and {len(ranks)} of priority")
+        if any(ranks) and self._config.scheduler.scheduling_policy != "priority":
+            raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')
         if keep is not None:
             each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.settings import vllm_env
 
 Json = dict[str, Any]
+API_KEYS = (*vllm_env.API_KEYS, "OPENAI_API_KEY")  # the first that is set
 
 
 class Server(NamedTuple):
@@ -61,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model-name", help="default: the server's first")
-    parser.add_argument("--api-key", help="default: MESHLM_API_KEY or OPENAI_API_KEY")
+    parser.add_argument("--api-key", help="default: " + ", ".join(API_KEYS))
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--stats", action="store_true", help="time to first token and tokens per second of each answer")
@@ -69,7 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def server_of(arguments: argparse.Namespace) -> Server:
     """UsageError for what is no address."""
-    environment = (os.environ.get(name) for name in ("MESHLM_API_KEY", "OPENAI_API_KEY"))
+    environment = (os.environ.get(name) for name in API_KEYS)
     key = arguments.api_key or next(filter(None, environment), "")
     if arguments.url is None:
         return Server(False, arguments.host, arguments.port, "/v1", key)

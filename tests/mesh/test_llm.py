@@ -10,7 +10,8 @@ pytestmark = pytest.mark.mesh
 
 SCRIPT = """
 from meshlm import LLM, SamplingParams
-llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantization=None, served_model_name="mine")
+llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantization=None, served_model_name="mine",
+          scheduling_policy="priority")
 prompts = [[300, 301, 302], [400, 401]]
 one, two = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, n=2))
 from meshlm.workers.fake import expected_token

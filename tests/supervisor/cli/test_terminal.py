@@ -46,7 +46,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    for name in ("MESHLM_API_KEY", "OPENAI_API_KEY"):
+    for name in ("MESHLM_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Answers, "asked", [])
     server = HTTPServer(("127.0.0.1", 0), Answers)
@@ -85,6 +85,16 @@ def test_complete(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     asked = {"model": "first", "prompt": "Once", "stream": True}
     assert Answers.asked == [("/v1/completions", asked, "Bearer of-the-environment")]
     assert capsys.readouterr().out == "Hi\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_the_key_is_found_where_serve_finds_it(command: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "somebody's")
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert main.run([command, "--url", url, "--quick", "Once"]) == 0
+    monkeypatch.setenv("MESHLM_API_KEY", "ours")
+    assert main.run([command, "--url", url, "--quick", "Once"]) == 0
+    assert [key for _, _, key in Answers.asked] == ["Bearer theirs", "Bearer ours"]
 
 
 @pytest.mark.parametrize(

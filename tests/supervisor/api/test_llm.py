@@ -1,4 +1,4 @@
-"""LLM(seed=): a script that runs again draws the same, and one prompt after another draws anew; without processes."""
+"""LLM without processes: a script with the same seed that runs again draws the same; what is refused before anything is sent."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     resolved = SimpleNamespace(eos_token_ids=(), spec=SimpleNamespace(vocab_size=9))
 
     def resolve(config: MeshConfig) -> Any:
-        return SimpleNamespace(model=config.model, resolved=resolved)
+        return SimpleNamespace(model=config.model, scheduler=config.scheduler, resolved=resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
     background = SimpleNamespace(supervisor=None, client=client, stop=lambda: None)
@@ -43,3 +43,13 @@ def test_without_a_seed_it_is_0_as_in_vllm(llm_of: Any) -> None:
 
 def test_a_prompts_own_seed_wins(llm_of: Any) -> None:
     assert seeds(llm_of(model="m", seed=3), SamplingParams(seed=7)) == [7, 7]
+
+
+def test_priorities_need_their_policy(llm_of: Any) -> None:
+    """As over HTTP: they would be ignored."""
+    with pytest.raises(ValueError, match=r"^priority: requests wait in order of arrival"):
+        llm_of(model="m").generate(["a", "b"], SamplingParams(), priority=[1, 0])
+    with pytest.raises(AttributeError, match="ask"):  # here nobody answers
+        llm_of(model="m", scheduling_policy="priority").generate("a", SamplingParams(), priority=[1], use_tqdm=False)
+    with pytest.raises(AttributeError, match="ask"):
+        llm_of(model="m").generate("a", SamplingParams(), priority=[0], use_tqdm=False)
