@@ -6,6 +6,7 @@ has them.
 """
 
 import re
+from collections.abc import Set
 from typing import Any
 
 from meshlm.architectures.config_values import shown, words
@@ -85,11 +86,14 @@ class Foreign(ValueError):
     """A key that changes what the model computes, in a way that is not honoured."""
 
 
-def check(config: dict[str, Any], architecture: str) -> tuple[str, ...]:
-    """The keys that are not known, of those that ask for something. Foreign names one that is not honoured."""
+def check(config: dict[str, Any], architecture: str, honoured: Set[str] = frozenset()) -> tuple[str, ...]:
+    """The keys that are not known, of those that ask for something. Foreign names one that is not honoured.
+
+    honoured: keys that this family honours beyond those of all.
+    """
     unknown = []
     for name, value in config.items():
-        if value is None or name in HONOURED or name in NEEDLESS or _NEEDLESS.fullmatch(name):
+        if value is None or name in HONOURED or name in honoured or name in NEEDLESS or _NEEDLESS.fullmatch(name):
             continue
         if name in ONLY_TRUE:
             neutral = value is True

@@ -6,7 +6,7 @@ from typing import Any
 from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.rope import gguf_rope, rope_spec, stretched
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import ModelSpec, RopeSpec
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}  # the same formula
@@ -19,8 +19,8 @@ PRE_NORMS: Norms = (
 _QUERY, _KV, _WIDE = Split.QUERY_HEADS, Split.KV_HEADS, Split.INTERMEDIATE
 
 
-def dense_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    """The sizes that every config.json gives. KeyError, ValueError."""
+def dense_spec(config: dict[str, Any], architecture: str, rope: RopeSpec | None = None) -> ModelSpec:
+    """The sizes that every config.json gives. rope: what the family has read itself. KeyError, ValueError."""
     heads, hidden, layers = (
         integer(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
@@ -28,7 +28,9 @@ def dense_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(
             f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
         )
-    context, rope = stretched(integer(config, "max_position_embeddings"), rope_spec(config))
+    context = integer(config, "max_position_embeddings")
+    if rope is None:
+        context, rope = stretched(context, rope_spec(config))
     bias = boolean(config, "attention_bias")
     return ModelSpec(
         architecture=architecture,
@@ -117,21 +119,21 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     )
 
 
-def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
-    """Every tensor of a decoder with these norms in a layer."""
+def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, norm_plus: float = 0.0) -> Iterator[Weight]:
+    """Every tensor of a decoder with these norms in a layer. norm_plus: see Weight.plus, of all norms."""
     table = (spec.vocab_size, spec.hidden_size)
     yield Weight("model.embed_tokens.weight", "token_embd.weight", "embed.weight", table, Split.VOCABULARY)
     for layer in range(spec.num_hidden_layers):
-        for weight in _in_layer(spec, norms):
+        for weight in _in_layer(spec, norms, norm_plus):
             yield weight._replace(
                 name=f"model.layers.{layer}.{weight.name}", gguf=f"blk.{layer}.{weight.gguf}", layer=layer
             )
-    yield Weight("model.norm.weight", "output_norm.weight", "norm.weight", (spec.hidden_size,))
+    yield Weight("model.norm.weight", "output_norm.weight", "norm.weight", (spec.hidden_size,), plus=norm_plus)
     if not spec.tie_word_embeddings:
         yield Weight("lm_head.weight", "output.weight", "head.weight", table, Split.VOCABULARY)
 
 
-def _in_layer(spec: ModelSpec, norms: Norms) -> Iterator[Weight]:
+def _in_layer(spec: ModelSpec, norms: Norms, plus: float) -> Iterator[Weight]:
     """The products first, then the norms."""
     hidden, wide = spec.hidden_size, spec.intermediate_size
     query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
@@ -149,9 +151,9 @@ def _in_layer(spec: ModelSpec, norms: Norms) -> Iterator[Weight]:
     yield from _rows("mlp.down_proj", "ffn_down", "mlp.down", (hidden, wide), _WIDE, bias=spec.mlp_bias)
     for name in ("q", "k") if spec.qk_norm else ():
         stem, gguf = f"self_attn.{name}_norm", f"attn_{name}_norm"
-        yield Weight(f"{stem}.weight", f"{gguf}.weight", f"attention.{name}_norm.weight", (spec.head_dim,))
+        yield Weight(f"{stem}.weight", f"{gguf}.weight", f"attention.{name}_norm.weight", (spec.head_dim,), plus=plus)
     for name, gguf, parameter in norms:
-        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (hidden,))
+        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (hidden,), plus=plus)
 
 
 def _columns(

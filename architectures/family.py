@@ -34,6 +34,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     split: Split = Split.REPLICATED
     dim: int = 0  # the dimension that is split
+    plus: float = 0.0  # what the parameter has more than the tensor; a .gguf file holds the sum
     layer: int | None = None
 
 
@@ -62,6 +63,7 @@ class GGUFFamily(NamedTuple):
 
     kind: str  # general.architecture
     spec: Callable[[GGUFMetadata, str], ModelSpec]  # the name of the architecture goes in too
+    keys: frozenset[str] = frozenset()  # that it honours beyond those of all families, without the kind before them
     interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
 
 
@@ -74,7 +76,10 @@ class Family(NamedTuple):
         [dict[str, Any], str], ModelSpec
     ]  # of a config.json with the defaults filled in, and the architecture's name
     weights: Callable[[ModelSpec], Iterator[Weight]]
+    keys: frozenset[str] = frozenset()  # of config.json that it honours beyond those of all families
     defaults: Mapping[str, Any] = {}  # what transformers' class takes for missing keys, where it differs from Llama's
 
     gguf: GGUFFamily | None = None
+    float16: bool = True  # whether its numbers fit
+    compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)
     model: str = "meshlm.workers.models.decoder:Decoder"  # module and class that compute it

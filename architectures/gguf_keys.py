@@ -3,6 +3,7 @@
 Called by runtime/gguf_files.py. Keys of a model's shape begin with its architecture; their names are those of the GGUF specification.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from meshlm.architectures.config_values import shown, words
@@ -31,8 +32,8 @@ NEUTRAL: dict[str, frozenset[Any]] = {
 _TOP = ("general.", "tokenizer.", "quantize.", "split.")
 
 
-def check(fields: dict[str, Any], architecture: str) -> tuple[str, ...]:
-    """Notes for the user. ValueError names what is not honoured."""
+def check(fields: dict[str, Any], architecture: str, honoured: Set[str] = frozenset()) -> tuple[str, ...]:
+    """honoured: keys of this family alone. Notes for the user. ValueError names what is not honoured."""
     kind = fields.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"general.type is {shown(kind)}; a model is what can be served")
@@ -46,7 +47,7 @@ def check(fields: dict[str, Any], architecture: str) -> tuple[str, ...]:
         if key == name:
             if not name.startswith(_TOP):
                 unknown.append(name)
-        elif key not in HONOURED and key not in NEEDLESS and not _neutral(key, value):
+        elif key not in HONOURED | honoured and key not in NEEDLESS and not _neutral(key, value):
             raise ValueError(f"{name} {shown(value)} changes what the model computes, and it is not honoured")
     notes = [f"unknown metadata is ignored: {', '.join(sorted(unknown))}"] if unknown else []
     sampling = sorted(name for name in fields if name.startswith("general.sampling."))

@@ -151,7 +151,8 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     """GGUFError for what would change the model's answers, or cannot be read."""
     kind = fields["general.architecture"]
     try:
-        notes = gguf_keys.check(fields, kind)
+        family = gguf_families()[kind].gguf
+        notes = gguf_keys.check(fields, kind, family.keys if family is not None else frozenset())
     except ValueError as error:
         raise GGUFError(f"{path}: {error}") from None
     same = {

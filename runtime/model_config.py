@@ -25,7 +25,7 @@ def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[s
     family = _family(config, path)
     architecture = family.architecture
     try:
-        unknown = config_keys.check(config, architecture)
+        unknown = config_keys.check(config, architecture, family.keys)
         spec = family.spec({**family.defaults, **config}, architecture)
     except KeyError as error:
         raise ModelFilesError(f"{where}: key {error} is missing") from None
@@ -60,6 +60,8 @@ def _family(config: dict[str, Any], path: Path) -> Family:
 
 _POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
+_CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
 
 def check(spec: ModelSpec, path: Path) -> None:
     """What kernels rely on, and would not survive. ModelFilesError."""
@@ -73,10 +75,14 @@ def check(spec: ModelSpec, path: Path) -> None:
             raise ModelFilesError(f"{path}: {name} is {value}; it must be positive")
         if value > limit:
             raise ModelFilesError(f"{path}: {name} is {value}; it may be {limit} at most")
-    for name in ("rms_norm_eps", "rope.rope_theta", "rope.factor"):  # a .gguf file's may be anything
+    numbers = ["rms_norm_eps", "rope.rope_theta", "rope.factor", *_CAPS]  # a .gguf file's may be anything
+    for name in [*numbers, "sliding_rope.rope_theta"] if spec.sliding_rope is not None else numbers:
         value = attrgetter(name)(spec)
         if not math.isfinite(value):
             raise ModelFilesError(f"{path}: {name} is {value}; it must be a finite number")
+    for name in _CAPS:
+        if getattr(spec, name) < 0:
+            raise ModelFilesError(f"{path}: {name} is {getattr(spec, name)}; it must not be negative")
     heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     if heads % kv_heads:
         raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")

@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from meshlm.architectures.family import Family
+from meshlm.architectures.registry import families
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime import generation_config, model_files
 from meshlm.runtime.errors import ModelFilesError, RequestError
@@ -63,6 +65,9 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError(
             "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
         )
+    family = families()[files.spec.architecture]
+    if config.worker.compile == "inductor" and not family.compiles:
+        raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
     parallel.check(config.parallel, files.spec, device, len(layout.places(config)[1]))
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
@@ -80,7 +85,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         max_output_tokens=generation.max_output_tokens,
         load_format=files.load_format,
         device=device,
-        dtype=_dtype(config, device, files.spec.dtype),
+        dtype=_dtype(config, device, files.spec.dtype, family),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -128,12 +133,17 @@ def _device(config: MeshConfig) -> Device:
     return "cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu"
 
 
-def _dtype(config: MeshConfig, device: Device, of_model: str) -> Literal["float32", "float16", "bfloat16"]:
+def _dtype(
+    config: MeshConfig, device: Device, of_model: str, family: Family
+) -> Literal["float32", "float16", "bfloat16"]:
     wanted = DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
     if wanted == "auto":
-        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model in ("float32", "float64") else of_model)
+        other = ("float32", "float64") if family.float16 else ("float32", "float64", "float16")
+        wanted = "float32" if device != "cuda" else ("bfloat16" if of_model in other else of_model)
     if wanted not in ("float32", "float16", "bfloat16"):
         raise UsageError(f"--dtype {wanted}: float32, float16 or bfloat16")
+    if wanted == "float16" and not family.float16:
+        raise UsageError(f"--dtype float16: the residual of {family.architecture} outgrows it; use bfloat16")
     return wanted  # type: ignore[return-value]
 
 

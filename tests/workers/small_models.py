@@ -32,6 +32,8 @@ SMALL: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "initializer_range": 0.2}
+
 
 def resolved(path: Path, load_format: str = "auto") -> Resolved:
     files = resolve_model(str(path), load_format=load_format)

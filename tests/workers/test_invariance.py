@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import BLOCK, SMALL, caches, load, run
+from small_models import BLOCK, GEMMA, SMALL, caches, load, run
 from torch import Tensor
 
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse
-from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.sampling import logprobs
 from meshlm.workers.sampling.sampler import SampleRows, sample
 from meshlm.workers.sampling.table import SamplingTable
@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-wide": ("MistralConfig", {"sliding_window": 70}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }
 
 
@@ -53,7 +55,7 @@ def model_of(case: str, path: Path) -> Decoder:
     model = load(path)
     assert not isinstance(model.ops, TorchOps), "the CPU kernels could not be compiled"
     fuse(model, "cpu")
-    assert model.parts is not None
+    assert (model.parts is None) == (model.layer_type is not DecoderLayer)
     return model
 
 

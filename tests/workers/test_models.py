@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import SMALL, caches, load, run
+from small_models import GEMMA, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -17,7 +17,7 @@ from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import CompiledParts, use_cache
 from meshlm.workers.models.cpu_layers import fuse
-from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.weights.sources import sources
 
 LLAMA3 = {
@@ -30,6 +30,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+BY_KIND = {"full_attention": {**LINEAR, "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 300.0}}
 CASES = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -41,6 +43,9 @@ CASES = {
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),
+    "gemma3-linear": ("Gemma3TextConfig", GEMMA | {"layer_types": MIXED, "rope_parameters": BY_KIND}),
 }
 
 
@@ -54,6 +59,9 @@ def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeyp
     name, extra = CASES[case]
     config = getattr(transformers, name)(**{**SMALL, **extra})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith("norm.weight"):
+            parameter.data += torch.randn_like(parameter) * 0.3
     theirs.save_pretrained(tmp_path)
     if kind == "torch":
         monkeypatch.setattr(cpu_ops, "available", lambda: False)
@@ -61,7 +69,7 @@ def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeyp
     assert isinstance(ours.ops, TorchOps) == (kind == "torch")
     if kind == "cpu layers":
         fuse(ours, "cpu")
-        assert ours.parts is not None
+        assert (ours.parts is None) == (ours.layer_type is not DecoderLayer)
     tokens = torch.randint(0, 211, (37,)).tolist()
     other = torch.randint(0, 211, (11,)).tolist()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import BLOCK, CPU, SMALL, batch_of, caches, load, resolved, run
+from small_models import BLOCK, CPU, GEMMA, SMALL, batch_of, caches, load, resolved, run
 from tiny_models import spec_of
 from torch import Tensor
 from waiting import free_port
@@ -125,6 +125,8 @@ CASES = {
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }
 LAYOUTS = [(2, 1), (1, 3), (6, 1), (2, 3)]  # six ranks share two key-value heads
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 
-def rope_table(spec: ModelSpec, max_len: int) -> Tensor:
-    """float32 [max_len, rotary_dim]: cosines in the first half, sines in the second."""
-    rope = spec.rope
+def rope_table(spec: ModelSpec, max_len: int, rope: RopeSpec | None = None) -> Tensor:
+    """float32 [max_len, rotary_dim]: cosines in the first half, sines in the second. rope: another than the model's."""
+    rope = rope or spec.rope
     dim = int(spec.head_dim * rope.partial_rotary_factor)
     frequencies, factor = _frequencies(rope, dim, spec.max_position_embeddings, max_len)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)

@@ -69,6 +69,6 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
 def fuse(model: Decoder, backend: str) -> None:
     """Let a model that is whole, loaded and on the CPU compute this way, if its products and its attention are the kernels' too."""
     products = [module for layer in model.layers for module in layer.modules() if isinstance(module, Linear)]
-    fused = all(product.fuses_norm and product.fuses_sum for product in products)
+    fused = model.layer_type is DecoderLayer and all(product.fuses_norm and product.fuses_sum for product in products)
     if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:
         model.parts = CpuLayers(model)

@@ -6,7 +6,7 @@ key and value projections are one product, gate and up projections another; a la
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         super().__init__()
         self._spec = spec
         self.window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
-        self.scale = spec.head_dim**-0.5
+        self.scale = (spec.query_pre_attn_scalar or spec.head_dim) ** -0.5
         width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
         self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
@@ -70,7 +70,12 @@ class Attention(nn.Module):
         )
         spec = self._spec
         self._heads = AttentionShape(
-            spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, norms, spec.rms_norm_eps
+            spec.num_attention_heads,
+            spec.num_key_value_heads,
+            spec.head_dim,
+            norms,
+            spec.rms_norm_eps,
+            spec.attn_logit_softcapping,
         )
 
     def forward(
@@ -129,6 +134,21 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
+    def forward(
+        self,
+        x: PartialSum,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        attention: StepAttention,
+        ops: Ops,
+        normed: Tensor | None = None,
+    ) -> PartialSum:
+        """What the MLP adds to the residual, which has the rest in it then. normed: see `Attention.forward`."""
+        x = self.attention(x, self.input_norm, batch, table, cache, attention, ops, normed)
+        found: PartialSum = self.mlp(x, self.post_norm, ops)
+        return found
+
 
 class Parts(Protocol):
     """Another way to compute what stands between the attention calls (compiled.py)."""
@@ -139,7 +159,12 @@ class Parts(Protocol):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm, head: those that this shard has."""
+    """Embedding, layers, norm, head: those that this shard has.
+
+    A family that computes otherwise names its own kind of layer, and what it does differently around them (gemma.py).
+    """
+
+    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__()
@@ -149,7 +174,7 @@ class Decoder(nn.Module):
         self.embed = (
             Embedding(rows, spec.hidden_size, begin, end) if shard.is_first or (tied and shard.is_last) else None
         )
-        self.layers = nn.ModuleList(DecoderLayer(self.local, layer) for layer in range(self.local.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_type(self.local, layer) for layer in range(self.local.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if shard.is_last else None
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.ops: Ops = TorchOps()
@@ -196,21 +221,24 @@ class Decoder(nn.Module):
         x: PartialSum
         normed: Tensor | None = None
         if self.shard.is_first:
-            first = self.layers[0]
-            assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
-            x, normed = self.embed(batch.input_ids, first, ops)
+            x, normed = self.embedded(batch.input_ids)
         else:
             assert residual is not None
             x = PartialSum(residual)
         for layer, cache in zip(self.layers, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            norm = layer.input_norm
-            x = layer.attention(x, norm, batch, self.rope, cache, attention, ops, normed)
+            x = layer(x, batch, self.rope, cache, attention, ops, normed)
             normed = None
-            x = layer.mlp(x, layer.post_norm, ops)
         if self.norm is not None:
             return ops.norm(x, (self.norm.weight, self.norm.eps))[0]
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
+
+    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+        """What the first layer gets; see `Embedding.forward`."""
+        first = self.layers[0]
+        assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
+        found: tuple[PartialSum, Tensor | None] = self.embed(ids, first, self.ops)
+        return found
 
     @contextmanager
     def shortened(self) -> Iterator[int]:

@@ -87,7 +87,9 @@ def _fill(
             taken = kept[found.parameter].take(slot, source, found)
         else:
             tensor = source.part(found.dim, found.begin, found.end)
-            slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
+            rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
+            if found.plus and resolved.load_format != "gguf":
+                rows += found.plus
             taken = tensor.numel()
         missing[found.parameter] -= taken
         done += slot.numel() * slot.element_size() * taken / expected[found.parameter]

@@ -18,6 +18,7 @@ class WeightSlice(NamedTuple):
     begin: int
     end: int
     row: int = 0
+    plus: float = 0.0  # see Weight.plus
 
 
 def place(name: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
@@ -39,7 +40,7 @@ def _slices(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
             begin, end = _range(weight, spec, shard)
             row = rows.get(parameter, 0)
             rows[parameter] = row + (end - begin if weight.dim == 0 else weight.shape[0])
-            found[weight.name] = WeightSlice(parameter, weight.shape, weight.dim, begin, end, row)
+            found[weight.name] = WeightSlice(parameter, weight.shape, weight.dim, begin, end, row, weight.plus)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshlm.architectures.family import Weight
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
@@ -132,8 +133,9 @@ def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
 class _Random:
     """A dummy weight. On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], device: torch.device, seed: int) -> None:
-        self._name, self.shape, self._device, self._seed = name, shape, device, seed
+    def __init__(self, weight: Weight, device: torch.device, seed: int) -> None:
+        self._name, self.shape, self._device, self._seed = weight.name, weight.shape, device, seed
+        self._norm = 1.0 - weight.plus
         self.dtype = "F32"
 
     def part(self, dim: int, begin: int, end: int) -> Tensor:
@@ -142,7 +144,7 @@ class _Random:
             shape[dim] = end - begin
             salt = f"{salt} {begin}"
         if self._name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
+            return torch.full(shape, self._norm, device=self._device)
         generator = torch.Generator(self._device).manual_seed(self._seed << 32 | zlib.crc32(salt.encode()))
         made = torch.empty(shape, device=self._device, dtype=torch.get_default_dtype())
         made.normal_(0.0, DUMMY_STD, generator=generator)
@@ -154,8 +156,8 @@ class _Random:
 
 def _dummy(spec: ModelSpec, device: torch.device, seed: int) -> Iterator[tuple[str, Source]]:
     """Small random weights, the same for the same seed."""
-    for name, shape in shapes(spec):
-        yield name, _Random(name, shape, device, seed)
+    for weight in weights_of(spec).values():
+        yield weight.name, _Random(weight, device, seed)
 
 
 def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:

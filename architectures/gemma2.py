@@ -1,0 +1,106 @@
+"""Gemma 2 (Gemma Team 2024): four norms a layer, soft caps of scores and logits, every other layer slides.
+
+A checkpoint holds what its norms' weights have more than 1; a .gguf file holds the weights.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import integer, number
+from meshlm.architectures.dense import Norms, dense_gguf, dense_spec, dense_weights, layer_types, sliding_window
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.protocol.model import ModelSpec, RopeSpec
+
+SANDWICH_NORMS: Norms = (
+    ("input_layernorm", "attn_norm", "input_norm"),
+    ("post_attention_layernorm", "post_attention_norm", "attention_out_norm"),
+    ("pre_feedforward_layernorm", "ffn_norm", "post_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm", "mlp_out_norm"),
+)
+KEYS = frozenset(("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"))
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_EVERY = 2  # of so many layers the last sees all
+_LARGEST = 46  # layers of the 27B model, whose query scale a .gguf file does not say
+
+
+def gemma_spec(config: dict[str, Any], architecture: str, every: int, rope: RopeSpec | None = None) -> ModelSpec:
+    """What Gemma 2 and 3 have in common. Without layer_types, the last of `every` layers sees all. KeyError, ValueError."""
+    act = config.get("hidden_activation")
+    spec = dense_spec({**config, "hidden_act": "gelu_pytorch_tanh" if act is None else act}, architecture, rope)
+    kinds = layer_types(config)
+    sliding = layers_that_slide(spec, every) if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
+    window = sliding_window(config)
+    if any(sliding) and not window:
+        raise ValueError("sliding_window must be positive where layers slide")
+    if integer(config, "query_pre_attn_scalar") < 1:
+        raise ValueError(f"query_pre_attn_scalar is {config['query_pre_attn_scalar']}; it must be positive")
+    return replace(
+        spec,
+        sliding_window=window if any(sliding) else 0,
+        sliding_layers=sliding if any(sliding) else (),
+        query_pre_attn_scalar=float(config["query_pre_attn_scalar"]),
+        attn_logit_softcapping=_cap(config, "attn_logit_softcapping"),
+        final_logit_softcapping=_cap(config, "final_logit_softcapping"),
+    )
+
+
+def layers_that_slide(spec: ModelSpec, every: int) -> tuple[bool, ...]:
+    """All but the last of `every`."""
+    return tuple((layer + 1) % every > 0 for layer in range(spec.num_hidden_layers))
+
+
+def gemma_gguf(metadata: GGUFMetadata, architecture: str, *, largest: int) -> ModelSpec:
+    """What .gguf files of Gemma 2 and 3 have in common. largest: layers of the 27B model."""
+    spec = dense_gguf(metadata, architecture)
+    inner = spec.hidden_size // spec.num_attention_heads if spec.num_hidden_layers == largest else spec.head_dim
+    return replace(spec, hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=float(inner))
+
+
+def gemma_weights(spec: ModelSpec) -> Iterator[Weight]:
+    """Every tensor."""
+    return dense_weights(spec, SANDWICH_NORMS, norm_plus=1.0)
+
+
+def _cap(config: dict[str, Any], key: str) -> float:
+    return 0.0 if config.get(key) is None else number(config[key], key)
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    return gemma_spec(config, architecture, _EVERY)
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec, get = gemma_gguf(metadata, architecture, largest=_LARGEST), metadata.get
+    return replace(
+        spec,
+        sliding_window=int(get("attention.sliding_window", 4096)),
+        sliding_layers=layers_that_slide(spec, _EVERY),
+        attn_logit_softcapping=float(get("attn_logit_softcapping", 50.0)),
+        final_logit_softcapping=float(get("final_logit_softcapping", 30.0)),
+    )
+
+
+FAMILY = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    spec=_spec,
+    weights=gemma_weights,
+    keys=KEYS,
+    defaults={**DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    gguf=GGUFFamily(
+        "gemma2",
+        _gguf,
+        keys=frozenset(("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")),
+    ),
+    float16=False,
+    compiles=False,
+    model="meshlm.workers.models.gemma:Gemma",
+)

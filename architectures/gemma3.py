@@ -1,0 +1,81 @@
+"""Gemma 3, its text models (Gemma Team 2025): norms of query and key heads, five layers of six slide and rotate faster."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import integer, shown
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
+from meshlm.architectures.gemma2 import DEFAULTS, KEYS, gemma_gguf, gemma_spec, gemma_weights, layers_that_slide
+from meshlm.architectures.rope import rope_spec
+from meshlm.protocol.model import ModelSpec, RopeSpec
+
+_EVERY = 6  # of so many layers the last sees all
+_LARGEST = 62  # layers of the 27B model, whose query scale a .gguf file does not say
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    # A file's context counts its scaled rotation already.
+    rope, sliding_rope = _ropes(config)
+    spec = gemma_spec(config, architecture, integer(config, "sliding_window_pattern", _EVERY), rope)
+    return replace(spec, qk_norm=True, sliding_rope=sliding_rope)
+
+
+def _ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
+    """Of the layers that see all, and of those that slide: by kind of layer in newer files. ValueError."""
+    given = config.get("rope_parameters") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind) or {}, dict) for kind in kinds):
+        raise ValueError(f"rope_parameters must be an object with one for each kind of layer, got {shown(given)}")
+    foreign = sorted(given.keys() - kinds)
+    if foreign:
+        raise ValueError(f"rope_parameters holds {foreign[0]}; supported: {', '.join(kinds)}")
+    full, sliding = (given.get(kind) or {} for kind in kinds)
+    old = {key: config.get(key) for key in ("rope_scaling", "partial_rotary_factor")}
+    return (
+        rope_spec({**old, "rope_parameters": full, "rope_theta": config.get("rope_theta") or _THETA}),
+        rope_spec({"rope_parameters": sliding, "rope_theta": config.get("rope_local_base_freq") or _LOCAL_THETA}),
+    )
+
+
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec, get = gemma_gguf(metadata, architecture, largest=_LARGEST), metadata.get
+    pattern = get("attention.sliding_window_pattern", _EVERY)
+    sliding = layers_that_slide(spec, pattern) if isinstance(pattern, int) else tuple(map(bool, pattern))
+    if len(sliding) != spec.num_hidden_layers:
+        raise MetadataError(f"attention.sliding_window_pattern names {len(sliding)} layers of {spec.num_hidden_layers}")
+    return replace(
+        spec,
+        qk_norm=True,
+        sliding_window=int(get("attention.sliding_window")),
+        sliding_layers=sliding,
+        sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", _LOCAL_THETA))),
+        final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
+    )
+
+
+FAMILY = Family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    spec=_spec,
+    weights=gemma_weights,
+    keys=(KEYS - {"attn_logit_softcapping"})
+    | {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"},
+    defaults=DEFAULTS,
+    gguf=GGUFFamily(
+        "gemma3",
+        _gguf,
+        keys=frozenset(
+            (
+                "attention.sliding_window",
+                "attention.sliding_window_pattern",
+                "rope.freq_base_swa",
+                "final_logit_softcapping",
+            )
+        ),
+    ),
+    float16=False,
+    compiles=False,
+    model="meshlm.workers.models.gemma:Gemma",
+)

@@ -1,0 +1,96 @@
+"""Gemma 2 and 3: what attention and MLP give is normed before it is added, embeddings are scaled, logits may be capped softly.
+
+    x = x + norm(attention(norm(x)));  x = x + norm(mlp(norm(x)))
+
+The weights of norms are 1 + w of the checkpoint and stay in float32: w is small, and bfloat16 keeps little of it beside 1.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.models.decoder import Decoder, DecoderLayer
+
+
+class GemmaLayer(DecoderLayer):
+    """Attention and MLP, each between two norms."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        self.attention_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.own_table: Tensor | None = None  # of a layer that slides; else the model's
+
+    def forward(
+        self,
+        x: PartialSum,
+        batch: ForwardBatch,
+        table: Tensor,
+        cache: LayerCache,
+        attention: StepAttention,
+        ops: Ops,
+        normed: Tensor | None = None,
+    ) -> PartialSum:
+        """See `DecoderLayer.forward`."""
+        assert normed is None
+        qkv, residual = self.attention.qkv.after_norm(x, self.input_norm, ops)
+        own = table if self.own_table is None else self.own_table
+        out = self.attention.attend(qkv, batch, own, cache, attention, ops)
+        x = _normed(self.attention.o.row_parallel(out, None, ops), residual, self.attention_out_norm, ops)
+        x = self.mlp(x, self.post_norm, ops)
+        assert x.residual is not None
+        return _normed(x, x.residual, self.mlp_out_norm, ops)
+
+
+def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> PartialSum:
+    """The norm of the sum alone, to be added to the residual."""
+    return PartialSum(ops.rms_norm(ops.finish_sum(x, residual.dtype), norm.weight, norm.eps), residual=residual)
+
+
+class Gemma(Decoder):
+    """See `Decoder`."""
+
+    layer_type = GemmaLayer
+
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
+        super().__init__(spec, max_len, shard)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.weight = nn.Parameter(module.weight.float(), requires_grad=False)
+        self._own_ops = self.ops
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See `Decoder.prepare`; the layers that slide get their rotation."""
+        super().prepare(device, dtype)
+        self._own_ops = self.ops
+        if self.spec.sliding_rope is not None:
+            table = rope_table(self.spec, self._max_len, self.spec.sliding_rope).to(device=device)
+            for layer in self.layers:
+                assert isinstance(layer, GemmaLayer)
+                layer.own_table = table if layer.attention.window else None
+
+    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+        """Scaled by the root of their size, which is rounded to their dtype first."""
+        assert self.embed is not None
+        size = self.spec.hidden_size
+        if self.embed.several:
+            first = self.layers[0]
+            assert isinstance(first, GemmaLayer)
+            norm = (first.input_norm.weight, first.input_norm.eps)
+            found, _ = self._own_ops.embed_part(ids, self.embed.weight, (self.embed.begin, self.embed.end), norm)
+            x = self.comm.all_reduce(found.value)
+        else:
+            x = self.ops.rows(ids, self.embed.weight, size)
+        return PartialSum(x.mul_(float(torch.tensor(size**0.5, dtype=x.dtype)))), None
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Decoder.logits`."""
+        found, cap = super().logits(hidden, out), self.spec.final_logit_softcapping
+        return found.div_(cap).tanh_().mul_(cap) if cap else found
