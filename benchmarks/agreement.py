@@ -23,9 +23,12 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.supervisor.settings import flags, resolve
-from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
-from meshlm.workers.cuda.graphs import Dispatcher, graph_keys
 from meshlm.workers.engine import Engine
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.make import make_engine
+from meshlm.workers.graphs.captures import Captures
+from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
+from meshlm.workers.output.logits_sampler import LogitsSampler
 
 MAX_LEN = 1024
 CHUNK = 64
@@ -126,18 +129,20 @@ def compare(reference: Run, other: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def use_graphs(engine: CudaEngine, mode: str) -> None:
+def use_graphs(engine: ModelEngine, mode: str) -> None:
     """Replace the engine's graphs by those of this --cudagraph-mode, and capture all."""
-    resolved = engine._resolved
-    parameters = sum(p.numel() for p in engine._model.layers.parameters())
+    resolved = engine.resolved
+    parameters = sum(p.numel() for p in engine.model.layers.parameters())
     keys = graph_keys(mode, resolved.max_num_seqs, resolved.max_num_batched_tokens, (), parameters)
-    engine.graphs = Dispatcher(keys, engine._compute.padded)
+    engine.graphs = Dispatcher(keys, engine.graphs._capture)
+    engine.captures = Captures(engine.graphs, engine.captures._clear)
     while engine.idle():
         pass
 
 
-def ways(engine: CudaEngine, prompts: list[list[int]], num_tokens: int) -> dict[str, Run]:
+def ways(engine: ModelEngine, prompts: list[list[int]], num_tokens: int) -> dict[str, Run]:
     def logits(count: int) -> Tensor:
+        assert isinstance(engine.head, LogitsSampler)
         return engine.head.logits[:count].clone()
 
     driver = Driver(engine, prompts, logits)
@@ -158,20 +163,20 @@ def ways(engine: CudaEngine, prompts: list[list[int]], num_tokens: int) -> dict[
     return runs
 
 
-def transformers_model(engine: CudaEngine, folder: str) -> Any:
+def transformers_model(engine: ModelEngine, folder: str) -> Any:
     """transformers' own float32 model with this engine's weights."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("cuda"):
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    spec = engine._model.spec
+    spec = engine.model.spec
     q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     names = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
     names |= {"attention.o": "self_attn.o_proj", "mlp.down": "mlp.down_proj"}
     names |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
     state: dict[str, Tensor] = {}
-    for name, parameter in engine._model.named_parameters():
+    for name, parameter in engine.model.named_parameters():
         value, (stem, _, kind) = parameter.data, name.rpartition(".")
         if not stem.startswith("layers."):
             state[{"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[stem] + f".{kind}"] = value
@@ -242,8 +247,7 @@ def main() -> None:
     values |= {"max_model_len": MAX_LEN, "max_num_seqs": arguments.prompts, "kv_cache_memory": 8 << 30}
     values["kv_cache_dtype"] = arguments.kv_cache_dtype
     config = resolve.resolve(flags.build(values, None))
-    engine = make_cuda_engine(config, lambda *progress: None)
-    assert engine is not None
+    engine = make_engine(config, lambda *progress: None)
     generator = np.random.default_rng(0)
     lengths = np.linspace(5, MAX_LEN * 2 // 3, arguments.prompts).astype(int)
     prompts = [generator.integers(0, engine.facts.vocab_size, length).tolist() for length in lengths]

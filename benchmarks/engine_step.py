@@ -20,19 +20,18 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.supervisor.settings import flags, resolve
-from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
 from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.engine import make
+from meshlm.workers.engine.engine import ModelEngine
 
 
-def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None = None) -> CudaEngine:
+def make_engine(model: str, extra: list[str], placement: WorkerPlacement | None = None) -> ModelEngine:
     values: dict[str, object] = {"model": model, "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
     values["max_model_len"] = 4096
     for name, value in zip(extra[::2], extra[1::2], strict=True):
         values[name.removeprefix("--").replace("-", "_")] = value
     config = resolve.resolve(flags.build(values, None))
-    engine = make_cuda_engine(config, lambda *progress: None, placement)
-    assert engine is not None
-    return engine
+    return make.make_engine(config, lambda *progress: None, placement)
 
 
 def prompts(batch: int, context: int, block_size: int, reserve: int) -> StepPlan:
@@ -65,7 +64,7 @@ def decodes(batch: int, start: int) -> StepPlan:
     )
 
 
-def measure(engine: CudaEngine, batch: int, context: int, steps: int, kernels: bool) -> dict[str, Any]:
+def measure(engine: ModelEngine, batch: int, context: int, steps: int, kernels: bool) -> dict[str, Any]:
     reserve = 3 * steps + 64
     chunk = max(1, 8192 // context)
     for first in range(0, batch, chunk):  # in plans of at most 8,192 tokens

@@ -47,9 +47,9 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
     import torch
 
     from meshlm.supervisor.settings import flags, resolve
-    from meshlm.workers.cuda.engine import make_cuda_engine
     from meshlm.workers.distributed.membership import Membership
     from meshlm.workers.distributed.placement import WorkerPlacement
+    from meshlm.workers.engine.make import make_engine
 
     (size,) = arguments.tp
     values: dict[str, object] = {
@@ -70,20 +70,19 @@ def rank_of_engine(arguments: argparse.Namespace, extra: list[str]) -> dict[str,
     membership = Membership()
     membership.offer(tuple(range(1, size + 1)))
     begun = time.perf_counter()
-    engine = make_cuda_engine(config, lambda *progress: None, WorkerPlacement.of(config, arguments.rank, membership))
-    assert engine is not None
+    engine = make_engine(config, lambda *progress: None, WorkerPlacement.of(config, arguments.rank, membership))
     start_s = round(time.perf_counter() - begun, 1)
-    spec = engine._resolved.spec
-    found: dict[str, Any] = {"tp": size, "start_s": start_s, "communicator": type(engine._comm).__name__}
+    spec = engine.resolved.spec
+    found: dict[str, Any] = {"tp": size, "start_s": start_s, "communicator": type(engine.comm).__name__}
     found["decode"] = [
         engine_step.measure(engine, batch, arguments.context, arguments.steps, arguments.kernels)
         for batch in arguments.batch
     ]
     found["sums"] = 2 * spec.num_hidden_layers + 1
-    found["fused"] = getattr(engine._comm, "fused", None)  # sums with norms; None: by NCCL
-    found["by_products"] = getattr(engine._comm, "one_row", None) is not None  # those of one row
+    found["fused"] = getattr(engine.comm, "fused", None)  # sums with norms; None: by NCCL
+    found["by_products"] = getattr(engine.comm, "one_row", None) is not None  # those of one row
     if size > 1:
-        found["all_reduce_us"] = sums(engine._comm, getattr(engine._comm, "_plain", engine._comm), torch)
+        found["all_reduce_us"] = sums(engine.comm, getattr(engine.comm, "_plain", engine.comm), torch)
     found["gpu"] = torch.cuda.get_device_name()
     found["torch"] = torch.__version__
     return found

@@ -24,7 +24,7 @@ from meshlm.kernels.gemv import kernel as gemv
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.precompile import precompiled
 from meshlm.workers.attention import triton_backend
-from meshlm.workers.cuda.graphs import Key
+from meshlm.workers.graphs.dispatcher import Key
 
 sys.path.insert(0, str(Path(__file__).parent))
 import echo
@@ -84,8 +84,8 @@ class Step:
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
-        longest = self.engine._rows.blocks.shape[1] * self.engine.facts.block_size
-        device, spec = self.engine._device, self.engine._spec
+        longest = self.engine.rows.block_tables.shape[1] * self.engine.facts.block_size
+        device, spec = self.engine.device, self.engine.spec
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.start: Choice = dict(self._seen)
         if ranks == 1:  # the attention of a rank's few heads is not what the table's entries tell apart
@@ -101,11 +101,11 @@ class Step:
 
     def timed(self, choices: list[Choice]) -> list[float]:
         """Microseconds of the step with each, medians, in turns."""
-        launch = self.engine._compute
-        with torch.inference_mode(), self.engine._model.shortened() as layers, precompiled():
+        launch, padded = self.engine.compute, self.engine.graphs._capture
+        with torch.inference_mode(), self.engine.model.shortened() as layers, precompiled():
             caches, launch.caches = launch.caches, launch.caches[:layers]
             for self._choice in choices:
-                launch.padded(KEY)
+                padded(KEY)
             launch.caches = caches
         graphs = []
         for self._choice in choices:

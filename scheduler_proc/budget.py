@@ -83,7 +83,7 @@ class StepBudget:
 
 
 def on_grid(num_tokens: int) -> int:
-    """The most tokens up to so many that a CUDA graph holds without padding (workers/cuda/graphs.py): up to a fifth fewer."""
+    """The most tokens up to so many that a CUDA graph holds without padding (workers/graphs/dispatcher.py): up to a fifth fewer."""
     if num_tokens <= 4 * GRID:
         return num_tokens
     step = _grid(num_tokens)

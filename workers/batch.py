@@ -22,12 +22,15 @@ class ForwardBatch:
     slot_mapping: Tensor  # int64 [t] block * block_size + offset
     block_tables: Tensor  # int64 [n, blocks of the longest context]
     seq_lens: Tensor  # int64 [n] context length, this step's tokens included
-    logits_indices: Tensor  # int64 [l] tokens whose logits are wanted
+    logits_indices: Tensor | None  # int64 [l] tokens whose logits are wanted; None: all of them, in order
     num_decodes: int
     query_lens: tuple[int, ...]  # of the requests after the decodes
     context_lens: tuple[int, ...]  # of the same requests, this step included
     max_decode_len: int  # longest context among the decodes
     columns: "Columns | None" = None  # the requests as device columns, for backends that read those (triton)
+    places: Tensor | None = (
+        None  # int32 [l] the requests whose logits they are, beside `columns`; None: all of them, in order
+    )
 
     @property
     def device(self) -> torch.device:

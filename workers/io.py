@@ -46,7 +46,7 @@ def load_ahead(config: MeshConfig) -> None:
     if config.resolved.device == "fake":
         import meshlm.workers.fake
     else:
-        import meshlm.workers.runner  # noqa: F401
+        import meshlm.workers.engine.make  # noqa: F401
 
 
 def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
@@ -59,17 +59,9 @@ def make_engine(config: MeshConfig, worker: int, membership: Membership, report:
             pass
         return FakeEngine(config, report)
     from meshlm.workers.distributed.placement import WorkerPlacement
+    from meshlm.workers.engine import make
 
-    placement = WorkerPlacement.of(config, worker, membership)
-    if config.resolved.device == "cuda":
-        from meshlm.workers.cuda.engine import make_cuda_engine
-
-        engine = make_cuda_engine(config, report, placement)
-        if engine is not None:
-            return engine
-    from meshlm.workers.runner import TorchEngine
-
-    return TorchEngine(config, report, placement)
+    return make.make_engine(config, report, WorkerPlacement.of(config, worker, membership))
 
 
 class WorkerApp:

@@ -142,7 +142,7 @@ def make_caches(
     """`count` blocks for each layer, all zeros. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
     shape = (2, count, block_size, spec.num_key_value_heads, spec.head_dim)
     try:
-        tensors = [_zeros(shape, dtype, device) for _ in range(spec.num_hidden_layers)]
+        tensors = [zeros(shape, dtype, device) for _ in range(spec.num_hidden_layers)]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
     if dtype != torch.float8_e4m3fn or scales is None:
@@ -150,7 +150,7 @@ def make_caches(
     return [LayerCache(both[0], both[1], *scale) for both, scale in zip(tensors, scales, strict=True)]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On the CPU, pages that are not touched yet cost nothing: numpy asks for them with calloc, torch fills them."""
     if device.type == "cpu":
         flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

@@ -3,7 +3,7 @@
     greedy (temperature below 1e-5): the first index of the largest logit
     else: the first id whose cumulative softmax(logits / temperature) exceeds u        (inversion; Devroye 1986, ch. III.2)
 
-u is draw i of the request: SplitMix64 of (seed, output index) as in workers/sampling/draws.py (Steele et al. 2014), so that a stream
+u is draw i of the request: SplitMix64 of (seed, output index) as in workers/output/draws.py (Steele et al. 2014), so that a stream
 which is continued elsewhere goes on with its own draws. `_partial` reduces chunks of the vocabulary; `_pick` finds the chunk in which
 the cumulative sum passes u, and the id within that chunk.
 """

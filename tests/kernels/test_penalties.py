@@ -8,8 +8,8 @@ from torch import Tensor
 
 from meshlm.kernels.penalties import kernel, reference
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.sampling.sampler import SampleRows, _penalise
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.output.sampler import SampleRows, _penalise
+from meshlm.workers.output.table import SamplingTable
 
 pytestmark = MARKS
 OFF = (1.0, 0.0, 0.0)

@@ -103,7 +103,7 @@ def test_not_a_number_gives_an_id_of_the_vocabulary() -> None:
 
 
 def test_draws_are_those_of_the_host() -> None:
-    from meshlm.workers.sampling.draws import uniforms
+    from meshlm.workers.output.draws import uniforms
 
     seeds, index = np.array([0, 1, 2**63 - 1, 12345678901234], np.uint64), np.array([0, 3, 100, 7])
     ours = [sampling_reference.uniform(int(seed), int(i)) for seed, i in zip(seeds, index, strict=True)]

@@ -7,8 +7,8 @@ from device import DEVICE, DTYPES, MARKS, ON_GPU
 from torch import Tensor
 
 from meshlm.kernels.top_k_top_p import kernel, reference
-from meshlm.workers.sampling.sampler import _top_k_top_p
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.output.sampler import _top_k_top_p
+from meshlm.workers.output.table import SamplingTable
 
 pytestmark = MARKS
 INF = float("inf")
@@ -168,7 +168,7 @@ def test_rows_are_found_by_place() -> None:
 
 
 def test_the_sampler_agrees() -> None:
-    """workers/sampling excludes the same tokens of logits that are all different."""
+    """workers/output excludes the same tokens of logits that are all different."""
     torch.manual_seed(6)
     parameters: list[Parameters] = [
         OFF,

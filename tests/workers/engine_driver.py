@@ -14,7 +14,9 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.supervisor.settings import flags, resolve
-from meshlm.workers.cuda.engine import CudaEngine, make_cuda_engine
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.make import make_engine
+from meshlm.workers.output.logits_sampler import LogitsSampler
 
 BLOCK = 16
 MODEL = {
@@ -35,7 +37,7 @@ MODEL = {
 }
 
 
-def engine(folder: Path, news: list[str] | None = None, **settings: object) -> CudaEngine:
+def engine(folder: Path, news: list[str] | None = None, **settings: object) -> ModelEngine:
     """news: gets the phases of the start."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
@@ -50,15 +52,13 @@ def engine(folder: Path, news: list[str] | None = None, **settings: object) -> C
         **settings,
     }
     phases: list[str] = [] if news is None else news
-    made = make_cuda_engine(resolve.resolve(flags.build(values, None)), lambda phase, *_: phases.append(phase))
-    assert made is not None
-    return made
+    return make_engine(resolve.resolve(flags.build(values, None)), lambda phase, *_: phases.append(phase))
 
 
 class Driver:
     """Rows 0 .. n - 1 with prompts of their own, stepped as a scheduler would."""
 
-    def __init__(self, made: CudaEngine, prompts: list[list[int]], params: SamplingParams) -> None:
+    def __init__(self, made: ModelEngine, prompts: list[list[int]], params: SamplingParams) -> None:
         self.engine, self.prompts = made, prompts
         self.strict = False  # no step may wait for the device
         self.computed = [0] * len(prompts)
@@ -105,9 +105,11 @@ class Driver:
         for row, token in zip(sampling, found, strict=True):
             self.tokens[row].append(token)
         by_row = np.argsort(sampling)
-        if len(sampling) > len(self.engine.head.logits):
+        head = self.engine.head
+        assert isinstance(head, LogitsSampler)
+        if len(sampling) > len(head.logits):
             return torch.empty(0)  # they were made in several chunks
-        return self.engine.head.logits[: len(sampling)].float().clone()[torch.from_numpy(by_row).cuda()]
+        return head.logits[: len(sampling)].float().clone()[torch.from_numpy(by_row).cuda()]
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
@@ -115,13 +117,13 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [generator.integers(0, MODEL["vocab_size"], length).tolist() for length in lengths]  # type: ignore[call-overload]
 
 
-def reference(made: CudaEngine, tokens: list[int]) -> torch.Tensor:
+def reference(made: ModelEngine, tokens: list[int]) -> torch.Tensor:
     """float32 logits after each token, by transformers' own Qwen3 with this engine's weights."""
     import transformers
 
     config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k not in ("architectures", "torch_dtype")})
     theirs = transformers.Qwen3ForCausalLM(config).cuda().eval()
-    weights: dict[str, torch.Tensor] = {name: value.data for name, value in made._model.named_parameters()}
+    weights: dict[str, torch.Tensor] = {name: value.data for name, value in made.model.named_parameters()}
     q, kv = 8 * 128, 2 * 128
     state = {"model.embed_tokens.weight": weights["embed.weight"], "model.norm.weight": weights["norm.weight"]}
     for layer in range(3):

@@ -15,9 +15,9 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
-from meshlm.workers.sampling import logprobs
-from meshlm.workers.sampling.sampler import SampleRows, sample
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.output import logprobs
+from meshlm.workers.output.sampler import SampleRows, sample
+from meshlm.workers.output.table import SamplingTable
 
 LENGTH = 120  # more than one block of 64 keys
 OTHERS = 17
@@ -151,7 +151,7 @@ def drawn(logits: Tensor, params: list[SamplingParams], row: int) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_draws_do_not_depend_on_the_batch(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do the cumulative sums that they invert: those are compared bit for bit."""
-    from meshlm.workers.sampling import sampler
+    from meshlm.workers.output import sampler
 
     seen: list[Tensor] = []
 

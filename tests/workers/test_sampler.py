@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.sampling.draws import uniforms
-from meshlm.workers.sampling.logprobs import columns
-from meshlm.workers.sampling.sampler import SampleRows, sample
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.output.draws import uniforms
+from meshlm.workers.output.logprobs import columns
+from meshlm.workers.output.sampler import SampleRows, sample
+from meshlm.workers.output.table import SamplingTable
 
 VOCAB = 50
 

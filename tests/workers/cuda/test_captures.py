@@ -8,7 +8,7 @@ import pytest
 import structlog
 import torch
 
-from meshlm.workers.cuda.graphs import Dispatcher, Key
+from meshlm.workers.graphs.dispatcher import Dispatcher, Key
 
 KEYS = [Key(1, 1), Key(2, 2), Key(4, 4), Key(128, 5)]
 

@@ -9,8 +9,8 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.cuda.checks import check_gpu, runs_on
-from meshlm.workers.cuda.graphs import Dispatcher, Key, graph_keys
-from meshlm.workers.cuda.recorder import Recorder
+from meshlm.workers.graphs.dispatcher import Dispatcher, Key, graph_keys
+from meshlm.workers.graphs.recorder import Recorder
 
 CUDA = torch.device("cuda", 0)
 GIB = 1 << 30

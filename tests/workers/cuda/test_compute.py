@@ -12,15 +12,16 @@ from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.workers.batch import ForwardBatch
-from meshlm.workers.cuda import inbox as inboxes
-from meshlm.workers.cuda.changes import I32
-from meshlm.workers.cuda.columns import Columns32
-from meshlm.workers.cuda.compute import Compute
-from meshlm.workers.cuda.graphs import Key
-from meshlm.workers.cuda.inbox import Inbox
-from meshlm.workers.cuda.logits_sampler import LogitsSampler
-from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.distributed.shard import WHOLE
+from meshlm.workers.engine import triton_inputs
+from meshlm.workers.engine.changes import I32
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.compute import Compute
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.graphs.padded import PaddedStep
+from meshlm.workers.output.logits_sampler import LogitsSampler
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -69,9 +70,10 @@ class Case:
         model: Any = Model()
         attention: Any = SimpleNamespace(step=lambda batch, block_size: None)
         staging: Any = self.staging
-        self.inbox = Inbox(self.rows, staging, CPU)
+        self.inbox = TritonInputs(self.rows, staging, CPU)
         self.head = LogitsSampler(model, self.rows, torch.float32, CPU, CHUNK)
-        self.compute = Compute(model, attention, WHOLE, self.rows, self.inbox, self.head, torch.empty(0))
+        self.compute = Compute(model, attention, BLOCK, WHOLE, self.inbox, self.head, torch.empty(0))
+        self.padded = PaddedStep(self.compute, WHOLE, self.inbox, self.head)
         kinds = (["decode"] * max_rows + ["prompt", "chunk"])[-max_rows:]
         order = np.random.default_rng(0).permutation(max_rows).astype(np.int32)
         counts = np.array([{"decode": 1, "prompt": PROMPT, "chunk": 5}[kind] for kind in kinds], np.int32)
@@ -97,7 +99,7 @@ class Case:
                 for row in range(max_rows)
             ],
         )
-        self.step = Columns32(self.plan)
+        self.step = StepColumns(self.plan)
 
     def send(self, size: int) -> int:
         """Copies that it took."""
@@ -120,7 +122,7 @@ def test_a_mixed_graph_holds_as_many_requests_as_may_run(max_rows: int) -> None:
     for tokens in (eager.step.t, eager.step.t + 7):
         padded = Case(max_rows)
         assert padded.send(max_rows + 1) == 1
-        padded.compute.padded(Key(tokens, max_rows + 1))
+        padded.padded(Key(tokens, max_rows + 1))
         assert padded.tokens() == expected
     assert not any(expected[1][max_rows]), "the dummy row stays empty"
 
@@ -131,13 +133,13 @@ def test_decodes_in_a_larger_graph(num_decodes: int) -> None:
     case.send(num_decodes)
     decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
     at = np.full(num_decodes, PROMPT - 1, np.int32).tobytes()
-    step = Columns32(StepPlan(1, StepId(2), decodes, at, b"", b"", num_decodes))
+    step = StepColumns(StepPlan(1, StepId(2), decodes, at, b"", b"", num_decodes))
     found = []
     for size in (num_decodes, 5):
         wide = Case(5)
         wide.rows.tokens[:num_decodes] = case.rows.tokens[:num_decodes]
         wide.inbox.send(step, size, np.empty(0, np.int32), 0, step.places())
-        wide.compute.padded(Key(size, size))
+        wide.padded(Key(size, size))
         found.append(wide.head.sampled[:num_decodes].tolist())
         assert wide.rows.tokens[:num_decodes, PROMPT].tolist() == found[-1]
         assert not wide.rows.tokens[num_decodes:].any()
@@ -148,7 +150,7 @@ def test_more_changes_than_the_buffer_holds_come_apart(monkeypatch: pytest.Monke
     """The columns are what they would be, and so are the rows."""
     beside = Case(5)
     assert beside.send(6) == 1
-    monkeypatch.setattr(inboxes, "INTS", 4 * 16 + 10)
+    monkeypatch.setattr(triton_inputs, "INTS", 4 * 16 + 10)
     apart = Case(5)
     assert apart.send(6) == 2
     assert torch.equal(apart.rows.state, beside.rows.state)
@@ -163,5 +165,5 @@ def test_a_cleared_inbox_computes_nothing() -> None:
     before = case.rows.state.clone()
     case.inbox.clear()
     for key in (Key(1, 1), Key(5, 5), Key(128, 6)):
-        case.compute.padded(key)
+        case.padded(key)
         assert torch.equal(case.rows.state, before)

@@ -22,19 +22,19 @@ from engine_driver import Driver, engine, prompts_of, reference
 from triton.runtime.jit import JITFunction
 
 from meshlm.workers.cuda import kernel_cache
-from meshlm.workers.cuda.engine import CudaEngine
-from meshlm.workers.cuda.graphs import Key
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.graphs.dispatcher import Key
 from meshlm.workers.weights.load import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", params=["FULL", "NONE"])
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CudaEngine:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelEngine:
     return engine(tmp_path_factory.mktemp("model"), cudagraph_mode=request.param)
 
 
-def test_error_is_no_worse_than_transformers_bfloat16(made: CudaEngine) -> None:
+def test_error_is_no_worse_than_transformers_bfloat16(made: ModelEngine) -> None:
     """Prompt whole, then decodes: against float32."""
     (prompt,) = prompts_of([333])
     driver = Driver(made, [prompt], SamplingParams(max_tokens=8, temperature=0.0))
@@ -46,7 +46,7 @@ def test_error_is_no_worse_than_transformers_bfloat16(made: CudaEngine) -> None:
     assert ours <= 1.5 * theirs, f"mean error {ours:.4f}, transformers' own {theirs:.4f}"
 
 
-def test_chunks_mixed_steps_and_batches_agree(made: CudaEngine) -> None:
+def test_chunks_mixed_steps_and_batches_agree(made: ModelEngine) -> None:
     """Each prompt alone and whole, against chunks beside decodes: the same logits within bfloat16."""
     lengths = [40, 333, 129, 17]
     prompts = prompts_of(lengths)
@@ -64,7 +64,7 @@ def test_chunks_mixed_steps_and_batches_agree(made: CudaEngine) -> None:
         torch.testing.assert_close(logits, alone[row], atol=0.06, rtol=0.06)
 
 
-def test_seeded_draws_do_not_depend_on_the_batch(made: CudaEngine) -> None:
+def test_seeded_draws_do_not_depend_on_the_batch(made: ModelEngine) -> None:
     """Logits differ by rounding between batch sizes; draws are keyed by seed and index, so texts nearly always agree."""
     prompts = prompts_of([50] * 6)
     params = SamplingParams(max_tokens=8, temperature=0.7, seed=11)
@@ -79,7 +79,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(made: CudaEngine) -> None:
     assert same >= 5
 
 
-def test_penalties_and_logprobs_beside_plain_requests(made: CudaEngine) -> None:
+def test_penalties_and_logprobs_beside_plain_requests(made: ModelEngine) -> None:
     """The general sampler sees logits that no truncation has touched."""
     (prompt,) = prompts_of([64])
     params = SamplingParams(max_tokens=4, temperature=0.5, top_k=1, logprobs=3)
@@ -110,7 +110,7 @@ STEADY = {
 
 
 @pytest.mark.parametrize("kind", STEADY)
-def test_no_step_waits_for_the_device(made: CudaEngine, kind: str) -> None:
+def test_no_step_waits_for_the_device(made: ModelEngine, kind: str) -> None:
     """A prompt, a chunk beside decodes, decodes: torch raises where the host would wait for the GPU."""
     while made.idle():
         pass
@@ -125,7 +125,7 @@ def test_no_step_waits_for_the_device(made: CudaEngine, kind: str) -> None:
     assert "capture_failed" not in made.graphs.misses
 
 
-def test_penalties_stay_in_the_graph(made: CudaEngine) -> None:
+def test_penalties_stay_in_the_graph(made: ModelEngine) -> None:
     """Tokens as the general sampler finds them, and no step but prompts is launched by hand."""
     while made.idle():
         pass
@@ -231,7 +231,7 @@ def test_a_graph_that_cannot_be_captured_is_done_without(tmp_path: Path, failure
     assert made.graphs.replays["decode"] == before + 4
 
 
-def test_logprobs_of_a_long_prompt(made: CudaEngine) -> None:
+def test_logprobs_of_a_long_prompt(made: ModelEngine) -> None:
     """Chunks of positions: as many as the prompt has, and the sampled tokens' beside them."""
     (prompt,) = prompts_of([900])
     driver = Driver(made, [prompt], SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=3, logprobs=1))
@@ -244,10 +244,10 @@ def test_logprobs_of_a_long_prompt(made: CudaEngine) -> None:
     assert driver.result.logprobs[0].width == 1
 
 
-def test_same_weights_for_the_same_seed(made: CudaEngine) -> None:
-    resolved = made._resolved
+def test_same_weights_for_the_same_seed(made: ModelEngine) -> None:
+    resolved = made.resolved
     again = load_model(resolved, torch.device("cuda"), 0, lambda done, total: None)
-    for (name, ours), theirs in zip(made._model.named_parameters(), again.parameters(), strict=True):
+    for (name, ours), theirs in zip(made.model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
 

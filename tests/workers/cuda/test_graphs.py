@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 from meshlm.scheduler_proc.budget import MOST_MIXED_TOKENS, on_grid
-from meshlm.workers.cuda.graphs import (
+from meshlm.workers.graphs.dispatcher import (
     MIXED_TOKENS,
     PATIENCE,
     PATIENCE_DECODES,

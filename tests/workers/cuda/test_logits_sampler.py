@@ -8,17 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.prepare_inputs.reference import scatter
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.cuda import graphs, logits_sampler
-from meshlm.workers.cuda.logits_sampler import Details, LogitsSampler
-from meshlm.workers.cuda.state import DeviceRows
-from meshlm.workers.sampling import logprobs
-from meshlm.workers.sampling.sampler import SampleRows, sample
-from meshlm.workers.sampling.table import ALWAYS, EDITS, SamplingTable, edits
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.graphs import dispatcher as graphs
+from meshlm.workers.output import logits_sampler, logprobs
+from meshlm.workers.output.details import Details, prompt_logprobs
+from meshlm.workers.output.logits_sampler import LogitsSampler
+from meshlm.workers.output.sampler import SampleRows, sample
+from meshlm.workers.output.table import ALWAYS, EDITS, SamplingTable, edits
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -91,7 +93,8 @@ class Case:
         )
         mine = [rows[place] for place in lines]
         on_device = None if places is None else torch.tensor(places, dtype=torch.int32)
-        self.head.choose(self.hidden[mine], columns, on_device)
+        batch: Any = SimpleNamespace(columns=Columns(*columns, len(rows), self.rows.block_tables), places=on_device)
+        self.head.choose(self.hidden[mine], batch)
         self.head.by_torch(self.at(mine), self.table)
         details = self.head.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
         return self.head.sampled[: len(mine)].tolist(), details
@@ -168,7 +171,7 @@ def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.Mo
     case = Case(monkeypatch, CHUNK)
     states = torch.randn(7, HIDDEN)
     case.model.most_lines = 0
-    found = case.head.prompt_logprobs(states, 5, 1, 9, 3).columns()
+    found = prompt_logprobs(states, case.rows.tokens[5, 2:9], 9, 3, case.model.logits).columns()
     assert case.model.most_lines == 2
     following = torch.from_numpy(case.tokens[5, 2:9]).long()
     assert found == {9: logprobs.columns(case.model.logits(states), following, 3)}

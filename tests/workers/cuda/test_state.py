@@ -9,7 +9,7 @@ from meshlm.kernels.prepare_inputs.reference import scatter
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.engine.rows import DeviceRows
 
 ROWS, LENGTH, SIZE = 5, 70, 16
 
@@ -37,12 +37,12 @@ def test_a_new_row_brings_tokens_blocks_and_sampling() -> None:
     sampling = SamplingParams(temperature=0.5, seed=2**62 + 3, top_k=7, top_p=0.25, min_p=0.125)
     apply(rows, plan([new_row(3, [5, 6, 7], [11, 12], sampling)], []))
     assert rows.tokens[3, :4].tolist() == [5, 6, 7, 0]
-    assert rows.blocks[3, :3].tolist() == [11, 12, 0]
+    assert rows.block_tables[3, :3].tolist() == [11, 12, 0]
     assert float(rows.sampling.temperature[3]) == 0.5
     halves = rows.sampling.seeds[3].numpy().view(np.uint32)
     assert int(halves[0]) | int(halves[1]) << 32 == 2**62 + 3
     assert int(rows.sampling.prompt_lens[3]) == 3
-    limits = rows.limits
+    limits = rows.sampling
     assert (int(limits.top_k[3]), float(limits.top_p[3]), float(limits.min_p[3])) == (7, 0.25, 0.125)
     assert not rows.tokens[ROWS].any(), "the dummy row stays empty"
 
@@ -71,4 +71,4 @@ def test_block_tables_follow_a_list_model(data: st.DataObject) -> None:
                     appended.append((row, block))
         apply(rows, plan(new_rows, appended))
         for row, blocks in model.items():
-            assert rows.blocks[row, : len(blocks)].tolist() == blocks
+            assert rows.block_tables[row, : len(blocks)].tolist() == blocks

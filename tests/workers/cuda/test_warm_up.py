@@ -22,18 +22,19 @@ from meshlm.kernels.small_m_gemm.kernel import Shape
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
-from meshlm.workers.cuda import warm_up
-from meshlm.workers.cuda.changes import I32
-from meshlm.workers.cuda.columns import columns_of
-from meshlm.workers.cuda.compute import Compute
-from meshlm.workers.cuda.graphs import Key, graph_keys
-from meshlm.workers.cuda.inbox import Inbox
-from meshlm.workers.cuda.logits_sampler import LogitsSampler
-from meshlm.workers.cuda.state import DeviceRows
 from meshlm.workers.distributed.shard import WHOLE
+from meshlm.workers.engine.changes import I32
+from meshlm.workers.engine.columns import columns_of
+from meshlm.workers.engine.compute import Compute
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs import warm_up
+from meshlm.workers.graphs.dispatcher import Key, graph_keys
+from meshlm.workers.graphs.padded import PaddedStep
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
-from meshlm.workers.sampling import logprobs
+from meshlm.workers.output import logprobs
+from meshlm.workers.output.logits_sampler import LogitsSampler
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where nothing is compiled", allow_module_level=True)
@@ -107,9 +108,10 @@ class Case:
         model = decoder.Decoder(spec, LENGTH).to(torch.bfloat16)
         model.prepare(CPU, torch.bfloat16)
         self.rows = DeviceRows(max_rows, LENGTH, BLOCK, CPU)
-        self.inbox = Inbox(self.rows, staging(), CPU)
+        self.inbox = TritonInputs(self.rows, staging(), CPU)
         self.model, self.head = model, LogitsSampler(model, self.rows, torch.bfloat16, CPU)
-        self.compute = Compute(model, TritonBackend(), WHOLE, self.rows, self.inbox, self.head, torch.empty(0))
+        self.compute = Compute(model, TritonBackend(), BLOCK, WHOLE, self.inbox, self.head, torch.empty(0))
+        self.of_graph = PaddedStep(self.compute, WHOLE, self.inbox, self.head)
         self.compute.caches = [
             LayerCache(*torch.zeros(2, 1, BLOCK, heads[1], 16, dtype=torch.bfloat16)) for _ in range(2)
         ]
@@ -132,7 +134,7 @@ class Case:
     @torch.inference_mode()
     def padded(self, key: Key) -> None:
         self.inbox.clear()
-        self.compute.padded(key)
+        self.of_graph(key)
 
 
 @pytest.fixture(autouse=True)

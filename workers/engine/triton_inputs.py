@@ -1,4 +1,6 @@
-"""A step's inputs on the GPU: its columns and what changes in the rows, in one buffer that the host fills with one copy.
+"""A step's inputs on a GPU with Triton: its columns and what changes in the rows, in one buffer that the host fills with one copy.
+
+Two kernels do the rest on the device: `scatter` brings the changes to the rows, `prepare_inputs` makes the step's tensors of them.
 
 Ints of the buffer, for a step that is padded to `size` requests (stride: `size`, aligned):
 
@@ -16,10 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.kernels.prepare_inputs.kernel import scatter
-from meshlm.workers.cuda.changes import I32
-from meshlm.workers.cuda.columns import Columns32
-from meshlm.workers.cuda.state import DeviceRows, aligned
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
+from meshlm.workers.batch import UNKNOWN, ForwardBatch
+from meshlm.workers.engine.changes import I32
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.rows import DeviceRows, aligned
 
 INTS = 1 << 18  # more changes than fit beside the largest columns get a buffer of their own
 
@@ -51,15 +55,16 @@ class Staging:
         self._events[slot] = event
 
 
-class Inbox:
-    """For steps of up to `max_rows` requests and one that is padding (workers/cuda/graphs.py)."""
+class TritonInputs:
+    """See `meshlm.workers.engine.inputs.Inputs`. For steps of up to `max_rows` requests and one that is padding (workers/graphs)."""
 
-    def __init__(self, rows: DeviceRows, staging: Staging, device: torch.device) -> None:
-        self._rows, self._staging, self._device = rows, staging, device
+    def __init__(self, rows: DeviceRows, staging: Staging, device: torch.device, *, samples: bool = True) -> None:
+        """samples: whether tokens are sampled here (not on a stage of a pipeline before the last)."""
+        self._rows, self._staging, self._device, self._samples = rows, staging, device, samples
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._changes_at = 4 * aligned(rows.max_rows + 1)
 
-    def send(self, step: Columns32, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+    def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Copy the step's columns, padded to `size` requests, and apply the changes: so many segments."""
         if not segments:
             host = np.zeros(4 * aligned(size), np.int32)
@@ -74,7 +79,7 @@ class Inbox:
         self._staging.send(host, self._buffer)
         scatter(self._buffer[self._changes_at :] if beside else self._apart(changes), segments, self._rows.state)
 
-    def _fill(self, host: I32, step: Columns32, size: int, places: NDArray[np.int64]) -> None:
+    def _fill(self, host: I32, step: StepColumns, size: int, places: NDArray[np.int64]) -> None:
         """The columns into `host`, which is all zeros."""
         stride, n, sampling = aligned(size), step.n, len(places)
         starts, ends, named = stride, 2 * stride, 3 * stride
@@ -93,7 +98,7 @@ class Inbox:
         return where
 
     def clear(self) -> None:
-        """Requests without tokens, whatever their number: what is captured then computes nothing that counts."""
+        """Requests without tokens, whatever their number: what is captured next computes nothing that counts."""
         self._staging.send(np.zeros(self._changes_at, np.int32), self._buffer)
 
     def columns(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,3 +106,44 @@ class Inbox:
         stride = aligned(size)
         rows, starts, ends, places = (self._buffer[at * stride : at * stride + size] for at in range(4))
         return rows, starts, ends, places
+
+    def of_step(self, step: StepColumns) -> ForwardBatch:
+        """The tensors of a step that was sent."""
+        count = step.num_samples if self._samples else 0
+        return self._batch((step.n, step.t), step.num_decodes, count, padded=False)
+
+    def padded(self, requests: int, tokens: int) -> ForwardBatch:
+        """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""
+        if tokens == requests:
+            return self._batch((requests, tokens), requests, 0, padded=True)
+        count = min(requests, self._rows.max_rows) if self._samples else 0  # one request may be more, which is padding
+        return self._batch((requests, tokens), UNKNOWN, count, padded=True)
+
+    def _batch(self, sizes: tuple[int, int], num_decodes: int, count: int, *, padded: bool) -> ForwardBatch:
+        """Of so many requests with so many tokens, of which `count` sample that are named in `places`."""
+        size, tokens = sizes
+        rows, starts, ends, places = self.columns(size)
+        tables, block_size = self._rows.block_tables, self._rows.block_size
+        ids = torch.empty(3, aligned(tokens), dtype=torch.int64, device=tables.device)
+        input_ids, positions, slots = (line[:tokens] for line in ids)
+        prepare_inputs(rows, starts, ends, size, self._rows.tokens, tables, block_size, (input_ids, positions, slots))
+        last = None
+        if count:
+            places = places[:count]
+            last = ends[places.long()].long() - 1
+            if padded:
+                last.clamp_(min=0)
+        return ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=tables,
+            seq_lens=ends,
+            logits_indices=last,
+            num_decodes=num_decodes,
+            query_lens=(),
+            context_lens=(),
+            max_decode_len=0,
+            columns=Columns(rows, starts, ends, size, tables),
+            places=places if count else None,
+        )

@@ -1,10 +1,8 @@
-"""From hidden states to tokens, on the device: logits, penalties, truncation, sampling, log-probabilities. Nothing here waits for it.
+"""From hidden states to tokens by Triton kernels: logits, penalties, truncation, sampling, log-probabilities. Nothing waits.
 
 Logits of a batch are made in chunks of LINES through one buffer, inside CUDA graphs and outside. What the kernels cannot do (allowed
 ids, many biased ones) is done again for those requests alone, by the general sampler. Owned by the engine; used by the stepper thread.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,44 +12,22 @@ from torch import Tensor
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.top_k_top_p import kernel as truncation
-from meshlm.protocol.token_edge import LogprobColumns
-from meshlm.workers.cuda.state import DeviceRows
+from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.sampling import logprobs
-from meshlm.workers.sampling.sampler import SampleRows, put, sample
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.output import logprobs
+from meshlm.workers.output.details import Details, Part
+from meshlm.workers.output.sampler import SampleRows, put, sample
+from meshlm.workers.output.table import SamplingTable
 
 LINES = 288  # of logits at a time: 256 streams and the prompts beside them (graphs.MIXED_REQUESTS); more are not faster
 LINES_BY_TORCH = 32  # a sort of one line takes several times its memory
 
 
-class Part(NamedTuple):
-    """A request's lines of packed log-probabilities."""
-
-    place: int  # in the batch
-    begin: int
-    end: int
-    width: int
-
-
-class Details:
-    """Log-probabilities on their way to the host: they are there when the step has ended."""
-
-    def __init__(self, packed: Tensor, parts: list[Part]) -> None:
-        self._parts = parts
-        self._host = packed
-        if packed.is_cuda:
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
-
-    def columns(self) -> dict[int, LogprobColumns]:
-        """By place in the batch. After the step's end only."""
-        values = self._host.numpy()
-        return {part.place: logprobs.unpack(values[part.begin : part.end], part.width) for part in self._parts}
-
-
 class LogitsSampler:
-    """`hidden` and `sampled` hold the states and tokens of the last step, in the order of its sampling requests."""
+    """See `meshlm.workers.output.head.Head`. `hidden` and `sampled` hold the states and tokens of the last step, in the order of its
+    sampling requests."""
 
     def __init__(
         self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, device: torch.device, lines: int = LINES
@@ -67,12 +43,22 @@ class LogitsSampler:
         self._counts = penalties.workspace(lines, vocab, device)
         self._top_k_top_p_workspace = truncation.workspace(lines, vocab, dtype, device)
         self._room = sampling.workspace(lines, vocab, device)
+        of = rows.sampling
+        self._sampling = sampling.Rows(of.temperature, of.seeds, of.prompt_lens, rows.tokens)
+        self._limits = truncation.Limits(of.temperature, of.min_p, of.top_k, of.top_p)
+        self._penalties = penalties.Penalties(of.repetition, of.presence, of.frequency)
+        self._edits = penalties.Edits(of.num_edits, of.edit_ids, of.edit_adds, of.edit_untils)
 
-    def choose(self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
+    def sample(self, hidden: Tensor, batch: ForwardBatch, step: StepColumns) -> None:
+        self.choose(hidden, batch)
+
+    def choose(self, hidden: Tensor, batch: ForwardBatch) -> None:
         """A token for each of hidden [l, hidden], as kernels can: bias, min_tokens, penalties, temperature, top-k, top-p, min-p.
 
-        Line i belongs to the request places[i] of the columns, or i without places.
+        Line i belongs to the request places[i] of the batch's columns, or i without places.
         """
+        assert batch.columns is not None
+        columns, places = (batch.columns.rows, batch.columns.starts, batch.columns.ends), batch.places
         # For by_torch and log-probabilities: penalties and truncation spoil the logits.
         self.hidden[: len(hidden)].copy_(hidden)
         for begin in range(0, len(hidden), self._lines):
@@ -85,14 +71,18 @@ class LogitsSampler:
         self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor, in_order: bool, out: Tensor
     ) -> None:
         """in_order: line i is request i, which the kernels but the first have a variant for."""
-        rows = self._rows
         logits = self.logits[: len(hidden)]
         self._model.logits(hidden, out=logits)
         some = None if in_order else places
-        lens, tokens = rows.sampling.prompt_lens, rows.tokens
-        penalties.penalise(logits, columns, places, rows.penalties, rows.edits, lens, tokens, self._counts)
-        truncation.top_k_top_p(logits, columns[0], some, rows.limits, self._top_k_top_p_workspace)
-        sampling.sample(logits, columns, some, rows.sampling, self._room, out)
+        lens, tokens = self._sampling.prompt_lens, self._sampling.tokens
+        penalties.penalise(logits, columns, places, self._penalties, self._edits, lens, tokens, self._counts)
+        truncation.top_k_top_p(logits, columns[0], some, self._limits, self._top_k_top_p_workspace)
+        sampling.sample(logits, columns, some, self._sampling, self._room, out)
+
+    def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
+        self.by_torch(at, self._rows.table)
+        found = self.logprobs(at.rows, places, self._rows.table)
+        return [] if found is None else [found]
 
     def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
@@ -116,13 +106,6 @@ class LogitsSampler:
         packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits)
         named = zip(places[wanted].tolist(), widths, strict=True)
         return Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])
-
-    def prompt_logprobs(self, hidden: Tensor, row: int, start: int, place: int, width: int) -> Details:
-        """Of the tokens that follow the positions from `start` on of a row, given the hidden states there."""
-        count = len(hidden)
-        following = self._rows.tokens[row, start + 1 : start + 1 + count].long()
-        packed = logprobs.in_chunks(hidden, following, width, self._model.logits)
-        return Details(packed, [Part(place, 0, count, width)])
 
     def one_line(self) -> None:
         """The logits of one line as `by_torch` and log-probabilities make them, by another kernel than `choose`: compiled here."""

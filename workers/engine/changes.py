@@ -1,4 +1,4 @@
-"""What changes in the rows on the GPU before a step, as kernels/prepare_inputs's `scatter` takes it. Made by state.py; knows no row."""
+"""What changes in the rows before a step, as kernels/prepare_inputs's `scatter` takes it. Made by rows.py; knows no row."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,6 @@ class Changes:
         self._num_ints += len(values)
 
     def packed(self) -> tuple[I32, int]:
-        """The buffer for `scatter`, and its number of segments."""
+        """Segments (place in the state, place in the data, length), then the data; and how many segments."""
         segments = np.concatenate((np.array(self._runs, np.int32).reshape(-1, 3), *self._singles))
         return np.concatenate((segments.ravel(), *self._data)), len(segments)

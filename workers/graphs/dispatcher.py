@@ -13,7 +13,7 @@ from typing import NamedTuple
 import structlog
 import torch
 
-from meshlm.workers.cuda.recorder import Recorder
+from meshlm.workers.graphs.recorder import Recorder
 
 MAX_DECODES = 1024
 MIXED_TOKENS = [

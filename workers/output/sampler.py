@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.workers.sampling.draws import uniforms
-from meshlm.workers.sampling.table import SamplingTable
+from meshlm.workers.output.draws import uniforms
+from meshlm.workers.output.table import SamplingTable
 
 MIN_TEMPERATURE = 1e-5  # below: greedy
 

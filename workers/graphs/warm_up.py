@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from meshlm.workers.cuda.graphs import Key
+from meshlm.workers.graphs.dispatcher import Key
 
 
 def steps(

@@ -1,20 +1,22 @@
-"""The persistent rows on the GPU: all tokens, block tables and sampling columns in one int32 tensor.
+"""The persistent rows on the device, GPU or CPU: all tokens, block tables and sampling columns in one int32 tensor.
 
-A plan's changes become segments of one host buffer that is copied once and scattered by one kernel. Padding requests of CUDA graphs
-use the row after the last. Owned by the stepper thread.
+A plan brings what has changed; that becomes segments of one host buffer, which `Inputs.send` (inputs.py) brings to their places.
+Padding requests of CUDA graphs use the row after the last. Owned by the stepper thread.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.kernels.penalties.kernel import Edits, Penalties
-from meshlm.kernels.sample.kernel import Rows
-from meshlm.kernels.top_k_top_p.kernel import Limits
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.cuda.changes import I32, Changes
-from meshlm.workers.sampling.table import EDITS, edits
+from meshlm.workers.engine.changes import I32, Changes
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.memory import zeros
+from meshlm.workers.output.sampler import SampleRows
+from meshlm.workers.output.table import EDITS, SamplingTable, edits
 
 NOTHING = np.empty(0, np.int32)
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
@@ -37,11 +39,29 @@ class _Layout:
         return begin
 
 
+class SamplingColumns(NamedTuple):
+    """By row: what sampling, truncation, penalties and edits of logits need (kernels/sample, top_k_top_p, penalties)."""
+
+    temperature: Tensor  # float32 [rows]
+    min_p: Tensor  # float32
+    top_k: Tensor  # int32
+    top_p: Tensor  # float32
+    seeds: Tensor  # int32 [rows, 2]: low and high half
+    prompt_lens: Tensor  # int32
+    repetition: Tensor  # float32
+    presence: Tensor
+    frequency: Tensor
+    num_edits: Tensor  # int32
+    edit_ids: Tensor  # int32 [rows, EDITS]
+    edit_adds: Tensor  # float32 [rows, EDITS]
+    edit_untils: Tensor  # int32 [rows, EDITS]
+
+
 class DeviceRows:
     """Row `max_rows` is the dummy of padding.
 
-    `state` is all of it; what else is a tensor here is a view of it, by row: tokens, block tables, what sampling, truncation,
-    penalties and edits of logits need. Floats are kept as their bits.
+    `state` is all of it on the device; `tokens`, `block_tables` and `sampling` are views of it, by row, floats kept as their bits.
+    `num_prompt` and `table` are the host's: what the launch of a step depends on.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
@@ -59,9 +79,10 @@ class DeviceRows:
         self._penalties_at = [layout.add(rows) for _ in range(3)]  # repetition, presence, frequency
         self._num_edits_at = layout.add(rows)
         self._edits_at = [layout.add(rows * EDITS) for _ in range(3)]  # ids, what is added, before which output index
-        self.state = torch.zeros(layout.num_ints, dtype=torch.int32, device=device)
+        self.state = zeros((layout.num_ints,), torch.int32, device)
         self._view_sampling(rows)
         self.num_prompt = np.zeros(rows, np.int64)
+        self.table = SamplingTable(rows)
         self._num_blocks = np.zeros(rows, np.int64)
 
     def _view_sampling(self, rows: int) -> None:
@@ -72,17 +93,28 @@ class DeviceRows:
         def floats(begin: int, width: int = 1) -> Tensor:
             return ints(begin, width).view(torch.float32)
 
-        self.tokens, self.blocks = ints(self._tokens_at, self._width), ints(self._blocks_at, self._table)
-        temperature = floats(self._temperature_at)
-        self.sampling = Rows(temperature, ints(self._seeds_at, 2), ints(self._prompts_at), self.tokens)
-        self.limits = Limits(temperature, floats(self._min_p_at), ints(self._top_k_at), floats(self._top_p_at))
-        self.penalties = Penalties(*(floats(begin) for begin in self._penalties_at))
-        self.penalties.repetition.fill_(1.0)
+        self.tokens, self.block_tables = ints(self._tokens_at, self._width), ints(self._blocks_at, self._table)
+        repetition, presence, frequency = self._penalties_at
         ids, adds, untils = self._edits_at
-        self.edits = Edits(ints(self._num_edits_at), ints(ids, EDITS), floats(adds, EDITS), ints(untils, EDITS))
+        self.sampling = SamplingColumns(
+            floats(self._temperature_at),
+            floats(self._min_p_at),
+            ints(self._top_k_at),
+            floats(self._top_p_at),
+            ints(self._seeds_at, 2),
+            ints(self._prompts_at),
+            floats(repetition),
+            floats(presence),
+            floats(frequency),
+            ints(self._num_edits_at),
+            ints(ids, EDITS),
+            floats(adds, EDITS),
+            ints(untils, EDITS),
+        )
+        self.sampling.repetition.fill_(1.0)
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
-        """The buffer for kernels/prepare_inputs's `scatter`, and its number of segments."""
+        """What a plan changes, as changes.py packs it, and its number of segments."""
         if not (plan.new_rows or plan.block_rows or plan.input_ids):
             return NOTHING, 0
         changes = Changes()
@@ -100,6 +132,7 @@ class DeviceRows:
     def _take(self, new: NewRow, changes: Changes) -> None:
         """A request takes a row."""
         row, sampling = new.row, new.sampling
+        self.table.set(row, sampling)
         blocks = np.frombuffer(new.block_ids, np.int32)
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
@@ -130,3 +163,14 @@ class DeviceRows:
         places: NDArray[np.int64] = self._blocks_at + rows.astype(np.int64) * self._table + self._num_blocks[rows] + nth
         self._num_blocks[rows[first]] += lengths
         return places
+
+    def sample_rows(self, step: StepColumns, places: NDArray[np.int64]) -> SampleRows:
+        """The requests at these places, which sample."""
+        rows = step.rows[places]
+        lens = (step.starts + step.counts)[places].astype(np.int64)
+        prompt_lens = self.num_prompt[rows]
+        return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
+
+    def reset(self) -> None:
+        """Forget all requests: rows are taken anew."""
+        self.table.special.clear()

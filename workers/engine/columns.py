@@ -1,0 +1,44 @@
+"""One step on the host: its plan's columns. Made by the engine before anything is launched; knows no device."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.step_edge import StepPlan
+from meshlm.workers.engine.changes import I32
+
+
+class StepColumns:
+    """One step's requests, host side. n requests, t tokens."""
+
+    __slots__ = ("counts", "n", "rows", "samples", "starts", "t")
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
+        self.n, self.t = len(self.rows), plan.num_tokens
+        self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
+        self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
+
+    @property
+    def uniform(self) -> bool:
+        """One token each, and each samples."""
+        return self.n == self.t and (self.samples is None or bool(self.samples.all()))
+
+    @property
+    def num_samples(self) -> int:
+        """Requests that sample."""
+        return self.n if self.samples is None else int(self.samples.sum())
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests of one token that stand before all others."""
+        return int(np.argmin(self.counts == 1)) if (self.counts != 1).any() else self.n
+
+    def places(self) -> NDArray[np.int64]:
+        """Of the requests that sample."""
+        return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)
+
+
+def columns_of(rows: I32, starts: I32, counts: I32) -> StepColumns:
+    """Of a step that no plan has brought; every request samples."""
+    plan = StepPlan(0, 0, rows.tobytes(), starts.tobytes(), counts.tobytes(), b"", int(counts.sum()))  # type: ignore[arg-type]
+    return StepColumns(plan)

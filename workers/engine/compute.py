@@ -1,0 +1,51 @@
+"""From a step's columns on the device to its sampled tokens there, launched one by one. Nothing here waits for the device.
+
+Owned by the engine, which sends the columns first (inputs.py) and fetches the tokens afterwards. A CUDA graph captures the same with
+another shape (graphs/padded.py).
+"""
+
+from torch import Tensor
+
+from meshlm.workers.attention.backend import Backend
+from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.inputs import Inputs
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.output.head import Head
+
+
+class Compute:
+    """This worker's part of the model, and the head where it is the last part. `caches`: none until the engine has made them."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: Backend,
+        block_size: int,
+        shard: Shard,
+        inputs: Inputs,
+        head: Head,
+        stream: Tensor,
+    ) -> None:
+        """stream [t, hidden]: where a stage finds what the one before passes on, and leaves what the next one takes."""
+        self._model, self._attention, self._block_size, self._shard = model, attention, block_size, shard
+        self._inputs, self._head, self._stream = inputs, head, stream
+        self.caches: list[LayerCache] = []
+
+    def eager(self, step: StepColumns) -> Tensor:
+        """A step as it is; hidden states of all its tokens."""
+        batch = self._inputs.of_step(step)
+        hidden = self.forward(batch)
+        if self._shard.is_last and step.num_samples:
+            self._head.sample(hidden[batch.logits_indices], batch, step)
+        return hidden
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """This stage's part of the model; what it passes on is in the stream afterwards."""
+        stream = self._stream[: len(batch.input_ids)]
+        attention = self._attention.step(batch, self._block_size)
+        hidden: Tensor = self._model(batch, self.caches, attention, None if self._shard.is_first else stream)
+        if not self._shard.is_last:
+            stream.copy_(hidden)
+        return hidden

@@ -1,0 +1,197 @@
+"""The engine: persistent rows, a step's inputs, model, output. CPU and GPU alike; nothing waits for the device.
+
+A step: its columns and what changes in the rows go to the device, then a CUDA graph of the padded batch size is replayed (inputs,
+model, sampling), or the same is launched one by one (compute.py). Sampled tokens are written behind their rows on the device, where
+the next step finds them, and go to the host behind a mark (pending.py). What differs between devices is injected: the `Kit` of its
+kernels. Used by the stepper thread only (workers/io.py).
+"""
+
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.workers import memory
+from meshlm.workers.attention.backend import Backend
+from meshlm.workers.batch import LayerCache
+from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.engine import EngineFacts, ProgressReport
+from meshlm.workers.engine.columns import StepColumns, columns_of
+from meshlm.workers.engine.compute import Compute
+from meshlm.workers.engine.kit import Kit
+from meshlm.workers.engine.pending import PendingStep, timeline_of
+from meshlm.workers.engine.rows import NOTHING, DeviceRows
+from meshlm.workers.graphs.dispatcher import MIXED_TOKENS
+from meshlm.workers.models.parts import choose_parts
+from meshlm.workers.output.details import Details, prompt_logprobs
+from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
+
+MB = 1 << 20
+
+
+class ModelEngine:
+    """See `meshlm.workers.engine.Engine`."""
+
+    def __init__(
+        self, config: MeshConfig, device: torch.device, backend: Backend, kit: Kit, report: ProgressReport,
+        placement: WorkerPlacement | None = None,
+    ) -> None:  # fmt: skip
+        resolved = config.resolved
+        assert resolved is not None
+        placement = placement or WorkerPlacement()
+        self.config, self.resolved, self.device, self.shard = config, resolved, device, placement.shard
+        self.spec = placement.shard.local(resolved.spec)
+        self._others = memory.taken_by_others() if device.type == "cuda" else 0
+        self.dtype, self._block_size = DTYPES[resolved.dtype], config.cache.block_size
+        self._cache_dtype = memory.cache_dtype(config.cache.kv_cache_dtype, self.dtype, device, backend)
+
+        def progress(done: int, total: int) -> None:
+            report("weights", done // MB, total // MB, "MB")
+
+        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard)
+        choose_parts(self.model, config.worker.compile, backend.name, self.dtype)
+        tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
+        self.comm = placement.connect(device, self.dtype, tokens, hidden)
+        self.model.join(self.comm)
+        self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
+        if not (self.shard.is_first and self.shard.is_last):
+            self._stream = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
+        rows, samples = resolved.max_num_seqs, self.shard.is_last
+        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device)
+        self.inputs = kit.inputs(self.rows, samples=samples)
+        self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
+        self.compute = Compute(
+            self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._stream
+        )  # fmt: skip
+        self.graphs, self.captures = kit.graphs(self)
+        self._timeline = timeline_of(device, rows)
+        kit.compile_ahead(self, report)
+        count = self._num_blocks(report)
+        self.compute.caches = self.make_caches(count)
+        report("KV cache", count, count, "blocks")
+        kit.warm_up(self)
+        if self.shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
+            self.captures.all(report)
+        else:
+            self.captures.first(report, everything=config.worker.cudagraph_capture == "start")
+        self._last = self._timeline.mark()
+        gib = weight_bytes(self.model) / 2**30
+        shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
+        self.facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
+
+    # --- memory ---
+
+    def _num_blocks(self, report: ProgressReport) -> int:
+        wanted = self.config.cache.kv_cache_memory
+        if wanted is None and self.device.type == "cpu":
+            wanted = memory.cpu_budget()
+        elif wanted is None:
+            report("memory profile", 0, 1, "")
+            share = self.config.cache.gpu_memory_utilization
+            wanted = memory.profile(share, self._others, lambda: self.make_caches(1), self._full_step)
+        return memory.num_blocks(self.config, wanted, self._cache_dtype, self.spec)
+
+    def make_caches(self, count: int) -> list[LayerCache]:
+        scales = self.model.kv_scales()
+        return memory.make_caches(self.spec, count, self._block_size, self._cache_dtype, self.device, scales)
+
+    def _full_step(self, caches: list[LayerCache]) -> None:
+        self.compute.caches = caches
+        self.dummy_step(self.full_counts())
+        if self.shard.is_last:
+            self.head.warm_up()
+        self.compute.caches = []
+
+    def full_counts(self) -> list[int]:
+        """Lengths of the prompts of a step that is as large as steps get."""
+        return memory.full_step(self.resolved.max_num_batched_tokens, self.resolved.max_model_len)
+
+    def dummy_step(self, counts: list[int]) -> None:
+        """Prompts of the dummy row: reads and writes block 0, which must hold nothing yet."""
+        n = min(len(counts), self.rows.max_rows)
+        step = columns_of(
+            np.full(n, self.rows.max_rows, np.int32), np.zeros(n, np.int32), np.array(counts[:n], np.int32)
+        )
+        with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
+            self.inputs.send(step, n, NOTHING, 0, np.arange(n))
+            self.compute.eager(step)
+
+    # --- steps ---
+
+    def reset(self) -> None:
+        self.rows.reset()
+
+    def idle(self) -> bool:
+        """Capture a graph, unless steps are on their way."""
+        if self.graphs.complete or self.shard.size > 1:
+            return False
+        if self._last.query():
+            self.captures.in_idle_time()
+        return True
+
+    def graph_counts(self) -> GraphCounts:
+        if self.device.type == "cpu":
+            return GraphCounts()
+        return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses))
+
+    def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
+        with torch.inference_mode():
+            return self._step(plan, received_ns)
+
+    def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
+        begun_ns = time.monotonic_ns()
+        changes, segments = self.rows.changes(plan)
+        step = StepColumns(plan)
+        places = step.places()
+        key = None
+        wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
+        if len(wanted):
+            self.graphs.miss("prompt_logprobs")
+        else:
+            key = self.graphs.find(step.t, step.n, uniform=step.uniform)
+        self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
+        if not self.shard.is_first:
+            self.comm.receive(self._stream[: step.t])
+        if key is not None:
+            self.graphs.prepare(key)  # before `begin`: the host's time for it says nothing about the step
+        begin = self._timeline.mark()
+        of_prompt: list[Details] = []
+        if key is not None:
+            self.graphs.replay(key)
+        else:
+            hidden = self.compute.eager(step)
+            if self.shard.is_last:
+                of_prompt = self._prompt_logprobs(step, hidden, wanted)
+        if not self.shard.is_last:
+            self.comm.send(self._stream[: step.t])
+        found: list[Details] = []
+        if self.shard.is_last and len(places):
+            found = self.head.finish(self.rows.sample_rows(step, places), places)
+        tokens = self._timeline.fetch(self.head.sampled[: len(places)])
+        before, self._last = self._last, self._timeline.mark()
+        result = StepResult(
+            session=plan.session,
+            step=plan.step,
+            token_ids=b"",
+            received_ns=received_ns,
+            launched_ns=self._timeline.launched_ns(begun_ns),
+        )
+        return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last))
+
+    def _prompt_logprobs(self, step: StepColumns, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
+        """For the requests at these places: the prompt tokens that follow the positions of this step."""
+        found = []
+        for place in wanted.tolist():
+            row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])
+            last = min(start + count, int(self.rows.num_prompt[row]) - 1)
+            begin = int(step.counts[:place].sum())
+            following = self.rows.tokens[row, start + 1 : last + 1]
+            width = int(self.rows.table.prompt_logprobs[row])
+            states = hidden[begin : begin + last - start]
+            found.append(prompt_logprobs(states, following, place, width, self.model.logits))
+        return found

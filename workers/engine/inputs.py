@@ -1,0 +1,70 @@
+"""From a plan's columns to the tensors that a model's forward takes: what it is, and how plain torch does it on any device.
+
+The rows hold all tokens and block tables on the device (rows.py); a step brings what has changed there, and its own columns. On a GPU
+with Triton two kernels do it (triton_inputs.py). Used by the stepper thread.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.engine.changes import I32
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.output.sampler import put
+
+
+class Inputs(Protocol):
+    """A device's way to prepare steps. Nothing in it waits for the device."""
+
+    def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+        """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
+        ...
+
+    def of_step(self, step: StepColumns) -> ForwardBatch:
+        """The tensors of the step that was sent last."""
+        ...
+
+
+class TorchInputs:
+    """See `Inputs`. Positions are counted on the host, tokens and slots are looked up on the device."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        self._rows, self._device = rows, rows.state.device
+
+    def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+        if not segments:
+            return
+        table, data = changes[: 3 * segments].reshape(-1, 3), changes[3 * segments :]
+        to, begin, lengths = table.T.astype(np.int64)
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        where, values = np.repeat(to, lengths) + within, data[np.repeat(begin, lengths) + within]
+        self._rows.state[put(where, self._device)] = put(values, self._device)
+
+    def of_step(self, step: StepColumns) -> ForwardBatch:
+        rows, block_size, device = self._rows, self._rows.block_size, self._device
+        query_ends = np.cumsum(step.counts)
+        lens = step.starts.astype(np.int64) + step.counts
+        requests, positions = step.rows.astype(np.int64), step.starts.astype(np.int64)
+        token_rows = requests
+        if step.t > step.n:
+            token_rows = np.repeat(requests, step.counts)
+            within = np.arange(step.t) - np.repeat(query_ends - step.counts, step.counts)
+            positions = np.repeat(positions, step.counts) + within
+        of_token, at, nth = put(token_rows, device), put(positions, device), put(positions // block_size, device)
+        width = -(-int(lens.max()) // block_size)
+        num_decodes = step.num_decodes
+        return ForwardBatch(
+            input_ids=rows.tokens[of_token, at].long(),
+            positions=at,
+            slot_mapping=rows.block_tables[of_token, nth].long() * block_size + at % block_size,
+            block_tables=rows.block_tables[:, :width][put(requests, device)].long(),
+            seq_lens=put(lens, device),
+            logits_indices=put(query_ends[step.places()] - 1, device),
+            num_decodes=num_decodes,
+            query_lens=tuple(step.counts[num_decodes:].tolist()),
+            context_lens=tuple(lens[num_decodes:].tolist()),
+            max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
+        )

@@ -1,0 +1,61 @@
+"""What the kernels of a device bring to the engine: the only thing in which a CPU, an old GPU and a GPU with Triton differ in a step.
+
+`TorchKit` is plain torch, and the compiled C kernels of the CPU, on any device; it has no CUDA graphs. `TritonKit` is in
+triton_kit.py, since Triton may not even be installed beside a CPU build of torch.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from meshlm.workers.engine.inputs import Inputs, TorchInputs
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.graphs.captures import Captures
+from meshlm.workers.graphs.dispatcher import Dispatcher
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.output.head import Head, TorchHead
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine import ProgressReport
+    from meshlm.workers.engine.engine import ModelEngine
+
+
+class Kit(Protocol):
+    """The engine calls these while it is made, in this order."""
+
+    def inputs(self, rows: DeviceRows, *, samples: bool) -> Inputs:
+        """samples: whether tokens are sampled by this worker (not on a stage of a pipeline before the last)."""
+        ...
+
+    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> Head: ...
+
+    def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]: ...
+
+    def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
+        """Have the kernels compiled, before there is a KV cache."""
+        ...
+
+    def warm_up(self, engine: "ModelEngine") -> None:
+        """Run what no first request should pay for. The KV cache is there, and holds nothing yet."""
+        ...
+
+
+class TorchKit:
+    """See `Kit`."""
+
+    def inputs(self, rows: DeviceRows, *, samples: bool) -> TorchInputs:
+        return TorchInputs(rows)
+
+    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> TorchHead:
+        return TorchHead(model, rows, dtype)
+
+    def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]:
+        graphs = Dispatcher([], lambda key: None)
+        return graphs, Captures(graphs, lambda: None)
+
+    def compile_ahead(self, engine: "ModelEngine", report: "ProgressReport") -> None:
+        """Nothing is compiled while it runs."""
+
+    def warm_up(self, engine: "ModelEngine") -> None:
+        """One small step."""
+        engine.dummy_step([1])

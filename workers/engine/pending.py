@@ -1,0 +1,133 @@
+"""A step on its way: its tokens come to the host behind a mark in the device's queue, which the completer thread waits for.
+
+The stepper thread marks and fetches, and waits for nothing. A CPU has computed a step when its launch returns: its marks are no more
+than a type.
+"""
+
+import time
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.step_edge import StepResult
+from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.workers.engine.changes import I32
+from meshlm.workers.output.details import Details
+
+DEPTH = 8  # steps whose tokens may be on their way at the same time
+
+
+class Mark(Protocol):
+    """A point in what was launched."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+class Timeline(Protocol):
+    """How a device's results come to the host."""
+
+    def mark(self) -> Mark:
+        """Behind all that is launched so far."""
+        ...
+
+    def fetch(self, tokens: Tensor) -> I32:
+        """int32 [l] on the host, there when a later mark has been reached."""
+        ...
+
+    def launched_ns(self, begun_ns: int) -> int:
+        """When a step was launched whose launch began then."""
+        ...
+
+
+class CpuMark:
+    def synchronize(self) -> None:
+        """It was computed at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0  # the host's clock says it (StepResult.gpu_ns)
+
+
+class CpuTimeline:
+    """See `Timeline`."""
+
+    def mark(self) -> CpuMark:
+        return CpuMark()
+
+    def fetch(self, tokens: Tensor) -> I32:
+        found: I32 = tokens.numpy()
+        return found
+
+    def launched_ns(self, begun_ns: int) -> int:
+        return begun_ns  # it computes as it launches
+
+
+class GpuTimeline:
+    """See `Timeline`. Tokens are copied into pinned memory, in a ring."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._slots = [torch.empty(max_rows, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)]
+        self._num_steps = 0
+
+    def mark(self) -> Mark:
+        make: Any = torch.cuda.Event  # typed in some versions of torch only
+        event: Mark = make(enable_timing=True)
+        now: Any = event
+        now.record()
+        return event
+
+    def fetch(self, tokens: Tensor) -> I32:
+        slot = self._slots[self._num_steps % DEPTH][: len(tokens)]
+        self._num_steps += 1
+        slot.copy_(tokens, non_blocking=True)
+        found: I32 = slot.numpy()
+        return found
+
+    def launched_ns(self, begun_ns: int) -> int:
+        return time.monotonic_ns()
+
+
+def timeline_of(device: torch.device, max_rows: int) -> Timeline:
+    return CpuTimeline() if device.type == "cpu" else GpuTimeline(max_rows)
+
+
+class PendingStep:
+    """Its tokens and log-probabilities are valid after the mark `end`. `before` is the end of the step before."""
+
+    def __init__(
+        self,
+        result: StepResult,
+        tokens: I32,
+        details: tuple[list[Details], list[Details]],
+        marks: tuple[Mark, Mark, Mark],
+    ) -> None:
+        """details: of sampled tokens, of prompts. marks: before, begin, end."""
+        self._result, self._tokens, self._details = result, tokens, details
+        self._before, self._begin, self._end = marks
+
+    def wait(self) -> StepResult:
+        self._end.synchronize()
+        result = self._result
+        return StepResult(
+            session=result.session,
+            step=result.step,
+            token_ids=self._tokens.tobytes(),
+            logprobs=_columns(self._details[0]),
+            prompt_logprobs=_columns(self._details[1]),
+            received_ns=result.received_ns,
+            launched_ns=result.launched_ns,
+            done_ns=time.monotonic_ns(),
+            gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
+            gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
+        )
+
+
+def _columns(details: list[Details]) -> dict[int, LogprobColumns]:
+    return {place: columns for one in details for place, columns in one.columns().items()}

@@ -1,0 +1,90 @@
+"""What a GPU with Triton brings to the engine: kernels for inputs and output, CUDA graphs, and a start that compiles all of them."""
+
+import numpy as np
+import torch
+
+from meshlm.kernels.attention.tiles import warm_sizes
+from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
+from meshlm.workers.engine import ProgressReport
+from meshlm.workers.engine.columns import columns_of
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
+from meshlm.workers.graphs import warm_up
+from meshlm.workers.graphs.captures import Captures
+from meshlm.workers.graphs.dispatcher import Dispatcher, graph_keys
+from meshlm.workers.graphs.padded import PaddedStep
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
+
+
+class TritonKit:
+    """See `meshlm.workers.engine.kit.Kit`. For one engine."""
+
+    def inputs(self, rows: DeviceRows, *, samples: bool) -> TritonInputs:
+        self._inputs = TritonInputs(rows, Staging(), rows.state.device, samples=samples)
+        return self._inputs
+
+    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
+        self._head = LogitsSampler(model, rows, dtype, rows.state.device, LINES if samples else 0)
+        return self._head
+
+    def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
+        worker, resolved = engine.config.worker, engine.resolved
+        mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
+        parameters = sum(p.numel() for p in engine.model.layers.parameters())
+        rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
+        keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters)
+        self._padded = PaddedStep(engine.compute, engine.shard, self._inputs, self._head)
+        size = engine.shard.tp_size
+
+        def on_all_ranks(worked: bool) -> bool:
+            votes = torch.full((8,), float(worked), dtype=engine.dtype, device=engine.device)
+            return int(engine.comm.all_reduce(votes)[0].item()) == size
+
+        graphs = Dispatcher(keys, self._padded, on_all_ranks if size > 1 else None)
+        return graphs, Captures(graphs, self._inputs.clear)
+
+    def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:
+        """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
+
+        Every rank of a group does so, whether its kernels are cached or not: there are collectives in these steps.
+        """
+        if engine.model.parts is not None:  # torch's compiler launches its own kernels
+            return
+        caches = engine.make_caches(1)
+        try:
+            with engine.model.shortened() as layers, precompiled(lambda done, of: report("kernels", done, of, "")):
+                engine.compute.caches = caches[:layers]
+                engine.dummy_step(engine.full_counts())
+                self.warm_up(engine)
+        except torch.OutOfMemoryError:  # the memory profile says it better
+            if engine.shard.size > 1:  # the others are in the middle of a step
+                raise
+        finally:
+            engine.compute.caches = []
+
+    def warm_up(self, engine: ModelEngine) -> None:
+        """Every kernel is compiled here, in each variant that steps use."""
+        rows, resolved = engine.rows, engine.resolved
+        longest = rows.block_tables.shape[1] * rows.block_size
+        most = rows.max_rows
+        kv_heads = engine.spec.num_key_value_heads
+        group = engine.spec.num_attention_heads // kv_heads
+        decodes = warm_sizes(kv_heads, most, longest, engine.device, group)
+        tokens = resolved.max_num_batched_tokens
+        prompt = min(tokens, resolved.max_model_len)
+        sizes = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
+        for counts in warm_up.steps(decodes, sizes, most, prompt, tokens):
+            engine.dummy_step(counts)
+        self._inputs.clear()
+        with torch.inference_mode():
+            for key in warm_up.graphs(engine.graphs.keys, sizes, min(tokens, most * prompt)):
+                self._padded(key)
+            if engine.shard.is_last:
+                self._head.one_line()
+        empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
+        self._inputs.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
+        torch.cuda.synchronize()

@@ -1,0 +1,23 @@
+"""A step padded to the shape of a CUDA graph: what a graph captures, from the columns that were sent to the sampled tokens.
+
+The same launches for each step that fits, whatever its requests. Used by the dispatcher.
+"""
+
+from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.engine.compute import Compute
+from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.output.logits_sampler import LogitsSampler
+
+
+class PaddedStep:
+    """Launches it; as often as a graph is rehearsed, captured, or stood in for."""
+
+    def __init__(self, compute: Compute, shard: Shard, inputs: TritonInputs, head: LogitsSampler) -> None:
+        self._compute, self._shard, self._inputs, self._head = compute, shard, inputs, head
+
+    def __call__(self, key: Key) -> None:
+        batch = self._inputs.padded(key.requests, key.tokens)
+        hidden = self._compute.forward(batch)
+        if self._shard.is_last:
+            self._head.choose(hidden if batch.logits_indices is None else hidden[batch.logits_indices], batch)

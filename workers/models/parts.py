@@ -1,0 +1,22 @@
+"""Which other way of computing a whole decoder a model gets when it is loaded, if any (decoder.py: Parts)."""
+
+import structlog
+import torch
+
+from meshlm.workers.models.decoder import Decoder
+
+_log = structlog.get_logger()
+
+
+def choose_parts(model: Decoder, compiler: str, attention: str, dtype: torch.dtype) -> None:
+    """compiler: --compile. attention: the name of the backend, which has kernels for whole layers on the CPU."""
+    if compiler == "inductor":
+        from meshlm.workers.models import compiled  # imports torch's compiler: two seconds
+
+        folder = compiled.use_cache(model.spec, dtype, compiled.cache_root())
+        _log.info("torch.compile", cache=str(folder))
+        model.parts = compiled.CompiledParts(model.spec)
+    elif attention == "cpu":
+        from meshlm.workers.models.cpu_layers import fuse
+
+        fuse(model, attention)

@@ -1,0 +1,74 @@
+"""From the hidden states of a step's last tokens to the tokens that follow: what it is, and how plain torch does it on any device.
+
+On a GPU with Triton kernels do it (logits_sampler.py). Owned by the engine; used by the stepper thread.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.output import logprobs
+from meshlm.workers.output.details import Details, Part
+from meshlm.workers.output.sampler import SampleRows, put, sample
+
+
+class Head(Protocol):
+    """A device's way to choose tokens. Nothing in it waits for the device."""
+
+    sampled: Tensor  # int32 [l] or longer: the last step's tokens, in the order of its sampling requests
+
+    def sample(self, hidden: Tensor, batch: ForwardBatch, step: StepColumns) -> None:
+        """A token for each of hidden [l, hidden]; it is written behind its row, too."""
+        ...
+
+    def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
+        """After the step, or its graph: what could not be done in it, and log-probabilities that are asked for.
+
+        at, places: of the step's sampling requests.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Allocate what a step may need at most beside its own, so that memory is profiled with it."""
+        ...
+
+
+class TorchHead:
+    """See `Head`. All rows at once, by the general sampler."""
+
+    def __init__(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype) -> None:
+        self._model, self._rows, self._dtype, self._device = model, rows, dtype, rows.state.device
+        self.sampled = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
+
+    def sample(self, hidden: Tensor, batch: ForwardBatch, step: StepColumns) -> None:
+        at, table = self._rows.sample_rows(step, step.places()), self._rows.table
+        logits = self._model.logits(hidden)
+        wanted = np.flatnonzero(table.logprobs[at.rows] >= 0)
+        self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
+        self.sampled = sample(logits, at, table, self._rows.tokens).int()
+        self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled
+
+    def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
+        """Row by row, as if each were alone: equal logits are then in the same order whatever others ask for."""
+        if self._raw is None:
+            return []
+        raw, self._raw = self._raw, None
+        widths = self._rows.table.logprobs[at.rows]
+        found = []
+        for nth, line in enumerate(np.flatnonzero(widths >= 0).tolist()):
+            width, token = int(widths[line]), self.sampled[line : line + 1].long()
+            packed = logprobs.packed(raw[nth : nth + 1], token, width)
+            found.append(Details(packed, [Part(int(places[line]), 0, 1, width)]))
+        return found
+
+    def warm_up(self) -> None:
+        hidden = torch.zeros(self._rows.max_rows, self._model.spec.hidden_size, dtype=self._dtype, device=self._device)
+        self._model.logits(hidden).float().softmax(dim=-1).double().cumsum(dim=-1)
