@@ -99,7 +99,7 @@ class Router:
             return None if rank is None else Choice(rank, [], [], 0)
         chain: Chain = []
         found: Found = []
-        if self.index is not None and work.sampling.prompt_logprobs < 0:
+        if self.index is not None and work.reads_prefix_cache:
             chain = chain_of(work.prompt_token_ids, work.cache_salt)
             found = self.index.find(chain)
         if wanted != -1:

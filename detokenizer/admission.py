@@ -6,9 +6,11 @@ import msgspec
 
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool
 from meshlm.protocol.text_edge import Submit
 from meshlm.runtime.errors import RequestError
 
+POOLS = SamplingParams(max_tokens=1)  # nothing is sampled
 MAX_PROMPT_LOGPROBS = (
     1 << 18
 )  # log-probabilities of one prompt's tokens, in all its choices: a second of work, 80 MB meanwhile
@@ -24,6 +26,11 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(ErrorKind.INVALID, f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
+    if isinstance(submit.task, Pool):
+        if len(token_ids) > max_model_len:
+            text = f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}"
+            raise RequestError(ErrorKind.INVALID, text, "prompt")
+        return token_ids
     if len(token_ids) >= max_model_len:
         text = (
             f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}: "
@@ -35,6 +42,8 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
 
 def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len: int) -> SamplingParams:
     """This choice's sampling parameters: its own seed, and max_tokens that the context holds. RequestError."""
+    if isinstance(submit.task, Pool):
+        return POOLS
     room = max_model_len - num_prompt
     wanted, sampling = submit.max_tokens, submit.sampling
     if wanted is not None and submit.cap_max_tokens:

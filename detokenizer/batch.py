@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from meshlm.detokenizer.decode import LONGEST_BEGIN, TokenTable
 from meshlm.detokenizer.request_state import RequestState
 from meshlm.protocol.columns import unpack_f32, unpack_i32
+from meshlm.protocol.tasks import ALONE_BYTES
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
 
@@ -26,6 +27,7 @@ class FrontendBatch:
         "logprobs",
         "more",
         "num_bytes",
+        "pooled",
         "prompt_logprobs",
         "starts",
         "texts",
@@ -43,6 +45,7 @@ class FrontendBatch:
         self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
         self.first: dict[int, First] = {}
         self.timings: tuple[int, ...] = ()
+        self.pooled: dict[int, bytes] = {}
 
     def row(self, handle: int, start: int, tokens: "array[int] | list[int]", text: str) -> int:
         """Add a row; its place in the batch."""
@@ -91,6 +94,9 @@ class FrontendBatch:
             of_prompt = positions(deltas.prompt_logprobs[row], request.prompt, sizes, table)
             self.prompt_logprobs[place] = [None, *of_prompt]
             self.num_bytes += num_bytes(of_prompt)
+        if row in deltas.pooled:
+            request.pooled = self.pooled[place] = deltas.pooled[row]
+            self.num_bytes += len(request.pooled)
         if request.submit.retry is not None:
             request.logprobs += self.logprobs.get(place, ())
             request.prompt_logprobs = self.prompt_logprobs.get(place, request.prompt_logprobs)
@@ -117,6 +123,9 @@ class FrontendBatch:
     def end(self, request: RequestState, place: int, finished: Finished) -> None:
         """The end of a request, again."""
         self.texts[place] += request.tail
+        if request.pooled:
+            self.pooled[place] = request.pooled
+            self.num_bytes += len(request.pooled)
         self.finished.append(replace(finished, row=place))
 
     def _spread(self) -> None:
@@ -144,7 +153,13 @@ class FrontendBatch:
             prompt_logprobs=self.prompt_logprobs,
             first=self.first,
             timings_ns=self.timings,
+            pooled=self.pooled,
         )
+
+
+def is_long(deltas: TokenDeltas, row: int) -> bool:
+    """Whether what a row becomes should not harm those before it."""
+    return row in deltas.prompt_logprobs or len(deltas.pooled.get(row, b"")) > ALONE_BYTES
 
 
 def num_bytes(found: Sequence[PositionLogprobs | None]) -> int:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.admission import checked_prompt, checked_sampling
 from meshlm.detokenizer.attempts import Attempts
-from meshlm.detokenizer.batch import FrontendBatch
+from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.journal import is_of
@@ -270,7 +270,7 @@ class Detokenizer(Attempts):
             text += request.tail
             stopped = stop is not None and stop.matched is not None
         request.look_ahead()
-        place = self._row(request, taken, text, alone=row in deltas.prompt_logprobs)
+        place = self._row(request, taken, text, alone=is_long(deltas, row))
         self._batches[request.frontend].details(request, place, taken, skip, row, deltas, self.table)
         if stopped:
             assert stop is not None

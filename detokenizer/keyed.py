@@ -115,4 +115,4 @@ def size_of(request: RequestState) -> int:
         len(params.allowed_token_ids) + len(params.stop_token_ids)
     )
     texts = num_bytes_of(submit.prompt) + sum(map(len, submit.text.stop))
-    return 2000 + columns + LOGPROB_BYTES * entries + listed + texts
+    return 2000 + len(request.pooled) + columns + LOGPROB_BYTES * entries + listed + texts

@@ -52,6 +52,7 @@ class RequestState:
         "num_told",
         "output_token_ids",
         "place",
+        "pooled",
         "prompt",
         "prompt_logprobs",
         "request_id",
@@ -111,6 +112,7 @@ class RequestState:
         self.finished: Finished | None = None
         self.hidden = False  # the last token is not shown
         self.tail = ""  # text behind the last token's
+        self.pooled = b""  # the vector, at the end
 
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""
@@ -187,7 +189,8 @@ class RequestState:
 
     def stop_reason(self, ended: Ended) -> str | int | None:
         """vLLM's `stop_reason`: the client's stop token id, None for the model's own end."""
-        if ended.reason is FinishReason.STOP and ended.stop_token_id not in self.sampling.eos_token_ids:
+        stop_ids = (-1, *self.sampling.eos_token_ids)
+        if ended.reason is FinishReason.STOP and ended.stop_token_id not in stop_ids:
             return ended.stop_token_id
         return None
 
@@ -204,5 +207,6 @@ class RequestState:
             cache_salt=self.submit.cache_salt,
             arrival_s=self.submit.arrival_s,
             deadline_s=self.submit.deadline_s,
+            task=self.submit.task,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
         )

@@ -28,6 +28,7 @@ class Choice:
         "num_told",
         "opened_at",
         "orphan_since",
+        "pooled",
         "prompt_index",
         "sink",
         "submit",
@@ -43,6 +44,7 @@ class Choice:
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
         self.engine = ""  # the rank that computes it, as clients know it; "" before its first token
+        self.pooled = b""  # of a Pool, once it is finished: float32
         self.num_prompt_tokens = 0  # once its prompt is encoded
         self.num_told = 0  # first tokens that connections before had, and their frontends counted
         self.begun_with = 0  # tokens at this attempt's begin

@@ -291,6 +291,7 @@ class RequestTracker:
                     if end is not None:
                         self._forget(choice)
                         choice.finished = end
+                        choice.pooled = message.pooled.get(row, b"")
                     if plain:
                         choice.sink.text(choice, ids, texts[row])
                     else:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import GENERATE, Pool, Task
 
 
 class EngineRequest(Struct, frozen=True, omit_defaults=True):
@@ -25,6 +26,13 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
     arrival_s: float = 0.0  # wall clock
     deadline_s: float = 0.0  # wall clock; 0: none
     num_crashes: int = 0  # workers, at other ranks, that died with it in a step since its last token
+    task: Task = GENERATE
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether it can do without the hidden states of tokens whose KV is there."""
+        needs_all = isinstance(self.task, Pool) and self.task.needs_all_tokens
+        return self.sampling.prompt_logprobs < 0 and not needs_all
 
 
 class SchedulerLife(Struct, frozen=True):

@@ -17,6 +17,7 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import GENERATE, PoolKind, Task
 from meshlm.protocol.token_edge import LogprobColumns
 
 HASH_BYTES = 32  # of a prefix: sha256
@@ -47,6 +48,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int  # of the original prompt: output token i sits at num_prompt_tokens + i
     block_ids: bytes  # int32[., groups]: the table so far, cached prefix included; any block where no token looks
     sampling: SamplingParams
+    task: Task = GENERATE
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
@@ -60,6 +62,8 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     Where samples[i], these are the row's last counts[i] known tokens. After a step with drafts starts[i] is the most that it can be:
     the worker counts back from the row's own end. It may draft num_drafts[i] tokens more and compute them too; the row's blocks hold
     them all.
+
+    A row whose task is Pool never samples. The step that computes the last token of its prompt gives its vector.
     """
 
     session: int
@@ -103,6 +107,8 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     kept_hashes: bytes = b""  # HASH_BYTES each
     max_drafts: int = 0  # that its drafter gives a row in one step; 0: it has none
     kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
+    pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
+    pooled_bytes: int = 0  # ... and the length of one
 
 
 class LastPlan(Struct, frozen=True, tag="standing"):
@@ -133,6 +139,7 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     gpu_ns: int = 0  # from its first kernel to its last, on the device's clock
     gap_ns: int = 0  # that the device was idle before it, since the step before
     counts: bytes = b""  # int32[number of samples], 0 .. 1 + num_drafts each; b"" means one each
+    pooled: dict[int, bytes] = {}  # batch place -> float32: the vector of a Pool whose prompt is computed now
 
 
 class StepFailed(Struct, frozen=True, tag="failed"):

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.token_edge import First
 
 
@@ -131,6 +132,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     deadline_s: float = 0.0  # wall clock; 0: none
     dp_rank: int = -1  # -1: the coordinator chooses
     retry: Retry | None = None
+    task: Task = GENERATE
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -226,6 +228,7 @@ class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
     prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # row -> one per prompt token, first is None
     first: dict[int, First] = {}  # row -> what came with its first token
     timings_ns: tuple[int, ...] = ()  # of the newest step in it, as in token_edge.py
+    pooled: dict[int, bytes] = {}  # row -> float32: the vector of a Pool, with its end
 
 
 class TokenizeReply(Struct, frozen=True, tag="tokenized"):

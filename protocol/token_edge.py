@@ -51,6 +51,7 @@ class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
     prompt_logprobs: dict[int, LogprobColumns] = {}  # row -> prompt positions 1 .. len-1, with its first token
     first: dict[int, First] = {}  # row
     timings_ns: tuple[int, ...] = ()  # step, then monotonic planned, received, launched, done, handled; gpu, gap
+    pooled: dict[int, bytes] = {}  # row -> float32: the vector of a Pool, with its end
 
 
 SchedulerToDetokenizer = TokenDeltas | Readmit

@@ -18,6 +18,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
+from meshlm.protocol.tasks import PoolKind
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.kv.cache import KVCache
@@ -40,10 +41,13 @@ class Batching:
         num_rows: int,
         max_drafts: int = 0,
         kv_specs: Sequence[KVSpec] = (),
+        pool_kinds: frozenset[PoolKind] = frozenset(),
+        pooled_bytes: int = 0,
     ) -> None:
         self.limits, self.block_size = limits, block_size
         # The first stage of a pipeline would have to know the drafts of the last one.
         self.max_drafts = 0 if limits.num_stages > 1 else max_drafts
+        self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
         step_tokens = limits.max_num_batched_tokens + (1 + limits.async_depth) * (1 + self.max_drafts)
         self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, step_tokens)
         self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill)
@@ -52,7 +56,7 @@ class Batching:
         self.num_preemptions = 0
         self.cache_queries = 0  # tokens
         self.cache_hits = 0  # tokens
-        self._token_bytes = 0  # of the running requests' log-probabilities in each step
+        self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
         self._free_rows = [Row(row) for row in reversed(range(min(num_rows, limits.max_num_seqs)))]
         self._removed_rows: list[Row] = []
 
@@ -137,6 +141,8 @@ class Batching:
                     prompts.append(request)
                 continue
             if virtual >= request.max_len or not left:
+                if request.pool is not None:
+                    prompts.append(request)  # its last token is computed, but nothing comes after it
                 continue  # everything it may still get is on its way, unless drafts of it will be refused
             if stages > 1 and request.num_output_placeholders:
                 continue
@@ -217,7 +223,7 @@ class Batching:
         return True
 
     def _advance(self, builder: PlanBuilder, request: Request, count: int, virtual: int) -> None:
-        samples = request.num_computed + count == virtual
+        samples = request.num_computed + count == virtual and request.pool is None
         builder.add(request, count, samples)
         request.num_computed += count
         if samples:
@@ -253,7 +259,9 @@ class Batching:
         return count if self._message_room(builder, request) else 0
 
     def _bytes_of_step(self, request: Request) -> int:
-        """Of its tokens' log-probabilities in one step, at most."""
+        """Of its tokens' log-probabilities in one step, at most, or of its vector."""
+        if request.pool is not None:
+            return self._pooled_bytes
         return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
@@ -284,6 +292,7 @@ class Batching:
                 num_prompt_tokens=request.num_prompt,
                 block_ids=pack_i32(request.blocks),
                 sampling=request.work.sampling,
+                task=request.work.task,
             )
         )
 

@@ -94,7 +94,7 @@ class Scheduler:
             case ReportLoad() as ask_load:
                 self.load.asked(ask_load.number)
             case WorkerReady() as ready:
-                return self._worker_ready(event.sender, ready)
+                return self._worker_ready(event.sender, ready, output)
             case LastPlan() as standing:
                 return self.workers.standing(event.sender, standing)
             case Operation() as operation:
@@ -137,21 +137,29 @@ class Scheduler:
         request.arrived_ns = output.now_ns
         self.requests[work.request_id] = request
         self.batching.enqueue(request)
-        if len(request.tokens) >= request.max_len:
+        if len(request.tokens) >= request.max_len and request.pool is None:
             self._finish(request, output, FinishReason.LENGTH)
-        elif self.serving and not self._fits(request):
-            self._refuse(request, output)
+        elif self.serving:
+            self._refuse_unfit(request, output)
 
-    def _fits(self, request: Request) -> bool:
-        return self.batching.kv.holds(request.max_len)
-
-    def _refuse(self, request: Request, output: Output) -> None:
+    def _refuse_unfit(self, request: Request, output: Output) -> None:
+        """End it where these workers can never compute it."""
         room = self.batching.kv.longest(request.max_len)
-        text = (
-            f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
-            f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
-        )
-        self._finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID, "max_tokens")
+        if request.pool is not None and request.pool.kind not in self.batching.pool_kinds:
+            text, param = f"the workers of this model cannot pool {request.pool.kind.value!r}", "task"
+        elif self.batching.kv.holds(request.max_len):
+            return
+        elif request.pool is not None:
+            text, param = f"the prompt has {request.num_prompt} tokens, and the KV cache holds {room}", "prompt"
+        else:
+            text, param = (
+                (
+                    f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
+                    f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
+                ),
+                "max_tokens",
+            )
+        self._finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID, param)
 
     def _finish(
         self,
@@ -262,20 +270,30 @@ class Scheduler:
         for request in self.requests.values():
             request.num_output_placeholders = 0
 
-    def _worker_ready(self, sender: Identity, ready: WorkerReady) -> list[Send]:
+    def _worker_ready(self, sender: Identity, ready: WorkerReady, output: Output) -> list[Send]:
         facts = self.workers.ready(sender, ready)
         if not facts:
             return []
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
-        max_drafts = min(f.max_drafts for f in facts)
-        self.batching = Batching(self.limits, num_blocks, facts[0].block_size, num_rows, max_drafts, facts[0].kv_specs)
+        self.batching = Batching(
+            self.limits,
+            num_blocks,
+            facts[0].block_size,
+            num_rows,
+            min(f.max_drafts for f in facts),
+            facts[0].kv_specs,
+            frozenset(facts[-1].pool_kinds),  # the last stage has the hidden states
+            facts[-1].pooled_bytes,
+        )
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits
         self.batching.restore(facts)
         for request in before.waiting:
             request.hashes = []
             self.batching.enqueue(request)
+        for request in before.waiting:
+            self._refuse_unfit(request, output)
         pending = list(self.operations.pending.values())
         return [send for operation in pending for send in self._operate(operation)]
 
@@ -375,6 +393,11 @@ class Scheduler:
                 if place in record.firsts:  # perhaps again, after a preemption or the worker's death
                     request.prompt_logprobs.clear()
                 request.prompt_logprobs.append(result.prompt_logprobs[place])
+            if place in result.pooled and alive:
+                if request.num_cached >= 0:
+                    self.load.started.append(Started(request.work.request_id, request.num_cached))
+                output.vector(request, result.pooled[place])
+                self._drop(request)
             if not samples[place]:
                 continue
             count = next(counts)

@@ -3,6 +3,7 @@
 from array import array
 
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
+from meshlm.protocol.tasks import ALONE_BYTES
 from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.request import Request
@@ -20,6 +21,7 @@ class Outbox:
         "logprobs",
         "now_ns",
         "num_detail_bytes",
+        "pooled",
         "prompt_logprobs",
         "starts",
         "tokens",
@@ -35,6 +37,7 @@ class Outbox:
         self.logprobs: dict[int, LogprobColumns] = {}
         self.prompt_logprobs: dict[int, LogprobColumns] = {}
         self.first_tokens: dict[int, First] = {}
+        self.pooled: dict[int, bytes] = {}
 
     def row(self, handle: Handle, start: int, tokens: "array[int]") -> int:
         """A row with any number of tokens; its place in the batch."""
@@ -80,6 +83,7 @@ class Outbox:
             prompt_logprobs=self.prompt_logprobs,
             first=self.first_tokens,
             timings_ns=timings_ns,
+            pooled=self.pooled,
         )
 
 
@@ -97,11 +101,24 @@ class Output:
             box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank)
         return box
 
-    def seal(self, detokenizer: Identity) -> None:
-        """Before a row with details: where there are many already, it and what comes after it make another message."""
+    def seal(self, detokenizer: Identity, *, alone: bool = False) -> None:
+        """Before a row with details: where there are many already, or it is to be `alone`, it and what comes after it make another
+        message."""
         box = self.boxes.get(detokenizer)
-        if box is not None and box.num_detail_bytes > sizes.MAX_STEP_BYTES:
+        if box is not None and (alone or box.num_detail_bytes > sizes.MAX_STEP_BYTES):
             self._full.append((detokenizer, self.boxes.pop(detokenizer)))
+
+    def vector(self, request: Request, vector: bytes) -> None:
+        """The end of a Pool."""
+        self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
+        box = self.of(request.detokenizer)
+        row = box.row(request.handle, 0, array("i"))
+        box.pooled[row] = vector
+        box.num_detail_bytes += len(vector)
+        if request.num_cached >= 0:
+            box.first(row, request)
+        box.ended.append(Ended(row, FinishReason.STOP))
+        self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
 
     def messages(self, timings_ns: tuple[int, ...]) -> list[tuple[Identity, TokenDeltas]]:
         """To whom, and in which order for each."""

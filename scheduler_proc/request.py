@@ -11,6 +11,7 @@ from enum import Enum
 
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.ids import BlockId, Identity, Incarnation, Row
+from meshlm.protocol.tasks import Pool
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.scheduler_proc.kv import hashes
 
@@ -59,6 +60,7 @@ class Request:
         "num_output_placeholders",
         "num_prompt",
         "num_reused",
+        "pool",
         "prompt_logprobs",
         "row",
         "started_ns",
@@ -77,7 +79,8 @@ class Request:
         self.tokens = array("i", work.prompt_token_ids + work.output_token_ids)
         self.num_given = len(self.tokens)  # when it came here
         self.num_prompt = len(work.prompt_token_ids) // 4
-        self.max_len = min(self.num_prompt + work.sampling.max_tokens, max_model_len)
+        self.pool = work.task if isinstance(work.task, Pool) else None
+        self.max_len = min(self.num_prompt + (0 if self.pool else work.sampling.max_tokens), max_model_len)
         self.stop_ids = frozenset(work.sampling.stop_token_ids) | frozenset(work.sampling.eos_token_ids)
         self.state = RequestState.WAITING
         self.story: deque[str] = deque(["arrived"], maxlen=12)

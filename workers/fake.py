@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import room
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
@@ -26,6 +27,7 @@ _FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth'
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
 DEFAULT_CACHE_TOKENS = 1 << 20
 FIRST_TOKEN = 256  # smaller ids are often special
+VECTOR_BYTES = 4 * 8  # of a Pool
 WRONG_EVERY, NONE_EVERY = 3, 7  # one draft, and one row of a step with drafts, of so many
 
 U64 = NDArray[np.uint64]
@@ -43,6 +45,22 @@ def expected_token(tokens: list[int], vocab_size: int) -> int:
     for token in tokens:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
     return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
+
+
+def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
+    """What the fake model's Pool gives for a prompt; the tests' oracle."""
+    state, states = 0, []
+    for token in tokens:
+        state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
+        states.append(state)
+    vectors = _vectors(np.array(states, np.uint64))
+    found = vectors[-1] if kind is PoolKind.LAST else vectors.sum(0) / len(tokens)
+    return [float(value) for value in found.astype(np.float32)]
+
+
+def _vectors(states: U64) -> NDArray[np.float64]:
+    """The eight bytes of each state, as numbers."""
+    return states[:, None].view(np.uint8).astype(np.float64)
 
 
 def _dice(rows: NDArray[Any], positions: NDArray[Any]) -> U64:
@@ -79,7 +97,17 @@ class FakeEngine:
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
         num_blocks = room.num_blocks(config, budget, block_size * per_token)
         shown, drafts = {"fake": "yes"}, config.worker.fake_drafts
-        self.facts = EngineFacts(num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, shown, drafts)
+        self.facts = EngineFacts(
+            num_blocks,
+            block_size,
+            resolved.max_num_seqs,
+            self._vocab_size,
+            shown,
+            drafts,
+            tuple(PoolKind),
+            VECTOR_BYTES,
+        )
+        self._sums = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # of the tokens computed so far, by row
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size)
         self._state = np.zeros(num_blocks * block_size, np.uint64)
         self._free_at = 0.0
@@ -101,6 +129,7 @@ class FakeEngine:
         arrays = self._rows.step(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
         launched = time.monotonic_ns()
         self._write(arrays, bool(plan.new_rows))
+        pooled = self._pool(plan, arrays)
         if num_drafts is None:
             token_ids, counts = self._sample(arrays.slots[arrays.query_start[1:] - 1][arrays.samples]), None
             self._rows.sampled(arrays, token_ids)
@@ -121,8 +150,22 @@ class FakeEngine:
                 launched_ns=launched,
                 done_ns=time.monotonic_ns(),
                 counts=b"" if counts is None else counts.tobytes(),
+                pooled=pooled,
             )
         )
+
+    def _pool(self, plan: StepPlan, arrays: StepArrays) -> dict[int, bytes]:
+        """The vectors of prompts that are computed now, made of what their slots hold."""
+        self._sums[[new.row for new in plan.new_rows]] = 0
+        found = {}
+        for pooling in self._rows.pooling(arrays):
+            vectors = _vectors(self._state[arrays.slots[pooling.begin : pooling.end]])
+            self._sums[pooling.row] += vectors.sum(0)
+            if pooling.is_last:
+                mean = self._sums[pooling.row] / int(self._rows.num_prompt[pooling.row])
+                vector = vectors[-1] if pooling.kind is PoolKind.LAST else mean
+                found[pooling.place] = vector.astype(np.float32).tobytes()
+        return found
 
     def _draft(self, plan: StepPlan) -> I32 | None:
         """Write the drafts that the plan allows behind the rows' tokens, as if they were known; how many each row has, or None."""

@@ -269,6 +269,8 @@ class WorkerApp:
                 kept=kept,
                 kept_hashes=hashes,
                 max_drafts=facts.max_drafts,
+                pool_kinds=facts.pool_kinds,
+                pooled_bytes=facts.pooled_bytes,
             )
         )
 

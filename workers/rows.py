@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.tasks import Pool, PoolKind
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -29,6 +30,17 @@ class StepArrays(NamedTuple):
     token_ids: I32  # [t]; -1 where the id is the row's last sampled token, known only on the device
 
 
+class Pooling(NamedTuple):
+    """A row of a step that wants a vector."""
+
+    place: int  # in the batch
+    row: int
+    kind: PoolKind
+    begin: int  # its tokens in the step's flat arrays
+    end: int
+    is_last: bool  # the prompt is computed with this step
+
+
 class RowTable:
     """Rows by number; all arrays have max_rows rows."""
 
@@ -41,10 +53,12 @@ class RowTable:
         self.blocks = np.zeros((max_rows, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.sampling: dict[int, SamplingParams] = {}
+        self.pools: dict[int, PoolKind] = {}  # rows that want a vector
 
     def reset(self) -> None:
         """Forget all rows."""
         self.sampling.clear()
+        self.pools.clear()
         self.num_known[:] = 0
         self.num_blocks[:] = 0
 
@@ -52,6 +66,7 @@ class RowTable:
         """Rows that go, rows that come, blocks that are appended."""
         for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
             self.sampling.pop(row, None)
+            self.pools.pop(row, None)
         for new in plan.new_rows:
             self._take(new)
         if plan.block_rows:
@@ -72,6 +87,8 @@ class RowTable:
         self.blocks[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.sampling[row] = new.sampling
+        if isinstance(new.task, Pool):
+            self.pools[row] = new.task.kind
 
     def _append(self, rows: I32, ids: I32) -> None:
         """A row may get several blocks; its pairs stand together and in order."""
@@ -100,6 +117,18 @@ class RowTable:
         known = positions < self.num_known[token_rows]
         token_ids = np.where(known, self.tokens[token_rows, positions], np.int32(-1))
         return StepArrays(rows, starts, counts, samples, query_start, token_rows, positions, slots, token_ids)
+
+    def pooling(self, arrays: StepArrays) -> list[Pooling]:
+        """The rows of a step that want a vector; few steps have any."""
+        if not self.pools:
+            return []
+        found = []
+        for place, row in enumerate(arrays.rows.tolist()):
+            if (kind := self.pools.get(row)) is not None:
+                begin, end = int(arrays.query_start[place]), int(arrays.query_start[place + 1])
+                is_last = int(arrays.starts[place] + arrays.counts[place]) == int(self.num_prompt[row])
+                found.append(Pooling(place, row, kind, begin, end, is_last))
+        return found
 
     def sampled(self, arrays: StepArrays, token_ids: I32) -> None:
         """The tokens of the rows that sampled are known now (a device that computes in step)."""

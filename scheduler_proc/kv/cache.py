@@ -57,7 +57,7 @@ class KVCache:
     def match(self, request: Request) -> int:
         """Give a request without blocks those of its longest cached prefix, less the last token: one at least is computed, to
         have logits. Returns how many tokens these hold."""
-        if not self.prefix_caching or request.work.sampling.prompt_logprobs >= 0:
+        if not (self.prefix_caching and request.work.reads_prefix_cache):
             return 0
         usable = len(request.tokens) - 1
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, usable)

@@ -240,6 +240,7 @@ class Client:
                     if has_details:
                         self._details(message, row, known)
                     if row in finished:
+                        output.pooled = message.pooled.get(row, b"")
                         self._finish(handle, known, finished[row])
                 elif starts[row] > have:
                     self._attach(handle, known)

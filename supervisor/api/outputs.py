@@ -30,6 +30,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pooled: bytes = field(default=b"", repr=False)  # of a Pool task: float32
     routed_experts: None = None  # vLLM's names for what is not there
     lora_request: None = None
 

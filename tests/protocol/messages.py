@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, kv, operations, sampling, session
+from meshlm.protocol import frames, kv, operations, sampling, session, tasks
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -68,6 +68,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
+    task=tasks.Pool(tasks.PoolKind.MEAN),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
@@ -82,7 +83,7 @@ COLUMNS = token.LogprobColumns(
     top_ids=pack_i32([8, -1]),
     top_logprobs=pack_f32([-0.25, -1.0]),
 )
-NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING)
+NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5)
@@ -119,6 +120,7 @@ FULL: tuple[Struct, ...] = (
         deadline_s=2.5,
         dp_rank=1,
         retry=RETRY,
+        task=WORK.task,
     ),
     text.Delivered(RequestId("cmpl-a-0"), (POSITION,)),
     RETRY,
@@ -143,6 +145,7 @@ FULL: tuple[Struct, ...] = (
         prompt_logprobs={0: [None, POSITION]},
         first={0: token.First(16, 20, 30, 1)},
         timings_ns=(1, 2, 3),
+        pooled={1: pack_f32([0.5])},
     ),
     text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), 2048, "no", "prompt", ErrorKind.OVERLOADED),
     text.Cancel(Handle(7)),
@@ -177,6 +180,7 @@ FULL: tuple[Struct, ...] = (
         prompt_logprobs={1: COLUMNS},
         first={1: token.First(32, 5, 6, 1)},
         timings_ns=(1,),
+        pooled={1: pack_f32([0.5])},
     ),
     token.First(16, 20, 30, 1),
     token.AttachTokens(Handle(3), 21),
@@ -216,9 +220,13 @@ FULL: tuple[Struct, ...] = (
         b"h" * step.HASH_BYTES,
         3,
         (kv.FullAttention(), kv.SlidingWindow(64)),
+        (tasks.PoolKind.LAST,),
+        256,
     ),
     step.LastPlan(77, 76, 5),
-    step.StepResult(77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5, pack_i32([1])),
+    step.StepResult(
+        77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5, pack_i32([1]), {2: pack_f32([0.5])}
+    ),
     step.StepFailed(77, StepId(5), "out of memory"),
     step.WorkerStats(GRAPHS),
     # everyone <-> supervisor, everyone <-> coordinator
@@ -256,11 +264,13 @@ FULL: tuple[Struct, ...] = (
     operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",)),
     # carried by several
     SAMPLING,
+    tasks.GENERATE,
+    tasks.Pool(tasks.PoolKind.LAST),
     session.Hello("0123456789abcdef", "ipc:///run/meshlm/frontend-0", "tcp://10.0.0.2:5700", "0a1b", LIFE),
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
 BY_NAME = dict(zip(NAMES, FULL))
-ENUMS: tuple[type[Enum], ...] = (Role, FinishReason, ErrorKind, frames.Kind)
+ENUMS: tuple[type[Enum], ...] = (Role, FinishReason, ErrorKind, frames.Kind, tasks.PoolKind)
 
 
 def frame() -> bytes:

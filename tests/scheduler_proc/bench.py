@@ -7,6 +7,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
@@ -34,6 +35,9 @@ class Model:
     def __init__(self, num_blocks: int, block_size: int, pipeline: bool = False, max_drafts: int = 0) -> None:
         self.block_size, self.num_blocks, self.pipeline, self.max_drafts = block_size, num_blocks, pipeline, max_drafts
         self.given: list[int] = []  # how many tokens rows got
+        self.pools: dict[
+            int, tuple[Pool, int, list[int]]
+        ] = {}  # row -> task, length of the prompt, states computed so far
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
 
@@ -46,6 +50,9 @@ class Model:
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row given away twice"
             self.rows[new.row] = (ints(new.token_ids), ints(new.block_ids))
+            self.pools.pop(new.row, None)
+            if isinstance(new.task, Pool):
+                self.pools[new.row] = (new.task, new.num_prompt_tokens, [])
         for row, block in zip(ints(plan.block_rows), ints(plan.block_ids), strict=True):
             self.rows[row][1].append(block)
         rows, starts = ints(plan.rows), ints(plan.starts)
@@ -72,6 +79,14 @@ class Model:
             for position in range(start, start + count):
                 before = self.slots[self.slot(row, position - 1)] if position else 0
                 self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position])
+        pooled = {}
+        for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            if row in self.pools:
+                task, num_prompt, states = self.pools[row]
+                assert not samples[place], "a Pool never samples"
+                states += [self.slots[self.slot(row, position)] for position in range(start, start + count)]
+                if start + count == num_prompt:
+                    pooled[place] = vector_of(states, task.kind)
         given: list[int] = []
         for row, drafts, sampled in zip(rows, num_drafts, samples, strict=True):
             if sampled:
@@ -81,9 +96,7 @@ class Model:
                 tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
         self.given += given
         counts_column = pack_i32(given) if given != [1] * len(given) else b""
-        return StepResult(
-            session=plan.session, step=plan.step, token_ids=pack_i32(tokens), done_ns=1, counts=counts_column
-        )
+        return StepResult(plan.session, plan.step, pack_i32(tokens), done_ns=1, counts=counts_column, pooled=pooled)
 
     def _sample(self, row: int, count: int, drafts: int) -> None:
         """Append `count` tokens, the later ones drafts that prove right; drafts that prove wrong spoil the slots behind."""
@@ -96,6 +109,18 @@ class Model:
                 self.slots[self.slot(row, position)] = extend(before, drafted)
             if position - last < count:
                 tokens.append(next_token(self.slots[self.slot(row, position)]))
+
+
+def vector_of(states: list[int], kind: PoolKind) -> bytes:
+    """Eight bytes that only the right states give: of the last token, or of all."""
+    return (states[-1] if kind is PoolKind.LAST else sum(states) % (1 << 61)).to_bytes(8, "little")
+
+
+def pooled_reference(prompt: list[int], kind: PoolKind) -> bytes:
+    states = [0]
+    for token in prompt:
+        states.append(extend(states[-1], token))
+    return vector_of(states[1:], kind)
 
 
 def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
@@ -114,6 +139,8 @@ def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
 class Bench:
     """A scheduler, a model, and what came out."""
 
+    pool_kinds = tuple(PoolKind)
+
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, max_drafts: int = 0) -> None:
         self.limits = limits
         self.core = Scheduler(limits)
@@ -122,6 +149,8 @@ class Bench:
         self.plans: deque[StepPlan] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason] = {}
+        self.pooled: dict[int, bytes] = {}
+        self.refused: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.returned: set[int] = set()
         self.num_crashes: dict[int, int] = {}  # of those
@@ -139,7 +168,13 @@ class Bench:
                         self.model.run(self.plans.popleft())
                     self.model.rows.clear()
                     facts = (self.model.num_blocks, self.model.block_size, 64, 64, VOCAB, *self.directory.columns())
-                    ready = WorkerReady(reset.session, *facts, max_drafts=self.model.max_drafts)
+                    ready = WorkerReady(
+                        reset.session,
+                        *facts,
+                        max_drafts=self.model.max_drafts,
+                        pool_kinds=self.pool_kinds,
+                        pooled_bytes=8,
+                    )
                     self.event(Received(WORKER, LIFE, ready))
                 case StepPlan() as plan:
                     self.directory.apply(plan)
@@ -166,6 +201,9 @@ class Bench:
                 self.cached[handle] = deltas.first[row].num_cached_tokens
         for end in deltas.ended:
             self.ended[handles[end.row]] = end.reason
+            if end.reason is FinishReason.ERROR:
+                self.refused[handles[end.row]] = f"{end.param}: {end.message}"
+        self.pooled.update((handles[row], vector) for row, vector in deltas.pooled.items())
 
     def event(self, event: Received | PeerUp | PeerLost) -> None:
         self.now += 0.001

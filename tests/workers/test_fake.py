@@ -1,6 +1,8 @@
 """The fake device says what the KV contents say, and notices a wrong block table."""
 
 import msgspec
+import numpy as np
+import pytest
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.columns import ints, pack_i32
@@ -8,7 +10,8 @@ from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.fake import FakeEngine, expected_token
+from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.workers.fake import FakeEngine, expected_token, expected_vector
 
 VOCAB = 1000
 SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
@@ -133,3 +136,30 @@ def test_a_wrong_block_shows_behind_drafts_too() -> None:
         found = run(fake, drafting([0], [9], [3], 3, []))
         assert found
         assert (found[0] == expected_token([*tokens, first], VOCAB)) is not wrong
+
+
+# --- vectors ---
+
+
+@pytest.mark.parametrize("kind", PoolKind)
+def test_a_vector_of_a_prompt_in_chunks(kind: PoolKind) -> None:
+    fake, tokens = engine(), list(range(20, 40))
+    assert fake.facts.pool_kinds == tuple(PoolKind)
+    asks = msgspec.structs.replace(new(0, tokens, [5, 2, 7]), task=Pool(kind))
+    for _ in range(2):  # the row's second tenant finds nothing of the first one's
+        first = fake.step(msgspec.structs.replace(plan([0], [0], [9], [asks]), samples=b"\x00"), 0).wait()
+        assert not first.pooled
+        last = fake.step(msgspec.structs.replace(plan([0], [9], [11], []), samples=b"\x00"), 0).wait()
+        assert last.token_ids == b""
+        assert np.frombuffer(last.pooled[0], np.float32).tolist() == expected_vector(tokens, kind)
+        assert len(last.pooled[0]) == fake.facts.pooled_bytes
+
+
+def test_a_wrong_table_is_a_wrong_vector() -> None:
+    fake, tokens = engine(), list(range(20, 29))
+    run(fake, plan([0], [0], [8], [new(0, tokens[:8], [5])]))
+    for block, right in ((5, True), (6, False)):
+        asks = msgspec.structs.replace(new(1, tokens, [block, 2]), task=Pool(PoolKind.LAST))
+        result = fake.step(msgspec.structs.replace(plan([1], [8], [1], [asks]), samples=b"\x00"), 0).wait()
+        found = np.frombuffer(result.pooled[0], np.float32).tolist()
+        assert (found == expected_vector(tokens, PoolKind.LAST)) is right

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.tasks import PoolKind
 
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
 
@@ -20,6 +21,8 @@ class EngineFacts(Struct, frozen=True):
     vocab_size: int
     shown: dict[str, str]
     max_drafts: int = 0  # tokens that its drafter gives a row in one step; 0: it has none
+    pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
+    pooled_bytes: int = 0  # ... and the length of one
 
 
 class Pending(Protocol):
