@@ -1,5 +1,7 @@
 """What a model is, as data: read once from its files, known to every process, needs no torch."""
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -21,6 +23,25 @@ class RopeSpec(Struct, frozen=True, kw_only=True):
     truncate: bool = True  # yarn
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()  # longrope
+
+
+class QuantizationScheme(Struct, frozen=True, kw_only=True):
+    """How linear layers of these names are quantised."""
+
+    targets: tuple[str, ...]  # "Linear": all; a name or a part of it at dots; "re:" and a regular expression
+    weight: Literal["tensor", "channel", "block"]  # what has a scale of its own
+    block: tuple[int, int] = (0, 0)  # outputs and inputs of a block
+    activation: Literal["none", "static", "token", "group"]  # one scale that a file has, or one found for each token
+    group: int = 0  # inputs that have a scale together
+
+
+class QuantizationSpec(Struct, frozen=True, kw_only=True):
+    """How the weights of a checkpoint are quantised."""
+
+    method: str  # quant_method: fp8, compressed-tensors, a plug-in's
+    schemes: tuple[QuantizationScheme, ...]  # the first that has a layer as its target counts
+    ignore: tuple[str, ...] = ()  # targets that are not quantised
+    weight_scale: str = "weight_scale"  # what files call the scales of weights
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -50,6 +71,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     attn_logit_softcapping: float = 0.0  # 0: none
     final_logit_softcapping: float = 0.0
     dtype: str = "float32"
+    quantization: QuantizationSpec | None = None
 
     @property
     def kv_bytes_per_token_f32(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from meshlm.architectures.quantization import FP8, formats, scheme_of
+from meshlm.protocol.model import QuantizationSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.json_files import read_json
 
@@ -67,7 +69,7 @@ def weight_files(folder: Path, wanted: str = "auto") -> WeightFiles:
     return WeightFiles(load_format, files, notes)
 
 
-def check_headers(weights: WeightFiles, folder: Path) -> None:
+def check_headers(weights: WeightFiles, folder: Path, quantization: QuantizationSpec | None = None) -> None:
     """Files that are whole, tensors that one file holds and no two, of types that can be read. ModelFilesError."""
     index = _index(folder, weights.load_format)
     if weights.load_format != "safetensors":
@@ -81,16 +83,22 @@ def check_headers(weights: WeightFiles, folder: Path) -> None:
             if name in owner:
                 raise ModelFilesError(f"{file}: tensor {name} is in {owner[name].name} too")
             owner[name] = file
-        check_types(file, ((name, tensor.dtype) for name, tensor in tensors.items()))
+        check_types(file, ((name, tensor.dtype) for name, tensor in tensors.items()), quantization)
 
 
-def check_types(file: Path, tensors: Iterable[tuple[str, str]]) -> None:
+def check_types(file: Path, tensors: Iterable[tuple[str, str]], quantization: QuantizationSpec | None = None) -> None:
     """Casting the codes of a quantised checkpoint to floats gives garbage. ModelFilesError."""
-    bad = [(name, dtype) for name, dtype in tensors if dtype not in FLOATS and not is_needless(name)]
+    bad = [
+        (name, dtype)
+        for name, dtype in tensors
+        if dtype not in FLOATS
+        and not is_needless(name)
+        and not (dtype == FP8 and scheme_of(quantization, name.removesuffix(".weight")) is not None)
+    ]
     if bad:
         raise ModelFilesError(
             f"{file}: tensor {bad[0][0]} is of type {bad[0][1]}{_and_more(len(bad) - 1)}; weights must be float64, "
-            "float32, float16 or bfloat16 (quantised checkpoints are not supported, GGUF files apart)"
+            f"float32, float16 or bfloat16, or what a quantization_config says that is read ({', '.join(formats())})"
         )
 
 
@@ -125,8 +133,36 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     return found
 
 
-def quantisation(folder: Path, config: dict[str, Any]) -> str:
-    """Where it says that the weights are quantised, and how; "" where nothing does. ModelFilesError."""
+class Quantised(NamedTuple):
+    """Where a checkpoint says that its weights are quantised."""
+
+    where: str  # file, and key
+    said: str  # and how, for a message
+    settings: Any
+
+    def read(self) -> QuantizationSpec:
+        """What it says. ModelFilesError."""
+        found = formats().get(str(self.settings.get("quant_method"))) if isinstance(self.settings, dict) else None
+        if found is None or ".json: " not in self.where:
+            raise ModelFilesError(
+                f"{self.said}; supported: quantization_config with {', '.join(formats())}, and GGUF files"
+            )
+        try:
+            return found.read(self.settings)
+        except ValueError as error:
+            raise ModelFilesError(f"{self.where}: quant_method {found.name}: {error}") from None
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of it."""
+        if not self.settings.get("kv_cache_scheme"):
+            return ()
+        return (
+            f"{self.where}: kv_cache_scheme: the KV cache is FP8 only with --kv-cache-dtype fp8, with the file's scales",
+        )
+
+
+def quantisation(folder: Path, config: dict[str, Any]) -> Quantised | None:
+    """The first place that says it; None where nothing does. ModelFilesError."""
     inner = config.get("text_config")
     settings = [(f"{folder}/config.json", config), (f"{folder}/config.json: text_config", inner)]
     for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json"):
@@ -135,10 +171,9 @@ def quantisation(folder: Path, config: dict[str, Any]) -> str:
     for where, holder in settings:
         for key, value in holder.items() if isinstance(holder, dict) else ():
             if (key in _QUANTISATION or key.endswith(".json")) and value and not _only_of_kv_cache(value):
-                return (
-                    f"{where}: {'' if key.endswith('.json') else key + ': '}the weights are quantised{_method(value)}"
-                )
-    return ""
+                where = where if key.endswith(".json") else f"{where}: {key}"
+                return Quantised(where, f"{where}: the weights are quantised{_method(value)}", value)
+    return None
 
 
 def _only_of_kv_cache(settings: Any) -> bool:

@@ -159,15 +159,15 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
     spec, notes = model_config.parse_config(config, path)
     _refuse_embeddings(path)
     quantised = checkpoint_files.quantisation(path, config)
-    if quantised and load_format != "dummy":
-        raise ModelFilesError(f"{quantised}; quantised checkpoints are not supported, GGUF files apart")
+    if quantised is not None and load_format != "dummy":
+        spec, notes = msgspec.structs.replace(spec, quantization=quantised.read()), notes + quantised.notes()
     found: LoadFormat = "dummy"
     if load_format != "dummy":
         weights = checkpoint_files.weight_files(path, "auto" if load_format == "gguf" else load_format)
-        checkpoint_files.check_headers(weights, path)
+        checkpoint_files.check_headers(weights, path, spec.quantization)
         found, notes = weights.load_format, notes + weights.notes
-    elif quantised:
-        notes = (*notes, f"{quantised}; dummy weights are not")
+    elif quantised is not None:
+        notes = (*notes, f"{quantised.said}; dummy weights are not")
     generation = of_model(path, config)
     return ModelFiles(
         name=name,

@@ -19,7 +19,14 @@ def indexed(**of: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}}, "quant_method 'fp8'"),
+        (
+            {"config.json": {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}},
+            "quant_method 'gptq'.; supported: quantization_config with fp8, compressed-tensors, and GGUF files",
+        ),
+        (
+            {"config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}},
+            "config.json: quantization_config: quant_method fp8: activation_scheme None is not supported; supported: dynamic, static",
+        ),
         ({"config.json": {**CONFIG, "quantization_config": {"bits": 3}}}, "quantization_config: .* quantised .bits 3"),
         (
             {"config.json": {**CONFIG, "quantization_config": "secret"}},

@@ -4,120 +4,33 @@ import json
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import BLOCK, CPU, GEMMA, SMALL, batch_of, caches, load, resolved, run
+from sharded_models import LIMIT_S, load_shards, logits_of, shards, together
+from small_models import CPU, GEMMA, SMALL, caches, load, run
 from tiny_models import spec_of
-from torch import Tensor
 from waiting import free_port
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.attention.backend import choose
 from meshlm.workers.distributed import connect as connecting
 from meshlm.workers.distributed import membership
 from meshlm.workers.distributed import placement as placing
-from meshlm.workers.distributed.communicator import Distributed, side_by_side
+from meshlm.workers.distributed.communicator import Distributed
 from meshlm.workers.distributed.connect import _interface_names
 from meshlm.workers.distributed.membership import Meeting, Membership, meet
-from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.ops import TorchOps
-from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights.load import load_model, weight_bytes
+from meshlm.workers.weights.load import weight_bytes
 from meshlm.workers.weights.slices import place
 from meshlm.workers.weights.sources import shapes
-
-LIMIT_S = 30
-
-
-class Threads:
-    """A communicator between threads: what they put down, when all have done so, is there for all."""
-
-    def __init__(self, shard: Shard, tables: dict[int, list[Any]], barriers: list[threading.Barrier]) -> None:
-        self._shard, self._table, self._barrier = shard, tables[shard.pp_rank], barriers[shard.pp_rank]
-
-    links: dict[int, "Queue[Tensor]"]
-    one_row = None
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._table[self._shard.tp_rank] = x.clone()
-        self._barrier.wait(LIMIT_S)
-        parts = list(self._table)
-        self._barrier.wait(LIMIT_S)
-        return parts
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
-
-    def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        return None
-
-    def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
-        return side_by_side(self._exchange(x), width, out)
-
-    def send(self, x: Tensor) -> None:
-        self.links[self._shard.rank].put(x.clone())
-
-    def receive(self, into: Tensor) -> None:
-        into.copy_(self.links[self._shard.rank - self._shard.tp_size].get(timeout=LIMIT_S))
-
-
-def shards(tp: int, pp: int) -> list[Shard]:
-    return [Shard(rank, tp, stage, pp) for stage in range(pp) for rank in range(tp)]
-
-
-def together(models: list[Decoder], work: Callable[[Decoder, Threads], Tensor]) -> list[Tensor]:
-    """Every shard's `work` at the same time, with a communicator."""
-    tp, pp = models[0].shard.tp_size, models[0].shard.pp_size
-    tables: dict[int, list[Any]] = {stage: [None] * tp for stage in range(pp)}
-    barriers = [threading.Barrier(tp) for _ in range(pp)]
-    links: dict[int, Queue[Tensor]] = {model.shard.rank: Queue() for model in models}
-
-    def one(model: Decoder) -> Tensor:
-        comm = Threads(model.shard, tables, barriers)
-        comm.links = links
-        model.join(comm)
-        return work(model, comm)
-
-    with ThreadPoolExecutor(len(models)) as pool:
-        return list(pool.map(one, models))
-
-
-def logits_of(model: Decoder, comm: Threads, tokens: list[int]) -> Tensor:
-    """A whole prompt through this shard; logits on the last stage."""
-    table = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
-    batch = batch_of([(tokens, 0, table)])
-    with torch.inference_mode():
-        ops = model.ops.base if isinstance(model.ops, SummingOps) else model.ops
-        backend = choose("torch" if isinstance(ops, TorchOps) else "cpu", model.local, CPU, torch.float32, BLOCK)
-        stream = None
-        if not model.shard.is_first:
-            stream = torch.empty(len(tokens), model.spec.hidden_size)
-            comm.receive(stream)
-        hidden: Tensor = model(batch, caches(model.local, 24), backend.step(batch, BLOCK), stream)
-        if not model.shard.is_last:
-            comm.send(hidden)
-            return hidden
-        return model.logits(hidden)
-
-
-def load_shards(path: Path, tp: int, pp: int, load_format: str = "auto") -> list[Decoder]:
-    found = resolved(path, load_format)
-    with torch.inference_mode():
-        return [load_model(found, CPU, 0, lambda done, total: None, shard) for shard in shards(tp, pp)]
-
 
 CASES = {
     "llama": ("LlamaConfig", {}),

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from meshlm.architectures.quantization import FP8
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needless
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.quantization.scales import quantised_weights, scale_tensors
 from meshlm.workers.weights.sources import Source, shapes
 
 _SAMPLE = 16
@@ -21,7 +23,9 @@ _SAMPLE = 16
 def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> None:
     """ProcessFatal names how many tensors are at fault, and the first of them."""
     spec, where = resolved.spec, resolved.model_path
-    expected = {_short(name): shape for name, shape in shapes(spec)}
+    expected: dict[str, tuple[tuple[int, ...], ...]] = {_short(name): (shape,) for name, shape in shapes(spec)}
+    expected |= {_short(name): scale.shapes for name, scale in scale_tensors(spec).items()}
+    codes = {_short(name) for name in quantised_weights(spec)}
     found: dict[str, tuple[int, ...]] = {}
     twice, foreign, types = [], [], []
     samples: dict[str, Tensor] = {}
@@ -36,20 +40,20 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
         if short in found:
             twice.append(name)
         found[short] = source.shape
-        if source.dtype not in FLOATS:
+        if source.dtype not in ((FP8,) if short in codes else FLOATS):
             types.append(f"{name} ({source.dtype})")
         elif (
             spec.tie_word_embeddings
             and short in ("lm_head.weight", "embed_tokens.weight")
-            and source.shape == expected[short]
+            and source.shape in expected[short]
         ):
             samples[short] = _sample(source)
     shown = {
-        short: f"{short} {found[short]} instead of {expected[short]}"
+        short: f"{short} {found[short]} instead of {expected[short][0]}"
         for short in found
-        if found[short] != expected[short]
+        if found[short] not in expected[short]
     }
-    _refuse(where, types, "of a type that is not read (quantised checkpoints are not supported, GGUF files apart)")
+    _refuse(where, types, "of a type that is not read where config.json says what it says of their quantisation")
     _refuse(where, foreign, f"that {spec.architecture} of this configuration does not have")
     _refuse(where, twice, "twice")
     _refuse(where, list(shown.values()), "of another shape than the configuration says")
@@ -64,9 +68,13 @@ def check_finite(model: Decoder, where: str) -> None:
     A sum is one pass over the memory and makes no copy; only one that is not finite itself is looked at again.
     """
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or bool(parameter.sum(dtype=torch.float32).isfinite()):
+        if parameter.dtype == torch.float8_e4m3fn:
+            finite = not bool((parameter.view(torch.uint8) & 0x7F == 0x7F).any())
+        elif not parameter.is_floating_point() or bool(parameter.sum(dtype=torch.float32).isfinite()):
             continue
-        if not bool(parameter.isfinite().all()):
+        else:
+            finite = bool(parameter.isfinite().all())
+        if not finite:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ProcessFatal(f"{where}: the weights of {name} hold NaN or infinity in {dtype}")
 

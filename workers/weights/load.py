@@ -15,6 +15,8 @@ from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
+from meshlm.workers.quantization.registry import use_methods
+from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import place
@@ -33,6 +35,7 @@ def load_model(
     try:
         with torch.device("meta"):
             model = model_class(spec)(spec, resolved.max_model_len, shard)
+            use_methods(model)
         tensors: Callable[[], Iterable[tuple[str, Source]]]
         tensors = partial(sources, Path(resolved.model_path), resolved.load_format, spec, device, seed)
         if resolved.load_format == "gguf":
@@ -42,7 +45,7 @@ def load_model(
         kept: dict[str, PackedParameter] = {}
         if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
             kept = keep(model, tensors())
-        memory.check_weights(weight_bytes(model), device)
+        memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype), device)
         _make_tensors(model, device)
         _fill(model, resolved, tensors(), kept, progress)
         check_finite(model, resolved.model_path)
@@ -74,18 +77,27 @@ def _fill(
         for name, parameter in slots.items()
     }
     total, expected = weight_bytes(model), dict(missing)
+    scales = scale_tensors(resolved.spec)
     done = 0.0
     progress(0, total)
     for name, source in tensors:
         if _take_kv_scale(name, source, model):
             continue
-        found = place(name, resolved.spec, model.shard)
+        scale = scales.get(name) or scales.get(f"model.{name}")
+        found = place(name if scale is None else scale.weight, resolved.spec, model.shard)
         if found is None or found.end == found.begin:
             continue
-        slot = slots[found.parameter]
-        if found.parameter in kept:
+        if scale is not None:
+            found = found._replace(parameter=found.parameter.removesuffix("weight") + scale.parameter)
+            slot = slots[found.parameter]
+            end = found.row + (found.end - found.begin if found.dim == 0 else found.shape[0])
+            slot[found.row : end] = scale_rows(name, source.whole(), scale, found)
+            taken = slot[found.row : end].numel()
+        elif found.parameter in kept:
+            slot = slots[found.parameter]
             taken = kept[found.parameter].take(slot, source, found)
         else:
+            slot = slots[found.parameter]
             tensor = source.part(found.dim, found.begin, found.end)
             rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
             if found.plus and resolved.load_format != "gguf":
@@ -130,6 +142,12 @@ def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
         parameter.zero_()
         return 0
     return parameter.numel()
+
+
+def _decoded_bytes(model: Decoder, device: torch.device, dtype: torch.dtype) -> int:
+    """On a CPU the values of FP8 weights stay in memory (workers/quantization/fp8.py)."""
+    codes = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float8_e4m3fn)
+    return codes * dtype.itemsize if device.type == "cpu" else 0
 
 
 def weight_bytes(model: Decoder) -> int:

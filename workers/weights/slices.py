@@ -23,12 +23,12 @@ class WeightSlice(NamedTuple):
 
 def place(name: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
     """None: this worker does not need the tensor, or no model of this kind has it."""
-    slices = _slices(spec, shard)
+    slices = slices_of(spec, shard)
     return slices.get(name) or slices.get(f"model.{name}")  # a checkpoint of the inner model alone has no prefix
 
 
 @cache
-def _slices(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
+def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
     """What this worker reads. Weights of one parameter follow one another in its rows."""
     found: dict[str, WeightSlice] = {}
     rows: dict[str, int] = {}

@@ -1,0 +1,115 @@
+"""FP8 weights (e4m3) and activations that are rounded to FP8, computed with their values in the model's dtype. Correct on every device.
+
+    x_q = fp8(x / s_x)                        s_x: of the file, or max |x| / 448 of a token, or of a token's group of inputs
+    y = (x_q * s_x) (w_q * s_w)^T + bias      s_w: of a row of the weight, or of a row's group of inputs
+
+A scale of a whole tensor or of a block is a scale of each of its rows: then any rows make a layer. On a GPU weights stay FP8 in memory
+and one layer's values exist while it computes; a CPU, which would take longer to decode than to multiply, decodes once, after loading.
+Dynamic scales are always a token's own, also where a file asks for one of all tokens: else a text would depend on its neighbours.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshlm.protocol.model import QuantizationScheme
+from meshlm.workers.quantization.method import Fused
+
+if TYPE_CHECKING:
+    from meshlm.workers.layers.linear import Linear
+    from meshlm.workers.layers.ops import Ops
+
+FP8 = torch.float8_e4m3fn
+MAX = torch.finfo(FP8).max
+LEAST_SCALE = 1e-12  # of a token of zeros
+
+
+class _Rows(NamedTuple):
+    """Rows of a weight whose input has one scale; the whole weight, unless files bring several for what is one layer here."""
+
+    begin: int
+    end: int
+    input_scale: Tensor | None
+    weight: Tensor | None  # its values, packed; None: they are decoded for each product
+
+
+class Fp8Linear:
+    """See `meshlm.workers.quantization.method.LinearMethod`."""
+
+    def __init__(self, scheme: QuantizationScheme) -> None:
+        self.scheme = scheme
+        self._scales = torch.empty(0)
+        self._rows: tuple[_Rows, ...] = ()
+        self._dtype = torch.get_default_dtype()  # the model's, while it is made
+
+    def add_parameters(self, linear: "Linear") -> None:
+        """Beside the weight float32 scales: of its rows [outputs, groups of inputs] and, where files have them, of inputs [outputs]."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+        linear.weight = empty(linear.outputs, linear.inputs, dtype=FP8)
+        linear.weight_scale = empty(linear.outputs, groups(self.scheme, linear.inputs))
+        if self.scheme.activation == "static":
+            linear.input_scale = empty(linear.outputs)
+
+    def finish(self, linear: "Linear", ops: "Ops") -> None:
+        """Each projection of a layer (query, key, value; gate, up) may have brought an input scale of its own."""
+        counts, scales = [linear.outputs], None
+        if self.scheme.activation == "static":
+            scales, each = torch.unique_consecutive(linear.input_scale, return_counts=True)
+            counts = each.tolist()
+        assert isinstance(linear.weight_scale, Tensor)
+        self._scales = linear.weight_scale
+        found, begin = [], 0
+        for nth, count in enumerate(counts):
+            rows = _Rows(begin, begin + count, None if scales is None else scales[nth], None)
+            if linear.weight.device.type == "cpu":
+                rows = rows._replace(weight=ops.pack(self._values(linear, rows, self._dtype)))
+            found.append(rows)
+            begin += count
+        self._rows = tuple(found)
+        if linear.weight.device.type == "cpu":
+            linear.weight = nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
+
+    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
+        products = [self._product(linear, x, rows, ops) for rows in self._rows]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+    def fused(self, kind: Fused) -> bool:
+        """No kernel here rounds activations or scales weights."""
+        return False
+
+    def _product(self, linear: "Linear", x: Tensor, rows: _Rows, ops: "Ops") -> Tensor:
+        weight = self._values(linear, rows, x.dtype) if rows.weight is None else rows.weight
+        bias = None if linear.bias is None else linear.bias[rows.begin : rows.end]
+        return ops.linear(rounded(x, self.scheme, rows.input_scale), weight, bias, rows.end - rows.begin)
+
+    def _values(self, linear: "Linear", rows: _Rows, dtype: torch.dtype) -> Tensor:
+        """Of these rows of the weight."""
+        codes, scale = linear.weight[rows.begin : rows.end], self._scales[rows.begin : rows.end]
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(self.scheme.block[1], dim=1)[:, : codes.shape[1]]
+        return (codes.to(torch.float32) * scale).to(dtype)
+
+
+def groups(scheme: QuantizationScheme, inputs: int) -> int:
+    """How many scales a row of the weight has."""
+    return -(-inputs // scheme.block[1]) if scheme.weight == "block" else 1
+
+
+def rounded(x: Tensor, scheme: QuantizationScheme, input_scale: Tensor | None) -> Tensor:
+    """x [m, inputs] with the values that FP8 leaves of it."""
+    if scheme.activation == "none":
+        return x
+    values = x.to(torch.float32)
+    if scheme.activation == "group":
+        tail = -values.shape[1] % scheme.group  # the last group may be smaller
+        values = (F.pad(values, (0, tail)) if tail else values).view(values.shape[0], -1, scheme.group)
+    scale = (
+        (values.abs().amax(dim=-1, keepdim=True) / MAX).clamp(min=LEAST_SCALE) if input_scale is None else input_scale
+    )
+    values = (values / scale).clamp(-MAX, MAX).to(FP8).to(torch.float32) * scale
+    return values.flatten(1)[:, : x.shape[1]].to(x.dtype)

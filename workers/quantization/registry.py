@@ -1,0 +1,60 @@
+"""Which layers of a model are quantised, by the names of their weights in the checkpoint, and the method of each."""
+
+from importlib import import_module
+
+from meshlm.architectures.quantization import formats, scheme_of
+from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.quantization.method import LinearMethod
+from meshlm.workers.weights.slices import WeightSlice, slices_of
+
+
+def use_methods(model: Decoder) -> None:
+    """Give each quantised layer of a model on the meta device its method. ProcessFatal names layers that cannot be as the file asks."""
+    spec = model.spec.quantization
+    if spec is None:
+        return
+    stems: dict[str, list[str]] = {}
+    slices = slices_of(model.spec, model.shard)
+    for name, found in slices.items():
+        if name.endswith(".weight"):
+            stems.setdefault(found.parameter.removesuffix(".weight"), []).append(name.removesuffix(".weight"))
+    for path, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(module, Linear):
+            scheme = _common(spec, stems[path])
+            if scheme is not None:
+                for stem in stems[path]:
+                    _check_split(stem, slices[f"{stem}.weight"], scheme)
+                module.use(_method(spec, scheme))
+
+
+def _common(spec: QuantizationSpec, stems: list[str]) -> QuantizationScheme | None:
+    """Of projections that are one product here."""
+    first, *others = (scheme_of(spec, stem) for stem in stems)
+    if any(scheme != first for scheme in others):
+        raise ProcessFatal(
+            f"quantization_config: {', '.join(stems)} are one product here; they must be quantised alike"
+        )
+    return first
+
+
+def _check_split(stem: str, found: WeightSlice, scheme: QuantizationScheme) -> None:
+    """A group of inputs has one scale, which two ranks cannot find each by itself."""
+    whole = scheme.block[1] if scheme.weight == "block" else 1
+    for size in (whole, scheme.group or 1):
+        if found.dim == 1 and (found.begin % size or (found.end % size and found.end != found.shape[1])):
+            raise ProcessFatal(
+                f"--tensor-parallel-size: {stem} has {found.end - found.begin} inputs on a rank, no multiple of the {size} that "
+                "quantization_config gives one scale"
+            )
+
+
+def _method(spec: QuantizationSpec, scheme: QuantizationScheme) -> LinearMethod:
+    known = formats()
+    if spec.method not in known:
+        raise ProcessFatal(f"quantization {spec.method} is not supported; supported: {', '.join(sorted(known))}")
+    module, _, name = known[spec.method].method.partition(":")
+    found: LinearMethod = getattr(import_module(module), name)(scheme)
+    return found

@@ -1,0 +1,77 @@
+"""The tensors with scales that a quantised checkpoint has beside its weights, and the part of each that a worker's layer takes."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshlm.architectures.quantization import scheme_of
+from meshlm.architectures.registry import weights_of
+from meshlm.protocol.model import ModelSpec, QuantizationScheme
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.weights.slices import WeightSlice
+
+_ONE = ((), (1,))
+
+
+class ScaleTensor(NamedTuple):
+    """Scales of one weight, or the scale of its inputs."""
+
+    weight: str  # the weight's name
+    parameter: str  # weight_scale, input_scale: of the layer that has the weight
+    shapes: tuple[tuple[int, ...], ...]  # that the tensor may have
+    scheme: QuantizationScheme
+
+
+@cache
+def quantised_weights(spec: ModelSpec) -> dict[str, QuantizationScheme]:
+    """The matrices of layers that are quantised, by Hugging Face's names."""
+    found = {}
+    for name, weight in weights_of(spec).items():
+        if weight.layer is not None and len(weight.shape) == 2:
+            scheme = scheme_of(spec.quantization, name.removesuffix(".weight"))
+            if scheme is not None:
+                found[name] = scheme
+    return found
+
+
+@cache
+def scale_tensors(spec: ModelSpec) -> dict[str, ScaleTensor]:
+    """All of them, by name."""
+    found = {}
+    for name, scheme in quantised_weights(spec).items():
+        assert spec.quantization is not None
+        outputs, inputs = weights_of(spec)[name].shape
+        match scheme.weight:
+            case "tensor":
+                shapes: tuple[tuple[int, ...], ...] = _ONE
+            case "channel":
+                shapes = ((outputs, 1), (outputs,))
+            case "block":
+                shapes = ((-(-outputs // scheme.block[0]), -(-inputs // scheme.block[1])),)
+        stem = name.removesuffix("weight")
+        found[stem + spec.quantization.weight_scale] = ScaleTensor(name, "weight_scale", shapes, scheme)
+        if scheme.activation == "static":
+            found[stem + "input_scale"] = ScaleTensor(name, "input_scale", _ONE, scheme)
+    return found
+
+
+def scale_rows(name: str, values: Tensor, found: ScaleTensor, part: WeightSlice) -> Tensor:
+    """float32 for each row of a worker's part of the weight: [1, 1], [rows, 1] or [rows, groups]; of inputs [1]. ProcessFatal."""
+    values = values.to(torch.float32)
+    least = 0.0 if found.parameter == "weight_scale" else torch.finfo(torch.float32).tiny
+    if not bool((values.isfinite() & (values >= least)).all()):
+        raise ProcessFatal(f"tensor {name}: a scale must be a positive number, and one is not")
+    if found.parameter == "input_scale":
+        return values.reshape(1)
+    first, last = (part.begin, part.end) if part.dim == 0 else (0, part.shape[0])
+    match found.scheme.weight:
+        case "tensor":
+            return values.reshape(1, 1)
+        case "channel":
+            return values.reshape(-1, 1)[first:last]
+        case "block":
+            outputs, inputs = found.scheme.block
+            rows = values[torch.arange(first, last, device=values.device) // outputs]
+            return rows if part.dim == 0 else rows[:, part.begin // inputs : -(-part.end // inputs)]
