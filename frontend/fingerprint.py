@@ -1,4 +1,4 @@
-"""The `system_fingerprint` of answers: with the same seed and fingerprint an answer is likely the same. Called by server.py."""
+"""The `system_fingerprint` of answers: with the same seed and fingerprint an answer is likely the same. Called by generation.py."""
 
 import hashlib
 

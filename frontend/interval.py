@@ -1,6 +1,6 @@
 """--stream-interval N: what an HTTP request does with news of its choices, N tokens at a time.
 
-Pure. server.py puts one between a streamed answer's choices and the answer. The first row and the end pass at once, as in vLLM.
+Pure. generation.py puts one between a streamed answer's choices and the answer. The first row and the end pass at once, as in vLLM.
 """
 
 from array import array

@@ -14,6 +14,8 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.questions import Questions
+from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
 from meshlm.frontend.server import Routes
@@ -25,7 +27,7 @@ from meshlm.protocol.control_edge import (
     Refuse,
     Shutdown,
 )
-from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
+from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -44,7 +46,6 @@ from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFat
 from meshlm.runtime.events import Send
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
-from meshlm.runtime.readable import readable
 
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
@@ -52,7 +53,6 @@ FRESH_S = (
     0.5  # /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second
 )
 SERIES_FROM_START = 16  # engines whose series are there before their first request
-MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
 STOPPING = "this server is stopping"
 FULL = "the queue is full; try again"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
@@ -67,7 +67,7 @@ class FrontendApp:
         self._tracker = RequestTracker()
         self._mesh: Mesh | None = None
         self._stats = MeshStats(False, "starting")
-        self._asked: dict[int, tuple[Identity, asyncio.Future[TokenizeReply | DetokenizeReply | None]]] = {}
+        self._questions = Questions()
         self._operations: AskedOperations | None = None
         self._server: http.Server | None = None
         self._listener: socket.socket | None = None
@@ -80,7 +80,7 @@ class FrontendApp:
         self._closed = asyncio.Event()  # set whenever a request ends
         self.num_open = 0
         self._ticks = 0
-        self._unknown_seen: set[str] = set()
+        self._log = RequestLog()
         self._budget = Budget(0)
         self._asking = asyncio.Lock()  # for fresh figures
         self._answered = asyncio.Event()  # they came
@@ -242,19 +242,17 @@ class FrontendApp:
         """None when the detokenizer died before it answered."""
         assert self._mesh is not None
         target = await self._any_detokenizer()
-        future: asyncio.Future[TokenizeReply | DetokenizeReply | None] = asyncio.get_running_loop().create_future()
-        self._asked[message.handle] = (target, future)
-        try:
-            self._mesh.send(target, message)
-            return await future
-        except (LinkDown, LinkFull):
-            raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
-        except MessageTooLong as error:
-            raise HttpError(400, str(error), "tokens" if isinstance(message, Detokenize) else "prompt") from None
-        finally:
-            del self._asked[message.handle]
-            if not future.done() or future.cancelled():
-                self._send([Send(target, Cancel(message.handle))])
+        with self._questions.asked(target, message.handle) as answer:
+            try:
+                self._mesh.send(target, message)
+                return await answer
+            except (LinkDown, LinkFull):
+                raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
+            except MessageTooLong as error:
+                raise HttpError(400, str(error), "tokens" if isinstance(message, Detokenize) else "prompt") from None
+            finally:
+                if not answer.done() or answer.cancelled():
+                    self._send([Send(target, Cancel(message.handle))])
 
     async def _any_detokenizer(self) -> Identity:
         """Wait for one, HOLD_S at most: the only one may be the one that died."""
@@ -276,37 +274,17 @@ class FrontendApp:
             raise HttpError(504, "the coordinator did not answer", kind="timeout_error") from None
 
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
-        """One line in the log for each name that nobody knows."""
         assert self._mesh is not None
-        for field in unknown_fields:
-            name = readable(field, MAX_FIELD_NAME)
-            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_SEEN:
-                self._unknown_seen.add(name)
-                self._mesh.log.warning("unknown request field ignored", field=name, path=path)
+        self._log.ignored(self._mesh.log, unknown_fields, path)
 
     def done(self, answer: Response, started: float, path: str, status: int) -> None:
         """Metrics and the one log line of a request."""
         assert self._mesh is not None
-        usage = answer.usage()
-        elapsed = time.monotonic() - started
         self._flush()
         request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len)
         self.ignored(answer.ask.unknown_fields, path)
         if not self.config.server.disable_log_requests:
-            ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
-            reasons = [reason.value for reason in ended]
-            self._mesh.log.info(
-                "request",
-                id=answer.request_id,
-                path=path,
-                status=status,
-                prompt_tokens=usage["prompt_tokens"],
-                cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-                output_tokens=usage["completion_tokens"],
-                finish_reason=reasons[0] if len(reasons) == 1 else reasons,
-                seconds=round(elapsed, 3),
-                error=answer.error.message if answer.error else None,
-            )
+            self._log.ended(self._mesh.log, answer, time.monotonic() - started, path, status)
 
     async def load(self) -> int:
         """Requests that run or wait in the mesh; of this frontend's own, at least all."""
@@ -342,9 +320,7 @@ class FrontendApp:
             case Rejected():
                 self._send(self._tracker.rejected(message))
             case TokenizeReply() | DetokenizeReply():
-                _, future = self._asked.get(message.handle, (peer, None))
-                if future is not None and not future.done():
-                    future.set_result(message)
+                self._questions.answered(message)
             case OperationDone() if self._operations is not None:
                 self._operations.answered(message)
             case Refuse():
@@ -373,9 +349,7 @@ class FrontendApp:
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
             self._send(self._tracker.detokenizer_down(peer, time.monotonic()))
-            for asked, future in self._asked.values():
-                if asked == peer and not future.done():
-                    future.set_result(None)
+            self._questions.detokenizer_lost(peer)
         elif peer.role is Role.COORDINATOR:
             self._queue_full = False
             if self._operations is not None:
@@ -404,9 +378,7 @@ class FrontendApp:
         """What is open still gets its reason; after a hand-over its connections break, since others serve who asks again."""
         if not self._handing_over:
             self._send(self._tracker.end_all(STOPPING))
-            for _, future in self._asked.values():
-                if not future.done():
-                    future.set_exception(HttpError.of(ErrorKind.OVERLOADED, STOPPING))
+            self._questions.fail(HttpError.of(ErrorKind.OVERLOADED, STOPPING))
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=6)

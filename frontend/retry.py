@@ -1,4 +1,4 @@
-"""What lets a client ask again: its Idempotency-Key, and the ids of the events that it has. Pure; called by server.py and responses.py.
+"""What lets a client ask again: its Idempotency-Key, and the ids of the events that it has. Pure; used by generation.py, responses.py.
 
 An event's id is how far the stream has come with it: for each choice the number of its output tokens, `e` behind it once its end is
 told, nothing before its first event; joined by `-`; then `.u` with the usage and `.d` with [DONE]. `12`, `7-9e`, `30e.d`.

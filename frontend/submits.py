@@ -1,4 +1,4 @@
-"""What one HTTP request sends to the mesh: its Submits, their names and seeds. Called by server.py.
+"""What one HTTP request sends to the mesh: its Submits, their names and seeds. Called by generation.py.
 
 Without an Idempotency-Key names and seeds are drawn here; with one they are made from it, and so the same each time.
 """

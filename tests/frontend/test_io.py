@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from meshlm.frontend import io
+from meshlm.frontend import io, request_log
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FULL, FrontendApp
@@ -281,5 +281,5 @@ def test_names_of_unknown_fields_are_neither_kept_whole_nor_without_number() -> 
     assert said == ["one", "two\\x1b[2J"]
     for number in range(3000):
         app.ignored((f"{number}" + "x" * 100_000,), "/v1/completions")
-    assert len(said) == len(app._unknown_seen) == io.MAX_UNKNOWN_SEEN
+    assert len(said) == len(app._log._unknown_seen) == request_log.MAX_UNKNOWN_SEEN
     assert max(map(len, said)) < 100

@@ -142,7 +142,7 @@ async def test_nothing_overtakes_when_the_socket_has_room_again(connection: Conn
 
 
 async def test_the_end_of_the_answer_loses_nothing(connection: Connection) -> None:
-    """As Routes._stream ends: stop the pump, write the last events, finish."""
+    """As Generation._stream ends: stop the pump, write the last events, finish."""
     pump = await blocked(connection)
     await stop(pump)
     connection.writer.write(b"C")

@@ -1,0 +1,195 @@
+"""One completion, from the parsed request to the last byte of its answer: submitted, awaited or streamed, and closed.
+
+Called by server.py's routes; what outlives the request is the process's (`Backend`, io.py).
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from meshlm.frontend import operating, parse, retry, submits
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.fingerprint import system_fingerprint
+from meshlm.frontend.http import ByteBudget, EventWriter
+from meshlm.frontend.interval import Interval
+from meshlm.frontend.responses import Response, WholeResponse
+from meshlm.frontend.stream_response import StreamResponse
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.ids import Handle
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
+
+MANY_CHOICES = 256  # whose answer is written away from the loop
+
+
+class Backend(operating.Operates, Protocol):
+    """What the routes need of the process (io.py)."""
+
+    config: MeshConfig
+    resolved: Resolved
+    version: str
+
+    def not_ready_reason(self) -> str: ...
+    def refusal(self, *, attaches: bool) -> str: ...
+    def refused(self, seconds: float) -> None: ...
+    async def wait_serving(self) -> str: ...
+
+    draws: random.Random  # of seeds, for requests without one
+
+    def admit(self, ask: parse.ParsedRequest) -> int: ...
+    def release(self, cost: int) -> None: ...
+    def new_handle(self) -> Handle: ...
+    def open(self, choices: list[Choice], submit: Submit) -> None: ...
+    def close(self, choices: list[Choice]) -> None: ...
+    async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
+    def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
+    def done(self, answer: Response, started: float, path: str, status: int) -> None: ...
+    async def load(self) -> int: ...
+    async def metrics(self) -> bytes: ...
+
+
+class Generation:
+    """See the module docstring."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._fingerprint = system_fingerprint(backend.config, backend.version)
+        self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
+
+    async def answer(
+        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str, again: retry.IdempotencyKey | None
+    ) -> HttpResponse | None:
+        """The answer of one request; None when the client left before its end."""
+        backend = self._backend
+        if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
+            raise HttpError(503, reason, kind="overloaded_error")
+        if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
+            raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
+        if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
+            salt = submits.salt_of(request.headers.get("authorization", ""), ask.cache_salt)
+            ask = ask._replace(cache_salt=salt)
+        cost = backend.admit(ask)
+        try:
+            return await self._answered(request, ask, model, prefix, again)
+        finally:
+            backend.release(cost)
+
+    async def _answered(
+        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str, again: retry.IdempotencyKey | None
+    ) -> HttpResponse | None:
+        backend = self._backend
+        name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
+        request_id = prefix + name[:128]
+        shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
+        started, created = time.monotonic(), int(time.time())
+        end = asyncio.Event()
+        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
+        answer: WholeResponse | StreamResponse
+        has = submits.position(ask, again)
+        if ask.stream:
+            progress = retry.Progress(has) if has else None
+            answer = StreamResponse(ask, request_id, created, model, end.set, writer.write, progress)
+        else:
+            answer = WholeResponse(ask, request_id, created, model, end.set)
+        answer.fingerprint = self._fingerprint
+        asked: list[tuple[list[Choice], Submit]] = []
+        for one in submits.build_each(
+            answer,
+            ask,
+            backend.new_handle,
+            submits.dp_rank(request.headers),
+            again,
+            has.cuts if has is not None else (),
+            backend.draws,
+        ):
+            asked.append(one)
+            if len(ask.prompts) > 1:
+                await asyncio.sleep(0)  # a large request takes its turn with others' tokens
+        if ask.stream and (interval := backend.config.server.stream_interval) > 1:
+            spaced = Interval(answer, interval)
+            for choice in answer.choices:
+                choice.sink = spaced
+        status = 200
+        try:
+            for choices, submit in asked:
+                backend.open(choices, submit)
+                if len(asked) > 1:
+                    await asyncio.sleep(0)
+            if ask.stream:
+                return await self._stream(request, answer, writer, end, shown)  # type: ignore[arg-type]
+            if not await _ended_before_disconnect(request, end):
+                status = 499
+                return None
+            if answer.error is not None:
+                raise answer.error
+            # A quarter of a second, for as many as there may be.
+            long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
+            content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
+            return HttpResponse(content, media_type="application/json", headers={"X-Request-Id": shown})
+        except HttpError as error:
+            status = error.status
+            raise
+        finally:
+            backend.close(answer.choices)
+            backend.done(answer, started, request.url.path, status)
+
+    async def _stream(
+        self, request: Request, answer: StreamResponse, writer: EventWriter, end: asyncio.Event, shown: str
+    ) -> HttpResponse | None:
+        """Start with the first news, so that a refusal still has its HTTP status."""
+        name = [(b"x-request-id", shown.encode("latin-1", "replace"))]
+        pump = asyncio.ensure_future(_first_then_pump(writer, name))
+        try:
+            if not await _ended_before_disconnect(request, end):
+                return None
+            if not writer.started and answer.error is not None:
+                raise answer.error
+            pump.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pump
+            if not writer.started:
+                await writer.start(name)
+            if events := answer.last_events():
+                writer.write(events)
+            await writer.finish()
+            return _AlreadySent()
+        finally:
+            pump.cancel()
+            writer.release()
+
+
+async def _first_then_pump(writer: EventWriter, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send the headers when the first event waits, then whatever the socket could not take."""
+    await writer._wake.wait()
+    await writer.start(headers)
+    await writer.pump()
+
+
+async def _ended_before_disconnect(request: Request, end: asyncio.Event) -> bool:
+    """Wait for the end of the answer; False when the client leaves first."""
+    ended = asyncio.ensure_future(end.wait())
+    left = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({ended, left}, return_when=asyncio.FIRST_COMPLETED)
+        return ended.done()
+    finally:
+        ended.cancel()
+        left.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _AlreadySent(HttpResponse):
+    """The response went out through the EventWriter."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Nothing is left to send."""

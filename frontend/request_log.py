@@ -1,0 +1,42 @@
+"""What the log says of requests: one line for each, and one for each field that nobody knows. Owned by io.py."""
+
+from typing import Any
+
+from meshlm.frontend.responses import Response
+from meshlm.protocol.ids import FinishReason
+from meshlm.runtime.readable import readable
+
+MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
+
+
+class RequestLog:
+    """See the module docstring. `log` is the process's."""
+
+    def __init__(self) -> None:
+        self._unknown_seen: set[str] = set()
+
+    def ignored(self, log: Any, unknown_fields: tuple[str, ...], path: str) -> None:
+        """Name each field once."""
+        for field in unknown_fields:
+            name = readable(field, MAX_FIELD_NAME)
+            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_SEEN:
+                self._unknown_seen.add(name)
+                log.warning("unknown request field ignored", field=name, path=path)
+
+    def ended(self, log: Any, answer: Response, seconds: float, path: str, status: int) -> None:
+        """The one line of a request."""
+        usage = answer.usage()
+        ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
+        reasons = [reason.value for reason in ended]
+        log.info(
+            "request",
+            id=answer.request_id,
+            path=path,
+            status=status,
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            output_tokens=usage["completion_tokens"],
+            finish_reason=reasons[0] if len(reasons) == 1 else reasons,
+            seconds=round(seconds, 3),
+            error=answer.error.message if answer.error else None,
+        )
