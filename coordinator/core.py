@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.questions import Questions
@@ -31,6 +32,7 @@ from meshlm.protocol.admit_edge import (
     SchedulerLife,
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.lockstep import JointReport
 from meshlm.protocol.operations import Operation, OperationDone
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
@@ -67,6 +69,7 @@ class Coordinator:
         prefix_caching: bool = True,
         first_rank: int = 0,
         places: int = sys.maxsize,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
@@ -78,6 +81,7 @@ class Coordinator:
         self.gate = QueueGate()
         self.questions = Questions()
         self.operations = Operations()
+        self.lockstep = lockstep
         self._seen_changes = 0
         self._serving = False
 
@@ -97,6 +101,7 @@ class Coordinator:
                     *self.moving.rebalance(now),
                     *self._drained(),
                     *self.operations.expire(now),
+                    *(self.lockstep.tick() if self.lockstep is not None else ()),
                     *self._stats(),
                     *(self._tell_frontends(control.QueueFull(True)) if self.gate.shut else ()),
                 ]
@@ -123,6 +128,10 @@ class Coordinator:
                 return self._lost(PeerLost(event.sender, event.incarnation), now)
             case control.AskStats():
                 return self._ask_stats(event.sender)
+            case JointReport() as report if self.lockstep is not None:
+                rank = self.ranks.get(event.sender)
+                here = rank is not None and rank.incarnation == event.incarnation
+                return self.lockstep.reported(event.sender, report) if here else []
             case Operation() as operation:
                 return self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
             case OperationDone() as done:
@@ -166,6 +175,7 @@ class Coordinator:
         told = self._answer(self.questions.lost(lost.identity)) + self.operations.lost(lost.identity)
         if lost.identity.role is Role.SCHEDULER:
             self.moving.lost(lost.identity)
+            told += self.lockstep.lost(lost.identity) if self.lockstep is not None else []
             requests = self.router.remove(lost.identity).requests
             for request_id in requests:
                 del self.owner[request_id]

@@ -7,6 +7,7 @@ import time
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator, Event
+from meshlm.coordinator.lockstep import Lockstep
 from meshlm.protocol.admit_edge import Assign
 from meshlm.protocol.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
@@ -34,6 +35,7 @@ class CoordinatorApp:
             config.cache.enable_prefix_caching,
             config.parallel.data_parallel_rank or 0,
             config.resolved.max_num_seqs if config.resolved else sys.maxsize,
+            Lockstep(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
         )
         self._tick()
         return {}

@@ -1,7 +1,7 @@
 """The joint-step state machine: ranks that share experts begin, drain and stop together, in epochs that all have acknowledged.
 
-Pure: `handle(event)` answers with orders. Wired to nothing yet, because dense ranks never step in lockstep; expert parallelism is
-its user. The ranks' side, and the messages, are protocol/joint.py. What holds:
+Pure: `handle(event)` answers with orders. lockstep.py is its user; dense ranks never step in lockstep. The ranks' side, and the
+messages, are protocol/lockstep.py. What holds:
 
 - a rank is told to step in an epoch only when every member has left all earlier ones, so no two step in different epochs;
 - all members end an epoch that is drained with the same step, so none waits in a collective for one that has stopped;
@@ -16,7 +16,7 @@ from enum import Enum
 from msgspec import Struct
 
 from meshlm.protocol.ids import Epoch, Incarnation
-from meshlm.protocol.joint import JointOrder, JointReport, Phase
+from meshlm.protocol.lockstep import JointOrder, JointReport, Phase
 
 
 class State(Enum):
@@ -133,8 +133,9 @@ class JointGroup:
     def _new_epoch(self) -> None:
         """Other members than before: whatever runs is aborted."""
         members = tuple(sorted(self.lives.items()))
-        self.order = JointOrder(Epoch(self.order.epoch + 1), Phase.PREPARE, members)
         missing = [str(rank) for rank in range(self.num_ranks) if rank not in self.lives]
+        epoch = Epoch(self.order.epoch + 1)
+        self.order = JointOrder(epoch, Phase.PREPARE, members, group=Epoch(0) if missing else epoch)
         if self.state is not State.PAUSED:
             self._move(State.PAUSED)
         self.reason = f"rank {', '.join(missing)} is missing" if missing else "members prepare"
@@ -180,7 +181,8 @@ class JointGroup:
                 self._move(State.STEPPING)
                 return self._next(Phase.STEP)
             case State.IDLE if work:  # the epoch before was drained
-                self.order = JointOrder(Epoch(self.order.epoch + 1), Phase.PREPARE, self.order.members)
+                epoch, order = Epoch(self.order.epoch + 1), self.order
+                self.order = JointOrder(epoch, Phase.PREPARE, order.members, group=order.group)
                 return self._tell_all()
             case State.STEPPING if self._pause_reason or not work:
                 self._move(State.DRAINING)
@@ -203,7 +205,7 @@ class JointGroup:
         self.reason = self.reason if state is State.PAUSED else ""
 
     def _next(self, phase: Phase, stop_at: int = 0) -> list[Tell]:
-        self.order = JointOrder(self.order.epoch, phase, self.order.members, stop_at)
+        self.order = JointOrder(self.order.epoch, phase, self.order.members, stop_at, self.order.group)
         return self._tell_all()
 
     def _tell_all(self) -> list[Tell]:

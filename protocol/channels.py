@@ -17,6 +17,7 @@ from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
 from meshlm.protocol.frames import HEADER_BYTES
 from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.lockstep import JointOrder, JointReport
 from meshlm.protocol.operations import Operation, OperationDone
 
 
@@ -62,11 +63,13 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_D, _F, text.DetokenizerToFrontend, 4096, 65536, WhenFull.DROP_PEER),
     Channel(_D, _C, admit.DetokenizerToCoordinator | control.Join | control.Leave, 4096, 65536, WhenFull.REFUSE),
     Channel(_C, _D, admit.CoordinatorToDetokenizer | control.Members, 4096, 65536, WhenFull.DROP_PEER),
-    Channel(_C, _S, admit.CoordinatorToScheduler | control.Members | Operation, 4096, 65536, WhenFull.DROP_PEER),
+    Channel(
+        _C, _S, admit.CoordinatorToScheduler | control.Members | Operation | JointOrder, 4096, 65536, WhenFull.DROP_PEER
+    ),
     Channel(
         _S,
         _C,
-        admit.SchedulerToCoordinator | control.Join | control.Leave | OperationDone,
+        admit.SchedulerToCoordinator | control.Join | control.Leave | OperationDone | JointReport,
         4096,
         65536,
         WhenFull.DROP_PEER,

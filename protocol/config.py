@@ -155,6 +155,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     fake_drafts: Annotated[
         int, Meta(ge=0, le=64, description="device fake: tokens that it drafts in a step, at most", extra=PER_NODE)
     ] = 0
+    fake_lockstep: Annotated[
+        bool, Meta(description="device fake: data-parallel ranks step together, as those that share experts do")
+    ] = False
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
@@ -378,6 +381,11 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     run: RunConfig = RunConfig()
     resolved: "Resolved | None" = None  # set by the supervisor before any child starts
     node: "Node | None" = None  # likewise; None: one node, no tcp
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the data-parallel ranks step together. Those of dense models never do."""
+        return self.worker.fake_lockstep
 
 
 class Node(Struct, frozen=True, kw_only=True):

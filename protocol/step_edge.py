@@ -16,6 +16,7 @@ from msgspec import Struct
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.kv import KVSpec
+from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, PoolKind, Task
 from meshlm.protocol.token_edge import LogprobColumns
@@ -28,10 +29,13 @@ class Reset(Struct, frozen=True, tag="reset"):
 
     `lives` are the incarnations of the group's workers, by rank, where there are several (tensor and pipeline parallelism). A
     worker that has met other lives ends: it is started again and meets these.
+
+    A step of an earlier session that waits for workers of other ranks is aborted.
     """
 
     session: int
     lives: tuple[int, ...] = ()
+    group: StepGroup | None = None  # with the workers of other ranks; each step waits for all of them
 
 
 class ResetGroup(Struct, frozen=True, tag="disband"):

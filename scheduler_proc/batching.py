@@ -104,8 +104,10 @@ class Batching:
 
     # --- planning ---
 
-    def plan(self, session: int, step: StepId, now_ns: int) -> tuple[StepPlan, Inflight] | None:
-        """The next step, or None when nothing can be computed now."""
+    def plan(
+        self, session: int, step: StepId, now_ns: int, *, may_be_empty: bool = False
+    ) -> tuple[StepPlan, Inflight] | None:
+        """The next step, or None when nothing can be computed now and no other rank needs it."""
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1, self.kv.num_groups)
         before = self.num_preemptions
         prompts = self._plan_decodes(builder)
@@ -116,7 +118,7 @@ class Batching:
             left = self._plan_prompts(builder, prompts, left)
             if self.num_preemptions == before:
                 self._plan_waiting(builder, left)
-        if not len(builder):
+        if not (len(builder) or may_be_empty):
             return None
         self._removed_rows = []
         return builder.finish(session, step, self.kv.pool.take_changes())

@@ -10,6 +10,7 @@ from itertools import repeat
 from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, Readmit, ReportLoad, Started
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, Identity, RequestId, Role, StepId
+from meshlm.protocol.lockstep import JointOrder
 from meshlm.protocol.operations import Operation, OperationDone, ResetPrefixCache
 from meshlm.protocol.step_edge import LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, Ended, StillThere, TokenDeltas
@@ -18,6 +19,7 @@ from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.load_reporter import LoadReporter
+from meshlm.scheduler_proc.lockstep import Lockstep
 from meshlm.scheduler_proc.operations import Operations
 from meshlm.scheduler_proc.output import Output, of_position
 from meshlm.scheduler_proc.plan import Inflight
@@ -34,6 +36,7 @@ class Scheduler:
         self.batching = Batching(limits, 0, 1, 0)
         self.workers = Workers(limits)
         self.operations = Operations(self.workers.all)
+        self.lockstep = Lockstep(limits.async_depth + 1, limits.num_workers) if limits.lockstep else None
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
         self._next_step = 1
@@ -72,13 +75,19 @@ class Scheduler:
             case Tick():
                 self._expire(event.wall_s, output)
                 self.load.tell_all()
+                if self.lockstep is not None:
+                    self.lockstep.tell_again()
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
     def report(self) -> list[Send]:
         """A Load, if one is due. After all news and the plan, which are not to wait for it, and once for a burst of requests."""
-        load = self.load.load(self.batching, self.serving, self.num_steps)
-        return [] if load is None else [Send(COORDINATOR, load)]
+        serving, effects = self.serving, []
+        if self.lockstep is not None:
+            effects = self.lockstep.report(has_work=bool(self.requests))
+            serving = serving or bool(self.lockstep.life)  # while the group prepares, requests wait where they are
+        load = self.load.load(self.batching, serving, self.num_steps)
+        return effects if load is None else [*effects, Send(COORDINATOR, load)]
 
     def _received(self, event: Received, output: Output) -> list[Send]:
         match event.message:
@@ -97,6 +106,10 @@ class Scheduler:
                 return self._worker_ready(event.sender, ready, output)
             case LastPlan() as standing:
                 return self.workers.standing(event.sender, standing)
+            case JointOrder() as order if self.lockstep is not None and self.lockstep.follow(order):
+                self._lose_workers()
+                self._next_step = 1
+                return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
             case Operation() as operation:
                 self.operations.add(operation)
                 return self._operate(operation) if self.serving else []
@@ -236,9 +249,14 @@ class Scheduler:
         if event.identity.role is Role.WORKER:
             self._lose_workers()
             self._next_step = 1
-            return self.workers.up(event.identity, event.incarnation, now)
+            sends = self.workers.up(event.identity, event.incarnation, now)
+            if self.lockstep is not None:
+                self.lockstep.begin(self.workers.session if sends else 0)
+            return sends
         if event.identity == COORDINATOR:
             self.load.begin()
+            if self.lockstep is not None:
+                self.lockstep.tell_again()
         elif event.identity.role is Role.DETOKENIZER:
             for assign in self._detokenizers.up(event.identity, event.incarnation):
                 self._assign(assign, output)
@@ -246,6 +264,8 @@ class Scheduler:
 
     def _peer_lost(self, event: PeerLost, output: Output) -> list[Send]:
         if event.identity.role is Role.WORKER:
+            if self.lockstep is not None:
+                self.lockstep.lost()
             crashed = dict.fromkeys(request for record in self.inflight for request in record.batch)
             self._lose_workers()
             for request in crashed:
@@ -274,6 +294,8 @@ class Scheduler:
         facts = self.workers.ready(sender, ready)
         if not facts:
             return []
+        if self.lockstep is not None:
+            self.lockstep.prepared()
         before = self.batching
         num_blocks, num_rows = min(f.num_blocks for f in facts), min(f.max_num_seqs for f in facts)
         self.batching = Batching(
@@ -309,7 +331,7 @@ class Scheduler:
         """The requests of the step end; what it would have written to the cache cannot be trusted."""
         if failed.session != self.session or not self.inflight:
             return
-        record = self.inflight.popleft()
+        record = self._finished()
         for request in dict.fromkeys(record.batch):
             if request.state is not RequestState.FINISHED:
                 self._finish(request, output, FinishReason.ERROR, f"the model failed: {failed.message}")
@@ -317,14 +339,26 @@ class Scheduler:
 
     # --- steps ---
 
+    def _finished(self) -> Inflight:
+        """The oldest step in flight is over."""
+        if self.lockstep is not None:
+            self.lockstep.finished()
+        return self.inflight.popleft()
+
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
         if not self.serving or len(self.inflight) >= self.batching.budget.depth(self._depth):
             return []
+        lockstep = self.lockstep
+        if lockstep is not None and not lockstep.may_step():
+            return []
         goes_on = bool(self.batching.running)
-        planned = self.batching.plan(self.session, StepId(self._next_step), now_ns)
+        step = StepId(self._next_step)
+        planned = self.batching.plan(self.session, step, now_ns, may_be_empty=lockstep is not None)
         if planned is None:
             return []
+        if lockstep is not None:
+            lockstep.stepped()
         plan, record = planned
         record.goes_on = goes_on
         self._next_step += 1
@@ -335,7 +369,7 @@ class Scheduler:
     def _result(self, result: StepResult, output: Output) -> tuple[int, ...]:
         if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
             return ()  # of an earlier session, or another worker's copy
-        record = self.inflight.popleft()
+        record = self._finished()
         self._learn(record, result)
         self.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
         tokens = unpack_i32(result.token_ids)

@@ -35,6 +35,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         num_workers=parallel.workers_per_rank,
         first_worker=index * parallel.workers_per_rank,
         max_crashes=allowed(config.run.max_restarts, MAX_CRASHES),
+        lockstep=config.lockstep,
         num_stages=parallel.pipeline_parallel_size,
         dp_rank=index + (parallel.data_parallel_rank or 0),
     )

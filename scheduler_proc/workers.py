@@ -7,6 +7,7 @@ collective; when an earlier scheduler died between sending a plan to one and to 
 """
 
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.step_edge import LastPlan, Reset, ResetGroup, WorkerReady
 from meshlm.runtime.events import Send
 from meshlm.scheduler_proc.limits import Limits
@@ -29,19 +30,21 @@ class Workers:
         return len(self._ready) == len(self.all)
 
     def up(self, worker: Identity, life: Incarnation, now: float) -> list[Send]:
+        """It can be reached."""
+        self._lives[worker] = life
+        return self.begin(now)
+
+    def begin(self, now: float, group: StepGroup | None = None) -> list[Send]:
         """A new session with all, once all can be reached; they answer WorkerReady.
 
         Its number is the time: what a worker still says to an earlier life of this scheduler must not pass for an answer to us.
         """
-        self._lives[worker] = life
         self.forget()
         self.session = max(self.session + 1, int(now * 1e6))
-        if len(self.all) == 1:
-            return [Send(worker, Reset(self.session))]
         if len(self._lives) < len(self.all):
             return []
-        lives = tuple(self._lives[one] for one in self.all)
-        return [Send(one, Reset(self.session, lives)) for one in self.all]
+        lives = tuple(self._lives[one] for one in self.all) if len(self.all) > 1 else ()
+        return [Send(one, Reset(self.session, lives, group)) for one in self.all]
 
     def lost(self, worker: Identity, life: Incarnation) -> list[Send]:
         if self._lives.get(worker) == life:

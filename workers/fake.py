@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import room
+from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
@@ -111,11 +113,19 @@ class FakeEngine:
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size)
         self._state = np.zeros(num_blocks * block_size, np.uint64)
         self._free_at = 0.0
+        self._exchange: StepExchange | None = None  # with other ranks, if they step together
+        self._num_together = 0  # steps with them
+        self.agreed: StepAgreement | None = None  # for the last of these
         longest = resolved.max_num_batched_tokens + 1
         self._up, self._down = _powers(_FACTOR, longest), _powers(_INVERSE, longest)
 
     def reset(self) -> None:
         self._rows.reset()
+
+    def join(self, exchange: StepExchange | None) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange, self._num_together = exchange, 0
 
     def idle(self) -> bool:
         return False
@@ -124,6 +134,9 @@ class FakeEngine:
         return GraphCounts()
 
     def step(self, plan: StepPlan, received_ns: int) -> Done:
+        if self._exchange is not None:
+            self._num_together += 1
+            self.agreed = self._exchange.agree(StepAgreement(self._num_together, plan.num_tokens, True, False))
         self._rows.apply(plan)
         num_drafts = self._draft(plan)
         arrays = self._rows.step(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)

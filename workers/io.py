@@ -15,6 +15,7 @@ from msgspec import Struct
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import STEPPING, GraphCounts
 from meshlm.protocol.ids import Identity, Incarnation, Role
+from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation, ResetPrefixCache
 from meshlm.protocol.step_edge import (
     LastPlan,
@@ -28,6 +29,7 @@ from meshlm.protocol.step_edge import (
 )
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh import Mesh
+from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending, ProgressReport
@@ -79,6 +81,8 @@ class WorkerApp:
         self._membership = Membership()
         self._shard: Shard = WHOLE
         self._directory = PrefixCacheMirror()
+        self._exchange: StepExchange | None = None  # of the newest Reset
+        self._exchanges: dict[int, StepExchange] = {}  # by session, for the stepper
         self._counts = GraphCounts()  # as the scheduler knows them
         self._last = (0, 0)  # session and step of the last plan that came
         self._phase = "loading"
@@ -148,8 +152,8 @@ class WorkerApp:
             message, received_ns = item
             self._phase = STEPPING
             if isinstance(message, Reset):
-                engine.reset()
-                self._mesh.call_soon_threadsafe(self._answer, engine, message)
+                if self._begin(engine, message):
+                    self._mesh.call_soon_threadsafe(self._answer, engine, message)
                 continue
             if isinstance(message, Operation):
                 self._phase = "operation"  # it may take its time
@@ -158,11 +162,29 @@ class WorkerApp:
             self._launched += 1
             try:
                 pending = engine.step(message, received_ns)
+            except StepAborted:  # its requests are computed anew in the session that follows
+                self._failed_launches += 1
+                self._mesh.call_soon_threadsafe(self._directory.spoil)
+                continue
             except Exception as error:
                 self._failed_launches += 1
                 self._failed(message, error)
                 continue
             self._pending.put((message, pending))
+
+    def _begin(self, engine: Engine, reset: Reset) -> bool:
+        """Forget all rows, and meet the workers of other ranks if these step together. False: another Reset follows."""
+        exchange = self._exchanges.pop(reset.session, None)
+        if isinstance(engine, LockstepEngine):
+            engine.join(exchange)
+        engine.reset()
+        try:
+            if exchange is not None:
+                self._phase = "waiting for the other ranks"
+                exchange.connect()
+        except StepAborted:
+            return False
+        return True
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -241,6 +263,11 @@ class WorkerApp:
                     self._leave(message.reason)
 
     def _on_reset(self, reset: Reset) -> None:
+        if self._exchange is not None:  # the stepper may wait for others, and a plan in the queue would
+            self._exchange.abort()
+            self._exchange = None
+        if reset.group is not None:
+            self._exchange = self._exchanges[reset.session] = self._make_exchange(reset.group)
         if reset.lives:
             if not self._membership.offer(reset.lives):
                 self._leave("another worker of the group was started again")
@@ -250,6 +277,10 @@ class WorkerApp:
             self._reset = reset
         else:
             self._plans.put((reset, 0))
+
+    def _make_exchange(self, group: StepGroup) -> StepExchange:
+        assert self._mesh is not None
+        return SocketExchange(self._mesh.config.run.run_dir, group, self._mesh.identity.index)
 
     def _answer(self, engine: Engine, reset: Reset) -> None:
         """All steps before the Reset are launched."""

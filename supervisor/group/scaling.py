@@ -47,6 +47,8 @@ class Scaling:
             )
         if config.node is not None:
             raise UsageError("--dp: this mesh has several nodes; start or end a node with --headless --join instead")
+        if config.lockstep:
+            raise UsageError("--dp: the ranks of this mesh step together, and their number is fixed")
         before = config.parallel.data_parallel_size
         self.failed = ""
         if num_ranks == before:

@@ -55,6 +55,11 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     device = _device(config)
+    if config.worker.fake_lockstep:
+        if device != "fake":
+            raise UsageError("--fake-lockstep: it needs --device fake")
+        if config.node is not None or config.parallel.pipeline_parallel_size > 1:
+            raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
     if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
         raise UsageError(
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"

@@ -7,7 +7,7 @@ import pytest
 
 from meshlm.coordinator.joint import Joined, JointGroup, Lost, Pause, Reported, Resume, State, Tell, Tick
 from meshlm.protocol.ids import Epoch, Incarnation
-from meshlm.protocol.joint import JointOrder, JointRank, JointReport
+from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport
 
 # --- by hand ---
 

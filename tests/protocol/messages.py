@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, kv, operations, sampling, session, tasks
+from meshlm.protocol import frames, kv, lockstep, operations, sampling, session, tasks
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -187,7 +187,7 @@ FULL: tuple[Struct, ...] = (
     token.Disown(pack_i32([3])),
     token.StillThere(pack_i32([4])),
     # scheduler <-> worker
-    step.Reset(77, (1, 2)),
+    step.Reset(77, (1, 2), lockstep.StepGroup(Epoch(4), 2)),
     step.ResetGroup("worker/1 is lost"),
     NEW_ROW,
     step.StepPlan(
@@ -257,6 +257,10 @@ FULL: tuple[Struct, ...] = (
     control.QueueFull(True),
     control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4, True),
     control.AskStats(),
+    # groups that step together
+    lockstep.JointOrder(Epoch(5), lockstep.Phase.STOP, ((0, LIFE),), 7, Epoch(4)),
+    lockstep.JointReport(Epoch(5), lockstep.Phase.STEP, 7, 6, True, LIFE),
+    lockstep.StepGroup(Epoch(4), 2),
     # operations
     operations.Profile(True),
     operations.ResetPrefixCache(True),
@@ -270,7 +274,7 @@ FULL: tuple[Struct, ...] = (
 )
 NAMES = [f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}" for value in FULL]
 BY_NAME = dict(zip(NAMES, FULL))
-ENUMS: tuple[type[Enum], ...] = (Role, FinishReason, ErrorKind, frames.Kind, tasks.PoolKind)
+ENUMS: tuple[type[Enum], ...] = (Role, FinishReason, ErrorKind, frames.Kind, tasks.PoolKind, lockstep.Phase)
 
 
 def frame() -> bytes:

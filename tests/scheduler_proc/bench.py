@@ -60,7 +60,7 @@ class Model:
         samples = plan.samples or b"\x01" * len(rows)
         num_drafts = ints(plan.num_drafts) or [0] * len(rows)
         assert sum(counts) + sum(num_drafts) == plan.num_tokens
-        assert max(num_drafts) <= self.max_drafts
+        assert max(num_drafts, default=0) <= self.max_drafts
         for place, (row, start, count, sampled) in enumerate(zip(rows, starts, counts, samples, strict=True)):
             if sampled:  # drafts may have been refused since the plan was made
                 starts[place] = len(self.rows[row][0]) - count

@@ -1,11 +1,14 @@
-"""The rules of a rank that steps jointly with others because they share experts; and what it and the coordinator say to each other.
+"""The rules of a rank that steps jointly with others because they share experts; what it and the coordinator say to each other, and
+what the workers of all ranks agree on before each step.
 
-Pure, and not on any channel yet: dense models never step in lockstep. The coordinator's side is coordinator/joint.py.
+Pure. Dense models never step in lockstep. The coordinator's side is coordinator/joint.py, the schedulers' scheduler_proc/lockstep.py,
+the workers' workers/distributed/lockstep.py.
 
 Orders are totally ordered by (epoch, phase); a rank follows the newest that it has seen and answers each with a report, so lost,
 late and repeated messages do no harm. A rank steps in an epoch only after all its members have left the epochs before.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 from msgspec import Struct
@@ -29,6 +32,7 @@ class JointOrder(Struct, frozen=True, tag="joint_order"):
     phase: Phase
     members: tuple[tuple[int, Incarnation], ...]  # rank, life
     stop_at: int = 0
+    group: Epoch = Epoch(0)  # in which these members' communicators are built; 0: not all are there, and none are
 
 
 class JointReport(Struct, frozen=True, tag="joint_report"):
@@ -39,12 +43,19 @@ class JointReport(Struct, frozen=True, tag="joint_report"):
     step: int  # begun in this epoch
     finished: int  # of those, finished
     has_work: bool
+    life: Incarnation = Incarnation(
+        0
+    )  # of the rank: new whenever one of its workers was lost; 0: they are not all there
 
 
 class JointRank:
-    """One life of a rank. Whoever steps asks `may_begin`, then calls `begin` and, after the collectives, `finish`."""
+    """One life of a rank. Whoever steps asks `may_begin`, then calls `begin` and, after the collectives, `finish`.
 
-    def __init__(self) -> None:
+    depth: steps that may have begun and not finished.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
         self.epoch = Epoch(0)
         self.phase = Phase.PREPARE
         self.members: tuple[tuple[int, Incarnation], ...] = ()
@@ -64,8 +75,8 @@ class JointRank:
         return JointReport(self.epoch, self.phase, self.step, self.finished, self.has_work)
 
     def may_begin(self) -> bool:
-        """Whether the next step may begin: one at a time here, and none that others will not take part in."""
-        if self.step != self.finished:
+        """Whether the next step may begin: none that others will not take part in."""
+        if self.step - self.finished >= self.depth:
             return False
         return self.phase is Phase.STEP or (self.phase is Phase.STOP and self.step < self.stop_at)
 
@@ -79,5 +90,35 @@ class JointRank:
         """The step that ran in `epoch` is over; False: it was aborted meanwhile and means nothing."""
         if epoch != self.epoch or self.finished == self.step:
             return False
-        self.finished = self.step
+        self.finished += 1
         return True
+
+
+class StepGroup(Struct, frozen=True):
+    """scheduler -> worker, within Reset: the workers of all ranks that step together from now on."""
+
+    epoch: Epoch
+    num_workers: int
+
+
+class StepAgreement(Struct, frozen=True):
+    """What a worker proposes for its next step, and what all of them then do.
+
+    An elementwise maximum, so one all-reduce of a few integers finds it (`columns`).
+    """
+
+    step: int  # of the group: all are at the same
+    num_tokens: int  # padded: as many as the largest has
+    graph: bool  # a CUDA graph is replayed, if all can
+    micro_batches: bool  # the step is split in two, if all can
+
+    def columns(self) -> tuple[int, ...]:
+        return self.step, -self.step, self.num_tokens, not self.graph, not self.micro_batches
+
+    @classmethod
+    def of(cls, columns: Iterable[tuple[int, ...]]) -> "StepAgreement":
+        """Out of those of all workers. ValueError: they are not at the same step."""
+        last, first, num_tokens, eager, whole = (max(column) for column in zip(*columns, strict=True))
+        if last != -first:
+            raise ValueError(f"a group is at step {-first} and at step {last}")
+        return cls(last, num_tokens, not eager, not whole)

@@ -1,0 +1,30 @@
+"""The coordinator's end of a group of ranks that step together: takes reports, gives orders. Owned by core.py."""
+
+from meshlm.coordinator.joint import Event, Joined, JointGroup, Lost, Reported, Tick
+from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.lockstep import JointReport
+from meshlm.runtime.events import Send
+
+
+class Lockstep:
+    """All ranks of the mesh are its members. `first_epoch` is larger than any that an earlier coordinator gave."""
+
+    def __init__(self, num_ranks: int, first_epoch: int) -> None:
+        self.group = JointGroup(num_ranks, first_epoch)
+
+    def reported(self, scheduler: Identity, report: JointReport) -> list[Send]:
+        """A rank whose workers are all there is a member; one that has lost a worker is none until they are."""
+        if not report.life:
+            return self.lost(scheduler)
+        rank = scheduler.index
+        return self._do(Joined(rank, report.life)) + self._do(Reported(rank, report.life, report))
+
+    def lost(self, scheduler: Identity) -> list[Send]:
+        life = self.group.lives.get(scheduler.index)
+        return [] if life is None else self._do(Lost(scheduler.index, life))
+
+    def tick(self) -> list[Send]:
+        return self._do(Tick())
+
+    def _do(self, event: Event) -> list[Send]:
+        return [Send(Identity(Role.SCHEDULER, tell.rank), tell.order) for tell in self.group.handle(event)]

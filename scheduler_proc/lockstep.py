@@ -1,0 +1,90 @@
+"""The scheduler's end of a group of ranks that step together: follows the coordinator's orders. Pure; owned by core.py.
+
+A rank has a life: new with each session that its workers begin because one of them was lost. An order to prepare with other members
+than before begins a session too, in which the workers build communicators for these members; what they computed is computed again.
+"""
+
+from meshlm.protocol.ids import COORDINATOR, Epoch, Incarnation
+from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport, Phase, StepGroup
+from meshlm.runtime.events import Send
+
+
+class Lockstep:
+    """`begin`, `lost` and `prepared` say what became of the workers; `may_step`, `stepped` and `finished` are asked for each step."""
+
+    def __init__(self, depth: int, workers_per_rank: int) -> None:
+        self._rank = JointRank(depth)
+        self._workers_per_rank = workers_per_rank
+        self.life = Incarnation(0)  # 0: the workers are not all there
+        self._wanted = self._built = Epoch(0)  # groups: 0 is none
+        self._follows = False  # the workers are as the newest order wants them
+        self._told: tuple[object, ...] = ()
+
+    # --- workers ---
+
+    def begin(self, life: int) -> None:
+        """The workers begin a session because one of them is new; 0: one cannot be reached yet."""
+        self.life = Incarnation(life)
+        self._follows = False
+        self._built = Epoch(0)
+
+    def lost(self) -> None:
+        self.begin(0)
+
+    def prepared(self) -> None:
+        """All workers have answered the session that `follow` asked for, or one of their own."""
+        if self._wanted == self._built:
+            self._follows = True
+
+    # --- orders ---
+
+    def follow(self, order: JointOrder) -> bool:
+        """Take an order. True: the workers have to begin a session with `group`."""
+        before = self._rank.epoch
+        self._rank.follow(order)
+        self._told = ()  # the coordinator wants to hear
+        if self._rank.epoch == before or not self.life:
+            return False
+        self._wanted = order.group
+        self._follows = bool(order.group) and order.group == self._built
+        if self._follows:
+            return False
+        self._built = order.group
+        return True
+
+    @property
+    def group(self) -> StepGroup | None:
+        """For the workers: the members of the newest order; None when some are missing."""
+        size = len(self._rank.members) * self._workers_per_rank
+        return StepGroup(self._built, size) if self._built else None
+
+    def report(self, *, has_work: bool) -> list[Send]:
+        """When the coordinator should hear it."""
+        rank = self._rank
+        rank.has_work = has_work
+        at_end = rank.finished if rank.phase >= Phase.DRAIN else 0
+        news = (self.life, rank.epoch, rank.phase, self._follows, has_work, at_end)
+        if news == self._told:
+            return []
+        self._told = news
+        if self._follows:
+            told = JointReport(rank.epoch, rank.phase, rank.step, rank.finished, has_work, self.life)
+        else:
+            told = JointReport(Epoch(0), Phase.PREPARE, 0, 0, has_work, self.life)
+        return [Send(COORDINATOR, told)]
+
+    def tell_again(self) -> None:
+        """The next report is due even without change."""
+        self._told = ()
+
+    # --- steps ---
+
+    def may_step(self) -> bool:
+        """A step may begin, and does, with or without requests."""
+        return self._follows and bool(self._built) and self._rank.may_begin()
+
+    def stepped(self) -> None:
+        self._rank.begin()
+
+    def finished(self) -> None:
+        self._rank.finish(self._rank.epoch)
