@@ -38,8 +38,9 @@ MODEL = {
 
 
 def engine(folder: Path, news: list[str] | None = None, **settings: object) -> ModelEngine:
-    """news: gets the phases of the start."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    """Of the folder's model, or of MODEL where it has none. news: gets the phases of the start."""
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(json.dumps(MODEL))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     values: dict[str, object] = {
         "model": str(folder),
