@@ -305,8 +305,8 @@ class Scheduler:
             num_rows,
             min(f.max_drafts for f in facts),
             facts[0].kv_specs,
-            frozenset(facts[-1].pool_kinds),  # the last stage has the hidden states
-            facts[-1].pooled_bytes,
+            frozenset(facts[0].pool_kinds),
+            facts[0].pooled_bytes,
         )
         self.batching.num_preemptions = before.num_preemptions
         self.batching.cache_queries, self.batching.cache_hits = before.cache_queries, before.cache_hits

@@ -118,6 +118,54 @@ print("done")
 """
 
 
+POOLED = """
+import os, signal, threading, time
+import numpy as np
+from meshlm import LLM
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import RequestId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.text_edge import Submit, TokenPrompt
+from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
+from meshlm.workers.fake import expected_vector
+llm = LLM(device="fake", max_model_len="512", max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory="60M", fake_step_ms=10)
+def ask(number, prompt, kind):
+    submit = Submit((llm._client.new_handle(),), (RequestId(f"p{number}"),), TokenPrompt(pack_i32(prompt)), SamplingParams(),
+        task=Pool(kind), arrival_s=time.time())
+    return submit, RequestOutput(f"p{number}", None, prompt, [CompletionOutput(0)])
+def kill_all():
+    for role in ("detokenizer", "scheduler", "worker", "coordinator"):
+        for pid in [process.pid for process in llm._supervisor.status().processes if process.role == role]:
+            os.kill(pid, signal.SIGKILL)
+            while any(process.pid == pid or process.state != "ready" for process in llm._supervisor.status().processes):
+                time.sleep(0.01)
+kinds = list(PoolKind)
+asked = [([300 + number] + list(range(300, 811 - number)), kinds[number % 2]) for number in range(30)]
+assert len(asked[0][0]) == 512
+killer = threading.Thread(target=kill_all, daemon=True)
+killer.start()
+answers = llm._background.ask(llm._client.run([ask(n, *one) for n, one in enumerate(asked)], None))
+for (prompt, kind), answer in zip(asked, answers):
+    (output,) = answer.outputs
+    assert np.frombuffer(output.pooled, np.float32).tolist() == expected_vector(prompt, kind), (len(prompt), kind)
+    assert (output.finish_reason, output.stop_reason, output.token_ids, output.text) == ("stop", None, [], "")
+killer.join()
+for number, kind in ((50, PoolKind.LAST), (51, PoolKind.MEAN)):
+    (answer,) = llm._background.ask(llm._client.run([ask(number, asked[0][0], kind)], None))
+    (answer,) = llm._background.ask(llm._client.run([ask(number + 10, asked[0][0], kind)], None))
+    assert answer.num_cached_tokens == (496 if kind is PoolKind.LAST else 0), answer.num_cached_tokens
+    assert np.frombuffer(answer.outputs[0].pooled, np.float32).tolist() == expected_vector(asked[0][0], kind)
+try:
+    llm._background.ask(llm._client.run([ask(99, [300] * 513, PoolKind.LAST)], None))
+except ValueError as error:
+    assert "maximum context length is 512 tokens, and the prompt has 513" in str(error), error
+else:
+    raise AssertionError("it does not fit")
+print("done")
+"""
+
+
 def run(tmp_path: Path, text: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
@@ -245,3 +293,8 @@ def test_generate_outlives_any_process(tmp_path: Path) -> None:
 def test_a_mesh_that_gives_up_ends_the_call(tmp_path: Path) -> None:
     """With its reason: nobody would answer any more."""
     run(tmp_path, GIVEN_UP)
+
+
+def test_vectors_of_prompts_although_processes_die(tmp_path: Path) -> None:
+    """Of KV that is really theirs: in chunks, with little memory; every role but ours is killed once."""
+    run(tmp_path, POOLED)

@@ -10,12 +10,14 @@ import time
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.protocol.tasks import PoolKind
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
@@ -29,6 +31,7 @@ from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.graphs.dispatcher import MIXED_TOKENS
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.output.details import Details, prompt_logprobs
+from meshlm.workers.output.pooler import PooledVectors
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 
 MB = 1 << 20
@@ -82,7 +85,8 @@ class ModelEngine:
         self._last = self._timeline.mark()
         gib = weight_bytes(self.model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
-        self.facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
+        facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
+        self.facts = replace(facts, pool_kinds=(PoolKind.LAST,), pooled_bytes=4 * hidden)
 
     # --- memory ---
 
@@ -150,8 +154,9 @@ class ModelEngine:
         places = step.places()
         key = None
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
-        if len(wanted):
-            self.graphs.miss("prompt_logprobs")
+        last_tokens = self.rows.last_tokens(step)
+        if len(wanted) or last_tokens:
+            self.graphs.miss("prompt_logprobs" if len(wanted) else "pooling")
         else:
             key = self.graphs.find(step.t, step.n, uniform=step.uniform)
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
@@ -161,12 +166,14 @@ class ModelEngine:
             self.graphs.prepare(key)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
         of_prompt: list[Details] = []
+        pooled: PooledVectors | None = None
         if key is not None:
             self.graphs.replay(key)
         else:
             hidden = self.compute.eager(step)
             if self.shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
+                pooled = PooledVectors(hidden, last_tokens) if last_tokens else None
         if not self.shard.is_last:
             self.comm.send(self._stream[: step.t])
         found: list[Details] = []
@@ -181,7 +188,7 @@ class ModelEngine:
             received_ns=received_ns,
             launched_ns=self._timeline.launched_ns(begun_ns),
         )
-        return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last))
+        return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
 
     def _prompt_logprobs(self, step: StepColumns, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
         """For the requests at these places: the prompt tokens that follow the positions of this step."""

@@ -14,6 +14,7 @@ from meshlm.protocol.step_edge import StepResult
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.output.details import Details
+from meshlm.workers.output.pooler import PooledVectors
 
 DEPTH = 8  # steps whose tokens may be on their way at the same time
 
@@ -107,10 +108,12 @@ class PendingStep:
         tokens: I32,
         details: tuple[list[Details], list[Details]],
         marks: tuple[Mark, Mark, Mark],
+        pooled: PooledVectors | None = None,
     ) -> None:
         """details: of sampled tokens, of prompts. marks: before, begin, end."""
         self._result, self._tokens, self._details = result, tokens, details
         self._before, self._begin, self._end = marks
+        self._pooled = pooled
 
     def wait(self) -> StepResult:
         self._end.synchronize()
@@ -126,6 +129,7 @@ class PendingStep:
             done_ns=time.monotonic_ns(),
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
+            pooled=self._pooled.by_place() if self._pooled is not None else {},
         )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.memory import zeros
@@ -84,6 +85,7 @@ class DeviceRows:
         self.num_prompt = np.zeros(rows, np.int64)
         self.table = SamplingTable(rows)
         self._num_blocks = np.zeros(rows, np.int64)
+        self.pools: set[int] = set()  # rows that want a vector
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -115,6 +117,8 @@ class DeviceRows:
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """What a plan changes, as changes.py packs it, and its number of segments."""
+        if self.pools and plan.removed_rows:
+            self.pools.difference_update(np.frombuffer(plan.removed_rows, np.int32).tolist())
         if not (plan.new_rows or plan.block_rows or plan.input_ids):
             return NOTHING, 0
         changes = Changes()
@@ -133,6 +137,8 @@ class DeviceRows:
         """A request takes a row."""
         row, sampling = new.row, new.sampling
         self.table.set(row, sampling)
+        if isinstance(new.task, Pool):
+            self.pools.add(row)
         blocks = np.frombuffer(new.block_ids, np.int32)
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
@@ -164,6 +170,16 @@ class DeviceRows:
         self._num_blocks[rows[first]] += lengths
         return places
 
+    def last_tokens(self, step: StepColumns) -> dict[int, int]:
+        """Places of the requests whose vector this step gives, and where the last tokens of their prompts are in it."""
+        if not self.pools:
+            return {}
+        ends = step.starts + step.counts == self.num_prompt[step.rows]
+        last = np.cumsum(step.counts) - 1
+        return {
+            place: int(last[place]) for place in np.flatnonzero(ends).tolist() if int(step.rows[place]) in self.pools
+        }
+
     def sample_rows(self, step: StepColumns, places: NDArray[np.int64]) -> SampleRows:
         """The requests at these places, which sample."""
         rows = step.rows[places]
@@ -174,3 +190,4 @@ class DeviceRows:
     def reset(self) -> None:
         """Forget all requests: rows are taken anew."""
         self.table.special.clear()
+        self.pools.clear()
