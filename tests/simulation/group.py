@@ -11,6 +11,7 @@ from network import running
 
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
 from meshlm.workers.distributed.membership import Lives
@@ -47,6 +48,36 @@ class Step:
         self.computed: dict[int, list[Computed]] = {}  # by stage: of each rank that is done
 
 
+class Together:
+    """The workers of all ranks of a StepGroup: each step is computed when all are at it. It breaks when one of them leaves."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.connected: set[Worker] = set()
+        self.waiting: dict[Worker, tuple[int, StepPlan]] = {}  # that are at a step: its number, and the plan
+        self.broken = False
+        self.num_steps = 0
+
+    def arrive(self, worker: "Worker", nth: int, plan: StepPlan) -> None:
+        self.waiting[worker] = (nth, plan)
+        if self.broken:
+            self.abort()
+        elif len(self.waiting) == self.num_workers:
+            together, self.waiting = self.waiting, {}
+            self.num_steps += 1
+            assert {number for number, _ in together.values()} == {self.num_steps}, "ranks at different steps"
+            for one, (_, its) in together.items():
+                one._later(one._process.dice.random() * one._step_s, one._compute, its)
+
+    # --- as a StepExchange ---
+
+    def abort(self) -> None:
+        self.broken = True
+        for worker in self.waiting:
+            worker._later(0.0, worker._aborted)
+        self.waiting.clear()
+
+
 class _Plans:
     """In the place of the stepper's queue."""
 
@@ -74,6 +105,8 @@ class Worker(WorkerApp):
         self._busy = True
         self._nth = 0  # steps of this life
         self._completed_at = 0.0
+        self._together: Together | None = None
+        self._num_together = 0
 
     # --- the stepper: loads, meets, takes plans in order ---
 
@@ -145,6 +178,10 @@ class Worker(WorkerApp):
         dice = self._process.dice
         if isinstance(message, Reset):
             self._later(dice.random() ** 4 * RESET_S, self._do_reset, message)
+        elif self._together is not None:
+            self._num_together += 1
+            self._process.world.tell(self._process, "waits", self._mesh.identity, f"step {self._num_together}")  # type: ignore[union-attr]
+            self._together.arrive(self, self._num_together, message)
         elif self._group is None:
             self._later(dice.random() * self._step_s, self._compute, message)
         else:
@@ -156,9 +193,30 @@ class Worker(WorkerApp):
 
     def _do_reset(self, reset: Reset) -> None:
         self._model.rows.clear()  # what the slots hold stays
-        engine: Any = self
-        assert self._mesh is not None
-        self._mesh.call_soon_threadsafe(self._answer, engine, reset)
+        exchange: Any = self._exchanges.pop(reset.session, None)
+        self._together, self._num_together = exchange, 0
+        self._meet_ranks(reset)
+
+    def _meet_ranks(self, reset: Reset) -> None:
+        """Where ranks step together, the worker is ready when all are."""
+        if (together := self._together) is not None:
+            together.connected.add(self)
+            if not together.broken and len(together.connected) < together.num_workers:
+                self._later(POLL_S * (0.5 + self._process.dice.random()), self._meet_ranks, reset)
+                return
+        if together is None or not together.broken:
+            engine: Any = self
+            assert self._mesh is not None
+            self._mesh.call_soon_threadsafe(self._answer, engine, reset)
+        self._done()
+
+    def _make_exchange(self, group: StepGroup) -> Any:
+        return self._process.world.together.setdefault(group.epoch, Together(group.num_workers))
+
+    def _aborted(self) -> None:
+        """A step for which the other ranks do not come."""
+        self._process.world.tell(self._process, "aborts", self._mesh.identity, f"step {self._num_together}")  # type: ignore[union-attr]
+        self._directory.spoil()
         self._done()
 
     # --- a step of a group ---

@@ -75,12 +75,20 @@ class Shape(Enum):
 
     PLAIN = "one host, one worker for each rank"
     GROUP = "one host, several workers for each rank"
+    LOCKSTEP = "one host, two ranks that step together"
     HOSTS = "ranks on the head and on another host"
     FAR_HOSTS = "all ranks on another host"
     SPANNING = "a group of workers that spans two hosts"
 
 
-SHAPES = (*(Shape.PLAIN,) * 5, *(Shape.GROUP,) * 2, Shape.HOSTS, Shape.FAR_HOSTS, Shape.SPANNING)  # as often as here
+SHAPES = (
+    *(Shape.PLAIN,) * 4,
+    Shape.LOCKSTEP,
+    *(Shape.GROUP,) * 2,
+    Shape.HOSTS,
+    Shape.FAR_HOSTS,
+    Shape.SPANNING,
+)  # as often as here
 
 
 class Fault(Struct, frozen=True):
@@ -114,7 +122,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     @property
     def num_hosts(self) -> int:
-        return 1 if self.shape in (Shape.PLAIN, Shape.GROUP) else 2
+        return 1 if self.shape in (Shape.PLAIN, Shape.GROUP, Shape.LOCKSTEP) else 2
 
     @property
     def group_size(self) -> int:
@@ -188,7 +196,7 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
         pp_size=pp_size,
         num_frontends=1 + (draw() < 0.25),
         num_detokenizers=1 + (draw() < 0.4),
-        num_ranks=1 + (shape is Shape.HOSTS or (shape is not Shape.SPANNING and draw() < 0.4)),
+        num_ranks=1 + (shape in (Shape.HOSTS, Shape.LOCKSTEP) or (shape is not Shape.SPANNING and draw() < 0.4)),
         num_blocks=dice.choice((20, 24, 40)),
         max_num_batched_tokens=dice.choice((8, 16, 40)),
         max_num_seqs=dice.choice((2, 8)),
@@ -219,14 +227,16 @@ def _possible(shape: Shape) -> tuple[Kind, ...]:
     kinds = FAULTS
     if shape in (Shape.GROUP, Shape.SPANNING):
         kinds = (*kinds, Kind.KILL_WORKER, Kind.KILL_SENDING)
-    if shape not in (Shape.PLAIN, Shape.GROUP):
+    if shape is Shape.LOCKSTEP:  # the number of its ranks is fixed
+        kinds = (*(kind for kind in kinds if kind is not Kind.SCALE), Kind.KILL_WORKER, Kind.KILL_SCHEDULER)
+    if shape not in (Shape.PLAIN, Shape.GROUP, Shape.LOCKSTEP):
         kinds = (*kinds, *CUTS, *CUTS)
     return kinds
 
 
 def _sizes(shape: Shape) -> tuple[tuple[int, int], ...]:
     """Of tensor and pipeline parallelism."""
-    if shape in (Shape.PLAIN, Shape.FAR_HOSTS):
+    if shape in (Shape.PLAIN, Shape.LOCKSTEP, Shape.FAR_HOSTS):
         return ((1, 1),)
     return ((1, 1), (1, 1), (2, 1)) if shape is Shape.HOSTS else ((2, 1), (2, 1), (1, 2), (2, 2))
 
@@ -323,6 +333,7 @@ def _config_of(scenario: Scenario, host: int) -> cfg.MeshConfig:
         parallel=_parallel_of(scenario, host),
         server=cfg.ServerConfig(detokenizers=scenario.num_detokenizers, retry_window=RETRY_WINDOW_S),
         run=cfg.RunConfig(run_dir=f"/sim/{host}"),
+        worker=cfg.WorkerConfig(fake_lockstep=scenario.shape is Shape.LOCKSTEP),
         resolved=resolved,
     )
     return config if scenario.num_hosts == 1 else _with_node(config, host)

@@ -28,6 +28,7 @@ FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
 PLAY = Path(__file__).with_name("play.py")
 PLAYERS = min(2, len(os.sched_getaffinity(0)))
 LIMIT_S = 900
+KILLS_OF_RANKS = (Kind.KILL_WORKER, Kind.KILL_SCHEDULER, Kind.KILL_COORDINATOR)
 OTHER_DEATHS = (Kind.KILL_SCHEDULER, Kind.KILL_COORDINATOR, Kind.KILL_DETOKENIZER, Kind.SLOW)
 
 
@@ -101,6 +102,21 @@ def test_groups_of_workers_lose_members_and_meet_again() -> None:
     assert left > 30
     assert differed > 5
     assert steps > 3000
+
+
+def test_ranks_that_step_together_lose_members() -> None:
+    """Whatever dies, the others leave the step, meet again and go on; a rank without work steps along."""
+    aborted = prepared = steps = empty = 0
+    for seed in range(FIRST, FIRST + 100):
+        story: list[str] = []
+        assert violation(make(seed, (*KILLS_OF_RANKS, Kind.PAUSE), Shape.LOCKSTEP), story) == "", seed
+        steps += sum(" waits " in line for line in story)
+        empty += sum(" StepPlan(" in line and ": rows )" in line for line in story)
+        prepared += sum(" JointOrder(" in line and "PREPARE" in line for line in story)
+        aborted += sum(" aborts " in line for line in story)
+    assert min(steps, empty) > 1000, (steps, empty)
+    assert prepared > 200, prepared
+    assert aborted > 15, aborted
 
 
 def test_links_between_hosts_are_lost_although_both_ends_live() -> None:

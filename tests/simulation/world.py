@@ -22,7 +22,7 @@ from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.process import App
 
 if TYPE_CHECKING:
-    from group import Group
+    from group import Group, Together
 
 BEGIN_S = 1000.0  # simulated seconds since the epoch at the start
 DIED_S = 0.02  # at most, until the supervisor has seen a death
@@ -58,6 +58,7 @@ class World:
         self._last_life = 0
         self._entered: Process | None = None  # whose loop is the running one
         self.cuts: dict[tuple[int, int], float] = {}  # from host to host: until when nothing passes
+        self.together: dict[int, Together] = {}  # by the epoch of their group
         self.groups: dict[tuple[int, ...], Group] = {}  # by the lives that have met
         self.supervisors = [config.node.index if config.node else 0 for config in configs]
         for index in self.supervisors:
