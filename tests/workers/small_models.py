@@ -84,12 +84,12 @@ def run(model: Decoder, kv: list[LayerCache], parts: list[tuple[list[int], int, 
         return model.logits(model(batch, kv, backend.step(batch, BLOCK)))
 
 
-def two_layers(intermediate_size: int, **settings: object) -> Decoder:
+def two_layers(intermediate_size: int, kind: type[Decoder] = Decoder, **settings: object) -> Decoder:
     """Random weights, float32; `settings` of its ModelSpec."""
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     rest: dict[str, Any] = {**sizes, **heads, "intermediate_size": intermediate_size, **settings}
-    model = Decoder(ModelSpec(architecture="LlamaForCausalLM", **rest), 64)
+    model = kind(ModelSpec(architecture="LlamaForCausalLM", **rest), 64)
     model.prepare(CPU, torch.float32)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():

@@ -12,6 +12,7 @@ from meshlm.kernels.gemm.kernel import add_gemm
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
+from meshlm.workers.models.gemma import Gemma
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where only the interpreter's kernels run", allow_module_level=True)
@@ -45,3 +46,10 @@ def test_the_same_states(
     same_states(two_layers(56, **settings), TritonOps(), lengths, last=last)
     tokens = sum(lengths)
     assert added == [tokens] * (products if tokens >= 4 else 0)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 5], [9]])
+def test_what_is_normed_first_is_not_added_by_the_product(added: list[int], lengths: list[int]) -> None:
+    """Gemma: the norm of what o and down give goes into the residual."""
+    same_states(two_layers(56, Gemma), TritonOps(), lengths)
+    assert added == []

@@ -119,8 +119,8 @@ def test_every_part_of_every_tensor_has_a_place(tp: int, pp: int) -> None:
 
 
 def test_a_tensor_of_a_layer_that_the_model_has_not() -> None:
-    with pytest.raises(KeyError):
-        place("model.layers.6.mlp.up_proj.weight", SPEC, Shard())
+    """check.py names it."""
+    assert place("model.layers.6.mlp.up_proj.weight", SPEC, Shard()) is None
     assert place("model.layers.5.rotary_emb.inv_freq", SPEC, Shard()) is None
 
 

@@ -118,10 +118,13 @@ class MLP(nn.Module):
 
     def forward(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> PartialSum:
         """What the MLP adds to the residual, which has x in it then."""
-        hidden, residual = self.gate_up.after_norm(x, norm, ops, gate=self._act == "silu")
-        if self._act != "silu":
-            hidden = ops.act_mul(hidden, self._act)
+        hidden, residual = self.activated(x, norm, ops)
         return self.down.row_parallel(hidden, residual, ops)
+
+    def activated(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """act(gate) * up of the norm, before the down projection; and the residual with x in it."""
+        hidden, residual = self.gate_up.after_norm(x, norm, ops, gate=self._act == "silu")
+        return (hidden if self._act == "silu" else ops.act_mul(hidden, self._act)), residual
 
 
 class DecoderLayer(nn.Module):

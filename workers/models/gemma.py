@@ -44,9 +44,8 @@ class GemmaLayer(DecoderLayer):
         own = table if self.own_table is None else self.own_table
         out = self.attention.attend(qkv, batch, own, cache, attention, ops)
         x = _normed(self.attention.o.row_parallel(out, None, ops), residual, self.attention_out_norm, ops)
-        x = self.mlp(x, self.post_norm, ops)
-        assert x.residual is not None
-        return _normed(x, x.residual, self.mlp_out_norm, ops)
+        hidden, residual = self.mlp.activated(x, self.post_norm, ops)
+        return _normed(self.mlp.down.row_parallel(hidden, None, ops), residual, self.mlp_out_norm, ops)
 
 
 def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> PartialSum:
