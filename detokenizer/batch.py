@@ -3,13 +3,14 @@
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
-from meshlm.detokenizer.decode import LONGEST_BEGIN, TokenTable
+from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.request_state import RequestState
-from meshlm.protocol.columns import unpack_f32, unpack_i32
+from meshlm.protocol.logprobs import each_position, num_bytes_of_prompt
 from meshlm.protocol.tasks import ALONE_BYTES
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, TextDeltas, TokenLogprob
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, TextDeltas
 from meshlm.protocol.token_edge import First, LogprobColumns, TokenDeltas
 
 ENTRY_BYTES = 50  # of a TokenLogprob and its position, without its own bytes, which its text has again
@@ -42,7 +43,7 @@ class FrontendBatch:
         self.num_bytes = 0  # of what few rows have, about
         self.finished: list[Finished] = []
         self.logprobs: dict[int, list[PositionLogprobs]] = {}
-        self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self.first: dict[int, First] = {}
         self.timings: tuple[int, ...] = ()
         self.pooled: dict[int, bytes] = {}
@@ -89,11 +90,8 @@ class FrontendBatch:
             self.logprobs[place] = positions(deltas.logprobs[row], request.output_token_ids, sizes, table, skip)
             self.num_bytes += num_bytes(self.logprobs[place])
         if row in deltas.prompt_logprobs:
-            reader = table.decoder(skip_special_tokens=False)
-            _, *sizes = (len(reader.push(token)) for token in request.prompt)
-            of_prompt = positions(deltas.prompt_logprobs[row], request.prompt, sizes, table)
-            self.prompt_logprobs[place] = [None, *of_prompt]
-            self.num_bytes += num_bytes(of_prompt)
+            self.prompt_logprobs[place] = of_prompt(deltas.prompt_logprobs[row], request.prompt, table)
+            self.num_bytes += num_bytes_of_prompt(self.prompt_logprobs[place])
         if row in deltas.pooled:
             request.pooled = self.pooled[place] = deltas.pooled[row]
             self.num_bytes += len(request.pooled)
@@ -118,7 +116,7 @@ class FrontendBatch:
             self.first[place] = request.first
         if request.prompt_logprobs is not None:
             self.prompt_logprobs[place] = request.prompt_logprobs
-            self.num_bytes += num_bytes(request.prompt_logprobs)
+            self.num_bytes += num_bytes_of_prompt(request.prompt_logprobs)
 
     def end(self, request: RequestState, place: int, finished: Finished) -> None:
         """The end of a request, again."""
@@ -162,9 +160,9 @@ def is_long(deltas: TokenDeltas, row: int) -> bool:
     return row in deltas.prompt_logprobs or len(deltas.pooled.get(row, b"")) > ALONE_BYTES
 
 
-def num_bytes(found: Sequence[PositionLogprobs | None]) -> int:
+def num_bytes(found: Sequence[PositionLogprobs]) -> int:
     """In a message, at most."""
-    entries = [entry for position in found if position is not None for entry in (position.token, *position.top)]
+    entries = [entry for position in found for entry in (position.token, *position.top)]
     return sum([ENTRY_BYTES + 4 * len(entry.token_bytes) for entry in entries])
 
 
@@ -173,19 +171,18 @@ def positions(
 ) -> list[PositionLogprobs]:
     """One entry for each of the last of `ids`, as many as there are `sizes`: the characters that each brings to the text. `first`: of
     them, in the columns."""
-    logprobs, ranks = unpack_f32(columns.logprobs), unpack_i32(columns.ranks)
-    width, show = columns.width, table.show
-    top_ids, top_logprobs = unpack_i32(columns.top_ids).tolist(), unpack_f32(columns.top_logprobs).tolist()
-    top_ranks = range(1, width + 1)
-    found = []
-    for place, num_chars in enumerate(sizes, first):
-        at, row = len(ids) - len(sizes) + place - first, slice(place * width, (place + 1) * width)
-        pending = table.pending(ids[max(0, at - LONGEST_BEGIN) : at])
-        top = [
-            TokenLogprob(token, logprob, rank, *show(token, pending))
-            for token, logprob, rank in zip(top_ids[row], top_logprobs[row], top_ranks, strict=True)
-            if token >= 0
-        ]
-        own = TokenLogprob(ids[at], logprobs[place], ranks[place], *show(ids[at], pending))
-        found.append(PositionLogprobs(own, num_chars, tuple(top)))
-    return found
+    return list(each_position(columns, ids, sizes, len(ids) - len(sizes), table, first))
+
+
+def of_prompt(columns: LogprobColumns, prompt: "array[int]", table: TokenTable) -> PromptLogprobs:
+    """A prompt's, for a request that may have a million entries: what is done for each of them here, numpy does."""
+    reader = table.decoder(skip_special_tokens=False)
+    _, *sizes = (len(reader.push(token)) for token in prompt)
+    ids = np.concatenate([np.frombuffer(column, np.int32) for column in (prompt.tobytes(), columns.top_ids)])
+    there = np.zeros(int(ids.max()) + 2, np.bool_)
+    there[ids] = True  # -1, which is no token, is the last
+    distinct = np.flatnonzero(there[:-1]).tolist()
+    cut = {token: table.cut[token] for token in distinct if token in table.cut}
+    whole = array("i", [token for token in distinct if token not in cut])
+    texts = [table.show(token)[0] for token in whole]
+    return PromptLogprobs(columns, prompt.tobytes(), array("i", sizes).tobytes(), whole.tobytes(), texts, cut)

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
+from meshlm.protocol.logprobs import pending_after, shown
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
-LONGEST_BEGIN = 3  # bytes of a character that is not whole, and so the most tokens that they can come from
 
 
 class Decoder(Protocol):
@@ -99,20 +99,11 @@ class TokenTable:
         text = self.text[token]
         if text is not None:
             return text, text.encode()
-        return _utf8("replace").decode(pending + self.cut[token]), self.cut[token]
+        return shown(self.cut[token], pending), self.cut[token]
 
     def pending(self, before: "array[int]") -> bytes:
         """The bytes of a character that is not whole after these tokens; the last LONGEST_BEGIN of all say it."""
-        data = b""
-        for token in reversed(before):
-            if token not in self.cut:
-                break
-            data = self.cut[token] + data
-        if not data:
-            return b""
-        reader = _utf8("replace")
-        reader.decode(data)
-        return reader.getstate()[0]
+        return pending_after(before, self.cut)
 
     def name(self, token: int) -> str:
         """The vocabulary's own string of a token, such as "Ġthe"; empty where it has none."""

@@ -7,6 +7,7 @@ with its key begins anew.
 
 from meshlm.detokenizer.request_state import RequestState, RequestStatus
 from meshlm.protocol.ids import ErrorKind, RequestId
+from meshlm.protocol.logprobs import num_bytes_of_prompt
 from meshlm.protocol.text_edge import Rejected, Submit, num_bytes_of
 
 MAX_BYTES = 64 << 20
@@ -108,11 +109,11 @@ class _Pool:
 def size_of(request: RequestState) -> int:
     """Bytes that a request takes, about: with its prompt as it was asked, and what the client listed."""
     columns = 4 * (len(request.prompt) + len(request.output_token_ids))
-    positions = [*request.logprobs, *(request.prompt_logprobs or ())]
-    entries = sum(1 + len(position.top) for position in positions if position is not None)
+    entries = sum(1 + len(position.top) for position in request.logprobs)
+    of_prompt = 0 if request.prompt_logprobs is None else num_bytes_of_prompt(request.prompt_logprobs)
     submit, params = request.submit, request.submit.sampling
     listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * (
         len(params.allowed_token_ids) + len(params.stop_token_ids)
     )
     texts = num_bytes_of(submit.prompt) + sum(map(len, submit.text.stop))
-    return 2000 + len(request.pooled) + columns + LOGPROB_BYTES * entries + listed + texts
+    return 2000 + len(request.pooled) + columns + LOGPROB_BYTES * entries + of_prompt + listed + texts

@@ -8,7 +8,7 @@ from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import EngineRequest, SchedulerLife
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, Submit, piece_len
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, Submit, piece_len
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -107,7 +107,7 @@ class RequestState:
         self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
         self.num_told = len(submit.delivered) // 4  # tokens that connections before this one had
         self.logprobs = logprobs
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.first: First | None = None
         self.finished: Finished | None = None
         self.hidden = False  # the last token is not shown

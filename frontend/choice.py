@@ -4,7 +4,7 @@ from array import array
 from typing import Protocol
 
 from meshlm.protocol.ids import ErrorKind, Handle, Identity
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs, Submit
 from meshlm.protocol.token_edge import First
 from meshlm.runtime.deaths import Death
 
@@ -67,7 +67,7 @@ class ResponseSink(Protocol):
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
+        prompt_logprobs: PromptLogprobs | None,
         first: First | None,
     ) -> None: ...
     def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:

@@ -7,7 +7,7 @@ from array import array
 
 from meshlm.frontend.choice import Choice, ResponseSink
 from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.token_edge import First
 
 
@@ -37,7 +37,7 @@ class Interval:
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
+        prompt_logprobs: PromptLogprobs | None,
         first: First | None,
     ) -> None:
         begun = choice.index in self._held

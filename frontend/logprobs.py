@@ -1,23 +1,24 @@
 """Log-probabilities in OpenAI's and vLLM's forms. Pure; called by responses.py."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from meshlm.protocol.text_edge import Accepted, PositionLogprobs, TokenLogprob
+from meshlm.protocol.logprobs import positions_of
+from meshlm.protocol.text_edge import Accepted, PositionLogprobs, PromptLogprobs, TokenLogprob
 
 Json = dict[str, Any]
-Position = TypeVar("Position", PositionLogprobs, PositionLogprobs | None)
+_encode = msgspec.json.Encoder().encode
 
 
-def by_id(positions: Sequence[Position]) -> list[Position]:
+def by_id(positions: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
     """With tokens named "token_id:5", which tells those apart whose text is the same or no text."""
 
     def named(token: TokenLogprob) -> TokenLogprob:
         return msgspec.structs.replace(token, text=f"token_id:{token.token_id}")
 
-    return [p and PositionLogprobs(named(p.token), p.num_chars, tuple(map(named, p.top))) for p in positions]
+    return [PositionLogprobs(named(p.token), p.num_chars, tuple(map(named, p.top))) for p in positions]
 
 
 def _token_entry(token: TokenLogprob) -> Json:
@@ -50,25 +51,23 @@ def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int, num_
     }
 
 
-def echoed_logprobs(
-    positions: Sequence[PositionLogprobs | None], accepted: Accepted, num_top: int, as_ids: bool
-) -> Json:
+def echoed_logprobs(positions: Sequence[PositionLogprobs], accepted: Accepted, num_top: int, as_ids: bool) -> Json:
     """choices[].logprobs of an echoed prompt, whose first token has none; one of a single token has no positions."""
     first = accepted.first_token_text
     if as_ids:
         first = f"token_id:{memoryview(accepted.prompt_token_ids).cast('i')[0]}"
-    others = [position for position in positions if position is not None]
-    rest = completion_logprobs(others, len(accepted.first_token_text), num_top)
+    rest = completion_logprobs(positions, len(accepted.first_token_text), num_top)
     begin = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
     return {key: [begin[key], *values] for key, values in rest.items()}
 
 
-def prompt_logprobs_json(positions: list[PositionLogprobs | None]) -> list[Json | None]:
-    """vLLM's prompt_logprobs: per position, token id -> logprob, rank, text; the prompt's own token first."""
+def prompt_logprobs_json(found: PromptLogprobs | None) -> list[msgspec.Raw | None]:
+    """vLLM's prompt_logprobs: per position, token id -> logprob, rank, text; the prompt's own token first. Each position is encoded as
+    soon as it is made: this runs in a thread, and one call that takes long would hold up the others. None: of a prompt of one token."""
 
     def entry(token: TokenLogprob) -> Json:
         return {"logprob": max(token.logprob, -9999.0), "rank": token.rank, "decoded_token": token.text}
 
-    return [
-        None if p is None else {str(token.token_id): entry(token) for token in (p.token, *p.top)} for p in positions
-    ]
+    positions = positions_of(found) if found is not None else ()
+    each = (_encode({str(token.token_id): entry(token) for token in (p.token, *p.top)}) for p in positions)
+    return [None, *map(msgspec.Raw, each)]

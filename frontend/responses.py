@@ -9,7 +9,6 @@ from meshlm.frontend import nulls, reading, reasoning
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.logprobs import (
-    Position,
     by_id,
     chat_logprobs,
     completion_logprobs,
@@ -18,7 +17,8 @@ from meshlm.frontend.logprobs import (
 )
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind, FinishReason
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs
+from meshlm.protocol.logprobs import positions_of
+from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.token_edge import First
 
 Json = dict[str, Any]
@@ -80,7 +80,7 @@ class Response:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def shown(self, positions: Sequence[Position]) -> Sequence[Position]:
+    def shown(self, positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs]:
         """Logprobs with the names that the client wants for tokens."""
         return by_id(positions) if self.ask.tokens_as_ids else positions
 
@@ -91,11 +91,12 @@ class Response:
     def prompt_text(self, choice: Choice) -> Json:
         return {"prompt_text": self.prompt[choice.prompt_index].prompt_text if self.ask.return_prompt_text else None}
 
-    def echoed(self, choice: Choice, positions: Sequence[PositionLogprobs | None]) -> Json | None:
+    def echoed(self, choice: Choice, found: PromptLogprobs | None) -> Json | None:
         """The logprobs of an echoed prompt, if they are wanted."""
         if self.ask.logprobs < 0:
             return None
         accepted = self.prompt[choice.prompt_index]
+        positions = list(positions_of(found)) if found is not None else []
         return echoed_logprobs(self.shown(positions), accepted, self.ask.logprobs, self.ask.tokens_as_ids)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
@@ -116,7 +117,7 @@ class WholeResponse(Response):
         super().__init__(ask, request_id, created, model, on_end)
         self._texts: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[PositionLogprobs]] = {}
-        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def row(
         self,
@@ -125,13 +126,13 @@ class WholeResponse(Response):
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
+        prompt_logprobs: PromptLogprobs | None,
         first: First | None,
     ) -> None:
         self._texts.setdefault(choice.index, []).append(text)
         if logprobs:
             self._logprobs.setdefault(choice.index, []).extend(logprobs)
-        if prompt_logprobs:
+        if prompt_logprobs is not None:
             self._prompt_logprobs[choice.index] = prompt_logprobs
         if first is not None or finished is not None:
             self.note(choice, finished, first)
@@ -204,14 +205,14 @@ class WholeResponse(Response):
         """What is asked for of the prompt: beside a chat's choices, in each choice of a completion."""
         found = self.prompt_ids(choice)
         if self.ask.prompt_logprobs >= 0:  # a prompt of one token has none
-            found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs.get(choice.index, [None]))
+            found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs.get(choice.index))
         return found
 
     def _completion_logprobs(self, choice: Choice) -> Json | None:
         positions = [] if self.ask.prompt_only else self.shown(self._logprobs.get(choice.index, []))
         if not self.ask.echo:
             return completion_logprobs(positions, 0, self.ask.logprobs) if self.ask.logprobs >= 0 else None
-        of_prompt = self.echoed(choice, self._prompt_logprobs.get(choice.index, []))
+        of_prompt = self.echoed(choice, self._prompt_logprobs.get(choice.index))
         if of_prompt is None:
             return None
         offset = len(self.prompt[choice.prompt_index].prompt_text)

@@ -16,7 +16,7 @@ from meshlm.frontend.reading import Reader
 from meshlm.frontend.responses import Json, Response, visible_reason
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import FinishReason
-from meshlm.protocol.text_edge import Finished, PositionLogprobs
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.token_edge import First
 
 _encode = msgspec.json.Encoder().encode
@@ -54,7 +54,7 @@ class StreamResponse(Response):
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
+        prompt_logprobs: PromptLogprobs | None,
         first: First | None,
     ) -> None:
         index = choice.index
@@ -96,7 +96,7 @@ class StreamResponse(Response):
         if name is not None:
             self._write(b"id: %b\n%b" % (name, event))
 
-    def _begin(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> None:
+    def _begin(self, choice: Choice, prompt_logprobs: PromptLogprobs | None) -> None:
         """The constant parts of this choice's chunks; a chat's first chunk names the role, an echo gives the prompt."""
         index = choice.index
         self._begun.add(index)
@@ -117,13 +117,13 @@ class StreamResponse(Response):
             first = {"index": index, **nothing, **self._echo(choice, prompt_logprobs), **self.prompt_ids(choice)}
             self._emit(choice, self._event([first], usage), 0)
 
-    def _echo(self, choice: Choice, prompt_logprobs: list[PositionLogprobs | None] | None) -> Json:
+    def _echo(self, choice: Choice, prompt_logprobs: PromptLogprobs | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
         if not self.ask.echo:
             return {"text": "", "logprobs": None}
         accepted = self.prompt[choice.prompt_index]
         self._offsets[choice.index] = len(accepted.prompt_text)
-        return {"text": accepted.prompt_text, "logprobs": self.echoed(choice, prompt_logprobs or [])}
+        return {"text": accepted.prompt_text, "logprobs": self.echoed(choice, prompt_logprobs)}
 
     def _general(
         self,

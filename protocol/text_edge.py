@@ -9,7 +9,7 @@ from msgspec import Struct
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, Task
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.token_edge import First, LogprobColumns
 
 
 class TextPrompt(Struct, frozen=True, tag="text"):
@@ -101,6 +101,17 @@ class PositionLogprobs(Struct, frozen=True, array_like=True):
     token: TokenLogprob
     num_chars: int  # that the token brought to the text: none where its character goes on or it is not shown
     top: tuple[TokenLogprob, ...] = ()
+
+
+class PromptLogprobs(Struct, frozen=True):
+    """Log-probabilities of a prompt's tokens but the first, with what their texts need (logprobs.py makes the entries)."""
+
+    columns: LogprobColumns
+    token_ids: bytes  # int32[p + 1], the prompt
+    num_chars: bytes  # int32[p], that each token brought to the text
+    text_ids: bytes  # int32, each token of the prompt and of the likeliest once ...
+    texts: list[str]  # ... and its text, but for
+    cut: dict[int, bytes] = {}  # those that begin or end inside a character, and their bytes
 
 
 class Delivered(Struct, frozen=True, tag="delivered"):
@@ -225,7 +236,7 @@ class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
     texts: list[str]  # [n]; "" while a character or a possible stop string is incomplete
     finished: list[Finished] = []
     logprobs: dict[int, list[PositionLogprobs]] = {}  # row -> one per token
-    prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # row -> one per prompt token, first is None
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # row
     first: dict[int, First] = {}  # row -> what came with its first token
     timings_ns: tuple[int, ...] = ()  # of the newest step in it, as in token_edge.py
     pooled: dict[int, bytes] = {}  # row -> float32: the vector of a Pool, with its end

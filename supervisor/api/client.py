@@ -16,6 +16,7 @@ from msgspec import Struct
 from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
@@ -260,7 +261,7 @@ class Client:
             output.logprobs = (output.logprobs or []) + [logprobs_of(position) for position in news]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(p.token.logprob for p in news)
         if row in message.prompt_logprobs:
-            request.prompt_logprobs = [None if p is None else logprobs_of(p) for p in message.prompt_logprobs[row]]
+            request.prompt_logprobs = [None, *map(logprobs_of, positions_of(message.prompt_logprobs[row]))]
         if row in message.first and not known.begun:  # taken up again, it finds its own tokens
             known.begun = True
             request.num_cached_tokens = message.first[row].num_cached_tokens

@@ -9,6 +9,7 @@ from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.protocol.admit_edge import AbortRequests, Admit, EngineRequest
 from meshlm.protocol.columns import ints, pack_f32, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -68,7 +69,8 @@ class Connection:
             self.text += batch.texts[row]
             self.rows.append((start, batch.texts[row]))
             self.logprobs += batch.logprobs.get(row, ())
-            self.num_of_prompt += len(batch.prompt_logprobs.get(row, ()))
+            if row in batch.prompt_logprobs:
+                self.num_of_prompt += 1 + len(list(positions_of(batch.prompt_logprobs[row])))
             self.end = ends.get(row)
 
 

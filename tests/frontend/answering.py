@@ -11,19 +11,20 @@ from meshlm.frontend.choice import Choice
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
-from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.columns import pack_f32, pack_i32, unpack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     Accepted,
     Finished,
     PositionLogprobs,
+    PromptLogprobs,
     Submit,
     TextParams,
     TextPrompt,
     TokenLogprob,
 )
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.token_edge import First, LogprobColumns
 
 Json = dict[str, Any]
 FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}
@@ -100,7 +101,7 @@ def give(
     text: str,
     finished: Finished | None = None,
     logprobs: list[PositionLogprobs] | None = None,
-    prompt_logprobs: list[PositionLogprobs | None] | None = None,
+    prompt_logprobs: PromptLogprobs | None = None,
     num_cached: int | None = None,
 ) -> None:
     """One row of deltas, as request_tracker.py hands it on."""
@@ -164,10 +165,26 @@ def logprob(token_id: int, value: float, text: str, rank: int = 1) -> TokenLogpr
 
 HELLO = PositionLogprobs(logprob(7, -0.25, "Hé"), 2, (logprob(7, -0.25, "Hé"), logprob(8, -1.5, "Oh", 2)))
 WORLD = PositionLogprobs(logprob(9, -2.0, " w", 2), 2, (logprob(3, -0.5, " x"), logprob(4, float("-inf"), " y", 2)))
-OF_PROMPT: list[PositionLogprobs | None] = [
-    None,
-    PositionLogprobs(logprob(6, -3.0, " you", 4), 4, (logprob(2, -0.5, " me"),)),
-]
+
+
+def of_prompt(first: int, *positions: PositionLogprobs) -> PromptLogprobs:
+    """As it travels: of a prompt that begins with token `first`."""
+    own = [position.token for position in positions]
+    tops = [token for position in positions for token in position.top]
+    texts = {token.token_id: token.text for token in (*own, *tops)}
+    columns = LogprobColumns(
+        len(positions[0].top),
+        pack_f32(token.logprob for token in own),
+        pack_i32(token.rank for token in own),
+        pack_i32(token.token_id for token in tops),
+        pack_f32(token.logprob for token in tops),
+    )
+    prompt = pack_i32([first, *(token.token_id for token in own)])
+    num_chars = pack_i32(position.num_chars for position in positions)
+    return PromptLogprobs(columns, prompt, num_chars, pack_i32(texts), list(texts.values()))
+
+
+OF_PROMPT = of_prompt(5, PositionLogprobs(logprob(6, -3.0, " you", 4), 4, (logprob(2, -0.5, " me"),)))
 HELLO_CHAT = {
     "token": "Hé",
     "logprob": -0.25,

@@ -4,7 +4,7 @@ from array import array
 from typing import Any
 
 import pytest
-from answering import asking
+from answering import OF_PROMPT, asking
 from tracker_bench import D0, D1, a_desk, deltas, opened
 
 from meshlm.frontend.choice import Choice
@@ -86,11 +86,11 @@ def test_a_row_brings_what_belongs_to_it() -> None:
         *((choice, 0, [1]) for choice in client.choices),
         finished=[end],
         logprobs={0: at},
-        prompt_logprobs={1: [None, *at]},
+        prompt_logprobs={1: OF_PROMPT},
         first={0: First(16, 20, 30)},
     )
     assert tracker.deltas(batch, D0, 1.0) == []
-    assert client.rows == [(0, None, at, None, First(16, 20, 30)), (1, end, None, [None, *at], None)]
+    assert client.rows == [(0, None, at, None, First(16, 20, 30)), (1, end, None, OF_PROMPT, None)]
     assert client.choices[1].finished == end
     assert tracker.load == {D0: 1}
     tracker.check()

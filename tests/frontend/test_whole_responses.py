@@ -20,6 +20,7 @@ from answering import (
     echoed_logprobs,
     give,
     logprob,
+    of_prompt,
     whole,
     whole_usage,
 )
@@ -206,7 +207,7 @@ def test_an_echo_shows_as_many_logprobs_of_the_prompt_as_of_the_answer() -> None
     """prompt_logprobs may ask for more; they have a place of their own."""
     many = PositionLogprobs(logprob(6, -3.0, " you", 4), 4, (logprob(2, -0.5, " me"), logprob(3, -0.75, " us")))
     answer, _ = whole(asking(False, echo=True, logprobs=1, prompt_logprobs=2))
-    give(answer, 0, [7], "Hé", STOP, prompt_logprobs=[None, many], logprobs=[HELLO])
+    give(answer, 0, [7], "Hé", STOP, prompt_logprobs=of_prompt(5, many), logprobs=[HELLO])
     (choice,) = body(answer)["choices"]
     assert list(choice["logprobs"]["top_logprobs"][1].items()) == [(" you", -3.0), (" me", -0.5)]
     assert list(choice["prompt_logprobs"][1]) == ["6", "2", "3"]

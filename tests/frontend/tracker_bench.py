@@ -7,7 +7,15 @@ from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, Submit, TextDeltas, TextPrompt
+from meshlm.protocol.text_edge import (
+    Accepted,
+    Finished,
+    PositionLogprobs,
+    PromptLogprobs,
+    Submit,
+    TextDeltas,
+    TextPrompt,
+)
 from meshlm.protocol.token_edge import First
 from meshlm.runtime.events import Send
 
@@ -47,7 +55,7 @@ class Client:
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
+        prompt_logprobs: PromptLogprobs | None,
         first: First | None,
     ) -> None:
         self.text(choice, token_ids, text)

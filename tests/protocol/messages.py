@@ -88,6 +88,9 @@ TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5)
 RANK_STATS = control.RankStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11)
+OF_PROMPT = text.PromptLogprobs(
+    COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}
+)
 FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n")
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
@@ -133,6 +136,7 @@ FULL: tuple[Struct, ...] = (
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
     TOKEN_LOGPROB,
     POSITION,
+    OF_PROMPT,
     FINISHED,
     text.TextDeltas(
         handles=pack_i32([1, 2]),
@@ -142,7 +146,7 @@ FULL: tuple[Struct, ...] = (
         texts=["ab", ""],
         finished=[FINISHED],
         logprobs={0: [POSITION, POSITION]},
-        prompt_logprobs={0: [None, POSITION]},
+        prompt_logprobs={0: OF_PROMPT},
         first={0: token.First(16, 20, 30, 1)},
         timings_ns=(1, 2, 3),
         pooled={1: pack_f32([0.5])},
