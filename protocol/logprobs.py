@@ -1,7 +1,7 @@
 """From columns of log-probabilities, as they travel, to entries, as clients read them. Pure.
 
-The detokenizer, which knows every token's text, makes the entries of output tokens. Those of a prompt may be a million, so they travel
-as columns (PromptLogprobs), and who answers the client makes the entries, one position after the other.
+The detokenizer, which knows every token's text, makes the entries of output tokens. Those of a prompt may be a quarter of a million, so
+they travel as columns (PromptLogprobs), and who answers the client makes the entries, one position after the other.
 """
 
 import codecs
