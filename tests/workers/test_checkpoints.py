@@ -9,13 +9,14 @@ from gguf_models import SPEC, write_gguf
 from msgspec.structs import replace
 from safetensors.torch import save_file
 from small_models import SMALL, load, resolved
+from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import load_model
-from meshlm.workers.weights.sources import shapes
+from meshlm.workers.weights.sources import Mapped, shapes, unpacked
 
 Weights = dict[str, Tensor]
 LAYER = "model.layers.1."
@@ -134,3 +135,21 @@ def test_tensors_of_a_gguf_file_that_nobody_uses(tmp_path: Path) -> None:
     write_gguf(path, {}, replace(SPEC, qk_norm=True))
     with pytest.raises(ProcessFatal, match=r"4 tensors that LlamaForCausalLM .*blk\.0\.attn_q_norm\.weight.*, \.\.\."):
         load(path)
+
+
+def test_a_tensor_that_holds_several_weights_has_all_their_rows() -> None:
+    """It would else give the next weight's rows to the one before."""
+    spec = spec_of(hidden_size=8, num_attention_heads=2, head_dim=4)
+    packed = {"self_attn.qkv_proj": tuple(f"self_attn.{stem}_proj" for stem in "qkv")}
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    whole = torch.arange(24 * 8.0).reshape(24, 8)
+    found = dict(unpacked([(name, Mapped(whole))], replace(spec, num_key_value_heads=2), packed))
+    assert list(found) == [f"model.layers.0.self_attn.{stem}_proj.weight" for stem in "qkv"]
+    assert torch.equal(torch.cat([source.whole() for source in found.values()]), whole)
+    keys = found["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(keys.part(0, 2, 5), whole[10:13])
+    assert torch.equal(keys.part(1, 2, 5), whole[8:16, 2:5])
+    with pytest.raises(ProcessFatal, match=r"qkv_proj\.weight has shape \(24, 8\); it must have 16 rows"):
+        dict(unpacked([(name, Mapped(whole))], spec, packed))
+    other = "model.layers.7.self_attn.qkv_proj.weight"
+    assert list(dict(unpacked([(other, Mapped(whole))], spec, packed))) == [other], "the check of tensors will name it"

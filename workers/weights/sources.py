@@ -4,8 +4,10 @@ Each is a Source: its shape is known, and a part of it is read only when asked f
 """
 
 import contextlib
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +15,14 @@ import torch
 from torch import Tensor
 
 from meshlm.architectures.family import Weight
-from meshlm.architectures.registry import weights_of
+from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.weights.gguf_source import encoded_tensors
 
 DUMMY_STD = 0.02
+_OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+)\.(?P<kind>weight|bias)")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -42,6 +45,13 @@ def sources(
     path: Path, load_format: str, spec: ModelSpec, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Source]]:
     """(name, tensor) of all weights; a tensor can be read until the next one is asked for. ProcessFatal."""
+    found, family = _sources(path, load_format, spec, device, seed), family_of(spec.architecture)
+    return found if family is None or not family.packed else unpacked(found, spec, family.packed)
+
+
+def _sources(
+    path: Path, load_format: str, spec: ModelSpec, device: torch.device, seed: int
+) -> Iterator[tuple[str, Source]]:
     match load_format:
         case "safetensors":
             return _safetensors(_files(path, load_format), device)
@@ -59,6 +69,41 @@ def _files(path: Path, load_format: str) -> tuple[Path, ...]:
         return weight_files(path, load_format).files
     except ModelFilesError as error:
         raise ProcessFatal(str(error)) from None
+
+
+class _Rows:
+    """Some rows of a tensor that holds several weights."""
+
+    def __init__(self, source: Source, begin: int, end: int) -> None:
+        self._source, self._begin, self._end = source, begin, end
+        self.shape, self.dtype = (end - begin, *source.shape[1:]), source.dtype
+
+    def part(self, dim: int, begin: int, end: int) -> Tensor:
+        if dim == 0:
+            return self._source.part(0, self._begin + begin, self._begin + end)
+        return self._source.part(dim, begin, end)[self._begin : self._end]
+
+    def whole(self) -> Tensor:
+        return self.part(0, 0, self.shape[0])
+
+
+def unpacked(
+    tensors: Iterable[tuple[str, Source]], spec: ModelSpec, packed: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, Source]]:
+    """Tensors that hold several weights (Family.packed) as those weights. ProcessFatal names one that has other rows than they."""
+    weights = weights_of(spec)
+    for name, source in tensors:
+        match = _OF_LAYER.fullmatch(name)
+        stems = packed.get(match["stem"]) if match else None
+        names = [f"model.{match['layer']}.{stem}.{match['kind']}" for stem in stems] if match and stems else []
+        if not names or any(weight not in weights for weight in names):
+            yield name, source  # the model has no such layer, or no such bias: check.py will say it
+            continue
+        ends = list(accumulate(weights[weight].shape[0] for weight in names))
+        if source.shape[:1] != (ends[-1],):
+            raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {ends[-1]} rows")
+        for weight, begin, end in zip(names, [0, *ends], ends, strict=False):
+            yield weight, _Rows(source, begin, end)
 
 
 class _Slice:
