@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from meshlm.architectures import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from meshlm.architectures import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from meshlm.architectures.family import Family, Weight
 from meshlm.protocol.model import ModelSpec
 
@@ -41,5 +41,5 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
     return {weight.name: weight for weight in _FAMILIES[spec.architecture].weights(spec)}
 
 
-for _family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma2.FAMILY, gemma3.FAMILY):
+for _family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma2.FAMILY, gemma3.FAMILY, phi3.FAMILY):
     register(_family)

@@ -43,6 +43,10 @@ CASES = {
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "phi3": (
+        "Phi3Config",
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "sliding_window": 7},
+    ),
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-linear": ("Gemma3TextConfig", GEMMA | {"layer_types": MIXED, "rope_parameters": BY_KIND}),

@@ -38,6 +38,7 @@ CASES = {
     "mistral": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "phi3": ("Phi3Config", {}),
     "gemma2": ("Gemma2Config", GEMMA),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }
