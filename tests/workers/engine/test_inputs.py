@@ -1,0 +1,102 @@
+"""Plain torch prepares the same inputs as the kernels do (in the interpreter, no GPU): so a CPU proves what a GPU runs."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from meshlm.protocol.ids import Row, StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.workers.engine.changes import I32
+from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.inputs import Inputs, TorchInputs
+from meshlm.workers.engine.rows import DeviceRows
+from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
+
+CPU = torch.device("cpu")
+ROWS, LENGTH, BLOCK = 6, 90, 8
+
+
+class AtOnce(Staging):
+    """Copies without a GPU."""
+
+    def __init__(self) -> None:
+        pass
+
+    def send(self, values: I32, to: Tensor) -> None:
+        to[: len(values)] = torch.from_numpy(values)
+
+
+def plans() -> list[StepPlan]:
+    """Prompts, a chunk beside decodes, decodes alone, a row that is taken again; blocks come with and after their rows."""
+    dice = np.random.default_rng(0)
+
+    def new(row: int, length: int, blocks: list[int]) -> NewRow:
+        tokens = dice.integers(1, 99, length).astype(np.int32).tobytes()
+        biased = SamplingParams(temperature=0.7, seed=2**62 + row, logit_bias={5: 1.5, 9: -2.0}, presence_penalty=0.5)
+        return NewRow(Row(row), tokens, length, np.array(blocks, np.int32).tobytes(), biased)
+
+    def plan(
+        rows: list[int], starts: list[int], counts: list[int], samples: list[bool] | None, **rest: object
+    ) -> StepPlan:
+        columns = (np.array(column, np.int32).tobytes() for column in (rows, starts, counts))
+        chosen = b"" if samples is None else bytes(samples)
+        return StepPlan(1, StepId(1), *columns, chosen, sum(counts), **rest)  # type: ignore[arg-type]
+
+    def blocks(*pairs: tuple[int, int]) -> dict[str, bytes]:
+        rows, ids = (np.array(column, np.int32).tobytes() for column in zip(*pairs, strict=True))
+        return {"block_rows": rows, "block_ids": ids}
+
+    known = np.array([41], np.int32).tobytes()
+    return [
+        plan([4, 1], [0, 0], [10, 17], None, new_rows=[new(4, 10, [7, 3]), new(1, 17, [5, 9, 2])]),
+        plan([1, 4, 0], [17, 10, 0], [1, 1, 6], [True, True, False], new_rows=[new(0, 9, [11])], **blocks((0, 12))),
+        plan([4, 1], [11, 18], [1, 1], None, input_ids=known),
+        plan(
+            [1, 0, 4], [19, 6, 0], [1, 3, 16], None, new_rows=[new(4, 16, [3, 8])], **blocks((1, 20), (1, 21), (4, 30))
+        ),
+    ]
+
+
+def send(rows: DeviceRows, inputs: Inputs, plan: StepPlan) -> StepColumns:
+    changes, segments = rows.changes(plan)
+    step = StepColumns(plan)
+    inputs.send(step, step.n, changes, segments, step.places())
+    return step
+
+
+def test_torch_and_the_kernels_prepare_the_same() -> None:
+    ours, theirs = DeviceRows(ROWS, LENGTH, BLOCK, CPU), DeviceRows(ROWS, LENGTH, BLOCK, CPU)
+    torch_inputs, kernels = TorchInputs(ours), TritonInputs(theirs, AtOnce(), CPU)
+    for plan in plans():
+        found = torch_inputs.of_step(send(ours, torch_inputs, plan))
+        step = send(theirs, kernels, plan)
+        expected = kernels.of_step(step)
+        assert torch.equal(ours.state, theirs.state)
+        for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert found.num_decodes == expected.num_decodes
+        lens = (step.starts + step.counts).tolist()
+        assert found.seq_lens.tolist() == lens
+        assert found.query_lens == tuple(step.counts[found.num_decodes :].tolist())
+        assert found.context_lens == tuple(lens[found.num_decodes :])
+        assert found.max_decode_len == max(lens[: found.num_decodes], default=0)
+        width = -(-max(lens) // BLOCK)
+        assert found.block_tables.tolist() == theirs.block_tables[step.rows.tolist(), :width].tolist()
+
+
+def test_nothing_that_changes_is_nothing_that_is_written() -> None:
+    rows = DeviceRows(ROWS, LENGTH, BLOCK, CPU)
+    inputs = TorchInputs(rows)
+    send(rows, inputs, plans()[0])
+    before = rows.state.clone()
+    decodes = (np.array(column, np.int32).tobytes() for column in ([4, 1], [10, 17]))
+    found = inputs.of_step(send(rows, inputs, StepPlan(1, StepId(2), *decodes, b"", b"", 2)))
+    assert torch.equal(rows.state, before)
+    assert found.slot_mapping.tolist() == [3 * BLOCK + 2, 2 * BLOCK + 1]
