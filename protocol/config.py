@@ -64,6 +64,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Meta(description="how the weights must be quantised; empty: as the model's files say", extra={"short": "-q"}),
+    ] = ""
     seed: (
         Annotated[int, Meta(ge=0, description="of dummy weights, and of the seeds that requests without one get")]
         | None

@@ -64,6 +64,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError(
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
         )
+    _check_quantization(config, files)
     if config.worker.compile == "inductor" and device != "cuda":
         raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
     if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
@@ -100,6 +101,17 @@ def resolve(config: MeshConfig) -> MeshConfig:
     config = msgspec.structs.replace(config, resolved=resolved)
     digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _check_quantization(config: MeshConfig, files: model_files.ModelFiles) -> None:
+    """Weights are never quantised here: the flag may only say what they are."""
+    spec, asked = files.spec.quantization, config.model.quantization
+    found = "gguf" if files.load_format == "gguf" else "" if spec is None else spec.method
+    if asked not in ("", found):
+        what = f"are quantised with {found}" if found else "are not quantised"
+        raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}; leave it out")
+    if config.worker.compile == "inductor" and spec is not None:
+        raise UsageError(f"--compile inductor: it is not there for weights quantised with {found}; use none")
 
 
 def _check_template_kwargs(text: str) -> None:

@@ -106,10 +106,7 @@ _BLOCKS = "blocks are not sampled; GET /metrics has the use of the KV cache"
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
 _TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
 
-_QUANTISED = (
-    "a GGUF file needs no flag (in float32 on a CPU its weights stay quantised, elsewhere they are dequantised at load); "
-    "others are not served quantised yet"
-)
+_QUANTISED = "weights are served as their files have them; none are quantised while they are loaded"
 # Asks for what is not there: refused, with what to do instead.
 ABSENT = {
     "--enable-lora": _LORA,
@@ -136,8 +133,6 @@ ABSENT = {
     "--enable-prompt-embeds": "a prompt is text or token ids",
     "--uds": "--host and --port are where it listens; put a proxy before it for a Unix socket",
     "--grpc": "HTTP is what is spoken",
-    "--quantization": _QUANTISED,
-    "-q": _QUANTISED,
     "--speculative-config": _SPECULATION,
     "--kv-transfer-config": "KV transfer between meshes is not there yet",
     "--kv-events-config": "KV events are not published",

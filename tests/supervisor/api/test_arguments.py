@@ -38,7 +38,7 @@ def test_vllms_names_and_values() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("quantization", "fp8", "quantization: "),
+        ("quantization_config", "x", "weights are served as their files have them"),
         ("enable_lora", True, "LoRA"),
         ("task", "embed", "generation is the only task"),
         ("max_model_len", "long", "max_model_len"),

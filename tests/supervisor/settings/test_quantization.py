@@ -1,0 +1,45 @@
+"""--quantization may only say what the weights are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import CONFIG, folder_with
+
+from meshlm.protocol.config import Resolved
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import flags, resolve
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def resolved(folder: Path, written: Any, **settings: Any) -> Resolved:
+    model = folder_with(folder, **{"config.json": {**CONFIG, "quantization_config": written}})
+    found = resolve.resolve(flags.build({"model": model, "device": "cpu", **settings}, None)).resolved
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("asked", ["", "fp8"])
+def test_what_the_files_say(asked: str, tmp_path: Path) -> None:
+    spec = resolved(tmp_path, FP8, quantization=asked).spec
+    assert spec.quantization is not None
+    assert spec.quantization.method == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "said"),
+    [
+        (FP8, "compressed-tensors", "--quantization compressed-tensors: the weights of .* are quantised with fp8"),
+        (None, "fp8", "--quantization fp8: the weights of .* are not quantised"),
+        (None, "awq", "--quantization awq: the weights"),
+    ],
+)
+def test_what_they_are_not(found: Any, asked: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        resolved(tmp_path, found, quantization=asked)
+
+
+def test_compiled_functions_know_no_scales(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--compile inductor: it is not there for weights quantised with fp8"):
+        resolved(tmp_path, FP8, device="cuda", compile="inductor")
