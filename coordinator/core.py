@@ -29,7 +29,7 @@ from meshlm.protocol.admit_edge import (
     ReportLoad,
     Returned,
     Routed,
-    SchedulerLife,
+    SchedulerIncarnation,
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
@@ -180,7 +180,7 @@ class Coordinator:
             for request_id in requests:
                 del self.owner[request_id]
             self.moving.begin(requests, now)
-            rank_lost = RankLost(SchedulerLife(lost.identity, lost.incarnation))
+            rank_lost = RankLost(SchedulerIncarnation(lost.identity, lost.incarnation))
             told += [Send(identity, rank_lost) for identity in self.members if identity.role is Role.DETOKENIZER]
         elif lost.identity.role is Role.DETOKENIZER:
             self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
@@ -269,7 +269,7 @@ class Coordinator:
             self.router.drop(self.ranks[before], work.request_id)
             others: Iterable[Identity] = (before,)
         else:
-            # Routed by an earlier life of this process, maybe: every rank is told.
+            # Routed by an earlier incarnation of this process, maybe: every rank is told.
             others = self.ranks if work.attempt and not nowhere else ()
         abort = AbortRequests((work.request_id,))
         return [Send(other, abort) for other in others if other != rank.identity]

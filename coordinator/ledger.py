@@ -5,7 +5,7 @@ Plain data with sums that are kept up to date; changed by routing.py.
 
 from dataclasses import dataclass, field
 
-from meshlm.protocol.admit_edge import Load, SchedulerLife
+from meshlm.protocol.admit_edge import Load, SchedulerIncarnation
 from meshlm.protocol.control_edge import GraphCounts, RankStats
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """One life of one scheduler."""
+    """One incarnation of one scheduler."""
 
     identity: Identity
     incarnation: Incarnation
@@ -39,7 +39,7 @@ class Rank:
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    unknown_tokens: int = 0  # of requests that an earlier life of the coordinator dispatched
+    unknown_tokens: int = 0  # of requests that an earlier incarnation of the coordinator dispatched
     num_unstarted: int = 0
     num_fresh: int = 0  # dispatched since its last word
     score: float = 0.0
@@ -60,8 +60,8 @@ class Rank:
         return self.load is not None and self.load.serving and not self.retiring
 
     @property
-    def life(self) -> SchedulerLife:
-        return SchedulerLife(self.identity, self.incarnation)
+    def scheduler_incarnation(self) -> SchedulerIncarnation:
+        return SchedulerIncarnation(self.identity, self.incarnation)
 
     @property
     def kv_pressure(self) -> float:
@@ -99,7 +99,7 @@ class Rank:
             graphs=self.graphs,
             busy_ns=load.busy_ns,
             idle_ns=load.idle_ns,
-            life=self.incarnation,
+            incarnation=self.incarnation,
         )
 
     @property

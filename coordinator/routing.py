@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import MAX_CHUNKS, Chain, Found, PrefixIndex, chain_of
-from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerLife, Started
+from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerIncarnation, Started
 from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 Policy = Literal["cache-aware", "least-loaded", "round-robin"]
-Over = dict[Identity, Incarnation]  # schedulers whose lives up to this one have ended
+Over = dict[Identity, Incarnation]  # schedulers whose incarnations up to this one have ended
 
 PREFILL_WEIGHT = 0.5  # a prompt token to compute, in outstanding decode tokens
 MISS_WEIGHT = 1.0  # the same of the request itself: it waits for them, and they take time from all others
@@ -86,14 +86,14 @@ class Router:
     # --- choosing ---
 
     def choose(
-        self, work: EngineRequest, wanted: int = -1, lost: Iterable[SchedulerLife] = (), again: bool = False
+        self, work: EngineRequest, wanted: int = -1, lost: Iterable[SchedulerIncarnation] = (), again: bool = False
     ) -> Choice | None:
-        """The rank for a request: the wanted one, or the policy's; none of those lives that are `lost`, or that came before
+        """The rank for a request: the wanted one, or the policy's; none of those incarnations that are `lost`, or that came before
         them. None when none may have it.
 
         `again`: it is taken from a rank for the sake of balance, which round-robin would not give.
         """
-        over: Over = {life.scheduler: life.incarnation for life in lost}
+        over: Over = {one.scheduler: one.incarnation for one in lost}
         if self.policy == "round-robin" and wanted == -1 and not again:
             rank = self._next(over)
             return None if rank is None else Choice(rank, [], [], 0)
@@ -247,5 +247,5 @@ def _cached(found: Found, number: int) -> int:
 
 
 def _is_over(rank: Rank, over: Over) -> bool:
-    """Whether a detokenizer saw this life end; the coordinator may not have heard yet."""
+    """Whether a detokenizer saw this incarnation end; the coordinator may not have heard yet."""
     return bool(over) and rank.incarnation <= over.get(rank.identity, 0)

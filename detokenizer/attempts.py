@@ -1,7 +1,7 @@
 """Attempts: which scheduler computes each request of the journal, and where it goes on when processes die. Pure.
 
 A layer between the journal, which keeps the requests, and core.py's Detokenizer, which decodes their tokens. Owns what is known of
-the lives of schedulers and the coordinator, and all that is said to the coordinator: Admit and AbortRequests. Never decodes.
+the incarnations of schedulers and the coordinator, and all that is said to the coordinator: Admit and AbortRequests. Never decodes.
 """
 
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from itertools import zip_longest
 from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
+from meshlm.detokenizer.incarnations import Incarnations
 from meshlm.detokenizer.journal import Journal
-from meshlm.detokenizer.lives import Lives
 from meshlm.detokenizer.request_state import RequestState, RequestStatus
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.token_edge import Disown, StillThere
@@ -28,7 +28,7 @@ class Attempts(Journal):
 
     def __init__(self, table: TokenTable, retry_window_s: float) -> None:
         super().__init__(table, retry_window_s)
-        self._lives = Lives()
+        self._incarnations = Incarnations()
         self._aborts = Aborts()
 
     # --- one attempt ---
@@ -50,19 +50,19 @@ class Attempts(Journal):
 
     def _ask(self, request: RequestState) -> list[Effect]:
         """Ask the coordinator for a rank. While it is away this waits for `_up`."""
-        request.asked = self._lives.coordinator
+        request.asked = self._incarnations.coordinator
         if not request.asked:
             return []
-        return [Send(COORDINATOR, Admit(request.work(), request.submit.dp_rank, self._lives.ended))]
+        return [Send(COORDINATOR, Admit(request.work(), request.submit.dp_rank, self._incarnations.ended))]
 
     def _routed(self, routed: Routed) -> list[Effect]:
         request = self.by_handle.get(routed.handle)
         if request is None:
             return []
-        request.scheduler = SchedulerLife(routed.scheduler, routed.incarnation)
-        return self._leave(routed.scheduler) if self._lives.over(routed.scheduler, routed.incarnation) else []
+        request.scheduler = SchedulerIncarnation(routed.scheduler, routed.incarnation)
+        return self._leave(routed.scheduler) if self._incarnations.over(routed.scheduler, routed.incarnation) else []
 
-    def _heard(self, handle: int, scheduler: SchedulerLife) -> None:
+    def _heard(self, handle: int, scheduler: SchedulerIncarnation) -> None:
         """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
         request = self.by_handle.get(handle)
         if request is not None:
@@ -75,16 +75,16 @@ class Attempts(Journal):
 
     def _say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
         self._aborts.said(request_ids)
-        return [Send(COORDINATOR, AbortRequests(request_ids))] if self._lives.coordinator else []
+        return [Send(COORDINATOR, AbortRequests(request_ids))] if self._incarnations.coordinator else []
 
     def _stranger(self, sender: Identity, handle: int) -> list[Effect]:
         return [Send(sender, Disown(pack_i32([handle])))] if self._aborts.stranger(handle) else []
 
-    # --- lives and deaths ---
+    # --- incarnations and deaths ---
 
     def _up(self, event: PeerUp) -> list[Effect]:
-        was_lost = SchedulerLife(event.identity, event.incarnation) in self._lives.ended
-        self._lives.up(event.identity, event.incarnation)
+        was_lost = SchedulerIncarnation(event.identity, event.incarnation) in self._incarnations.ended
+        self._incarnations.up(event.identity, event.incarnation)
         if event.identity == COORDINATOR:
             aborted = self._aborts.again({request.work_id for request in self.by_id.values()})
             effects: list[Effect] = [Send(COORDINATOR, AbortRequests(aborted))] if aborted else []
@@ -97,7 +97,7 @@ class Attempts(Journal):
         waiting = [request for request in self.by_handle.values() if request.scheduler is None]
         return [effect for request in waiting for effect in self._next_attempt(request)]
 
-    def _rank_lost(self, lost: SchedulerLife) -> list[Effect]:
+    def _rank_lost(self, lost: SchedulerIncarnation) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
         unheard = [request for request in self.by_handle.values() if request.scheduler == lost and not request.heard]
         heard = [request for request in self.by_handle.values() if request.scheduler == lost and request.heard]
@@ -113,29 +113,33 @@ class Attempts(Journal):
         return [Send(scheduler, StillThere(pack_i32(handles))) for scheduler, handles in found.items()]
 
     def _ask_anew(self, request: RequestState) -> list[Effect]:
-        """A new life of the coordinator knows of no request. One that no scheduler has answered may have been lost."""
+        """A new incarnation of the coordinator knows of no request. One that no scheduler has answered may have been lost."""
         if request.heard:
             return []
         if not request.asked:
             return self._ask(request)
         if request.scheduler is None:
             return self._admit_again(request)
-        request.asked = self._lives.coordinator
+        request.asked = self._incarnations.coordinator
         rank = request.scheduler.scheduler.index
-        return [Send(COORDINATOR, Admit(request.work(), rank, self._lives.ended, again=True))]
+        return [Send(COORDINATOR, Admit(request.work(), rank, self._incarnations.ended, again=True))]
 
     def _lost(self, event: PeerLost) -> list[Effect]:
         """The coordinator or a scheduler died, or cannot be reached."""
-        self._lives.lost(event.identity, event.incarnation)
+        self._incarnations.lost(event.identity, event.incarnation)
         return self._leave(event.identity)
 
     def _leave(self, scheduler: Identity) -> list[Effect]:
-        """What lives of this scheduler had that are over goes on elsewhere."""
+        """What incarnations of this scheduler had that are over goes on elsewhere."""
         effects: list[Effect] = []
         for request in list(self.by_handle.values()):
-            life = request.scheduler
-            if life is not None and life.scheduler == scheduler and self._lives.over(scheduler, life.incarnation):
-                self._lives.lost(scheduler, life.incarnation)  # the coordinator is told, who may not know
+            placed = request.scheduler
+            if (
+                placed is not None
+                and placed.scheduler == scheduler
+                and self._incarnations.over(scheduler, placed.incarnation)
+            ):
+                self._incarnations.lost(scheduler, placed.incarnation)  # the coordinator is told, who may not know
                 effects += self._admit_again(request)
         return effects
 
@@ -175,6 +179,10 @@ class Attempts(Journal):
             assert request.handle == handle
             assert self.by_id.get(request.request_id) is request, "an admitted request that is not in the journal"
             assert len(request.output_token_ids) <= request.sampling.max_tokens, "more tokens than allowed"
-            life, asked = request.scheduler, request.asked
-            assert life is None or not self._lives.over(life.scheduler, life.incarnation), "left with a dead scheduler"
-            assert request.heard or asked == self._lives.coordinator or not self._lives.coordinator, "nobody was asked"
+            placed, asked = request.scheduler, request.asked
+            assert placed is None or not self._incarnations.over(placed.scheduler, placed.incarnation), (
+                "left with a dead scheduler"
+            )
+            assert request.heard or asked == self._incarnations.coordinator or not self._incarnations.coordinator, (
+                "nobody was asked"
+            )

@@ -16,7 +16,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
-from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerLife
+from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
@@ -41,11 +41,11 @@ class Detokenizer(Attempts):
     """See the module docstring."""
 
     def __init__(
-        self, table: TokenTable, vocab_size: int, max_model_len: int, retry_window_s: float = 60.0, life: int = 0
+        self, table: TokenTable, vocab_size: int, max_model_len: int, retry_window_s: float = 60.0, incarnation: int = 0
     ) -> None:
         super().__init__(table, retry_window_s)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
-        self._life = life
+        self._incarnation = incarnation
         self.jobs: dict[int, list[RequestState]] = {}
         self._next_job = 0
         self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
@@ -115,7 +115,7 @@ class Detokenizer(Attempts):
             # Other detokenizers, and this one earlier, may have asked for it too: for another connection, or before the frontend's
             # link was lost. What is said of those (an abort, an older attempt) is not of this one.
             if submit.retry is not None or submit.attempt:
-                request.work_id = RequestId(f"{request_id}-{self._life:x}-{request.handle}")
+                request.work_id = RequestId(f"{request_id}-{self._incarnation:x}-{request.handle}")
             self.by_id[request_id] = request
             self.keyed.add(request)
             requests.append(request)
@@ -167,7 +167,7 @@ class Detokenizer(Attempts):
     def _tokens(self, event: Received, deltas: TokenDeltas) -> list[Effect]:
         sender = event.sender
         for row in deltas.first:
-            self._heard(unpack_i32(deltas.handles)[row], SchedulerLife(sender, event.incarnation))
+            self._heard(unpack_i32(deltas.handles)[row], SchedulerIncarnation(sender, event.incarnation))
         return self._uneven(sender, deltas) if deltas.counts else self._one_each(sender, deltas)
 
     def _uneven(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:

@@ -234,8 +234,8 @@ class DetokenizerApp:
             case Cancel():
                 self._questions.cancel(peer, message.handle)
                 return
-        life = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
-        self._do(Received(peer, life, message))
+        incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
+        self._do(Received(peer, incarnation, message))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._do(PeerUp(peer, incarnation))

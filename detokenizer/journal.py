@@ -178,5 +178,5 @@ class Journal:
 
 
 def is_of(request: RequestState, frontend: Identity, incarnation: Incarnation) -> bool:
-    """Whether this life of a frontend has the request."""
+    """Whether this incarnation of a frontend has the request."""
     return request.frontend == frontend and request.frontend_incarnation == incarnation

@@ -5,7 +5,7 @@ from enum import Enum
 
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.protocol.admit_edge import EngineRequest, SchedulerLife
+from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, Submit, piece_len
@@ -87,8 +87,8 @@ class RequestState:
         self.prompt: array[int] = array("i")
         self.output_token_ids: array[int] = array("i")
         self.sampling: SamplingParams = submit.sampling
-        self.asked = Incarnation(0)  # the life of the coordinator that this attempt's Admit went to; 0: none yet
-        self.scheduler: SchedulerLife | None = None  # which has this attempt
+        self.asked = Incarnation(0)  # the incarnation of the coordinator that this attempt's Admit went to; 0: none yet
+        self.scheduler: SchedulerIncarnation | None = None  # which has this attempt
         self.heard = False  # tokens of this attempt came
         self.deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
         self.begun_with = 0  # tokens that there were after the last such death

@@ -40,7 +40,9 @@ class Choice:
         self.submit, self.handle = submit, handle
         self.detokenizer: Identity | None = None
         self.token_ids: array[int] = array("i")
-        self.logprobs: list[PositionLogprobs] = []  # of token_ids; only with a Retry, for its detokenizer's next life
+        self.logprobs: list[
+            PositionLogprobs
+        ] = []  # of token_ids; only with a Retry, for its detokenizer's next incarnation
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
         self.engine = ""  # the rank that computes it, as clients know it; "" before its first token

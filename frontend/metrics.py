@@ -89,8 +89,8 @@ _REFUSALS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0
 _CHOICES = (1, 2, 5, 10, 20)
 
 _ENGINE = ("model_name", "engine")
-# Of a count that another process keeps: its sum over that process' lives is the counter. `exposition` adds them up.
-_LIFE = "life"
+# Of a count that another process keeps: its sum over that process' incarnations is the counter. `exposition` adds them up.
+_INCARNATION = "incarnation"
 _RANK_GAUGES = (
     ("num_requests_running", "Requests in the running batch."),
     ("num_requests_waiting", "Requests that wait for a place in the batch."),
@@ -201,8 +201,10 @@ class Metrics:
             buckets=_REFUSALS,
         ).labels(model)
         self._gauges = [_shared(name, text, *_ENGINE) for name, text in _RANK_GAUGES]
-        self._counters = [_shared(f"{name}_total", text, *_ENGINE, _LIFE) for name, text in _RANK_COUNTERS]
-        self._graphs = [_shared(f"{name}_total", text, *_ENGINE, _LIFE, key) for name, text, key in _GRAPH_COUNTERS]
+        self._counters = [_shared(f"{name}_total", text, *_ENGINE, _INCARNATION) for name, text in _RANK_COUNTERS]
+        self._graphs = [
+            _shared(f"{name}_total", text, *_ENGINE, _INCARNATION, key) for name, text, key in _GRAPH_COUNTERS
+        ]
         held = "Requests that wait for a scheduler that serves."
         self._held = _shared("num_requests_held", held, "model_name").labels(model)
         self._known: set[str] = set()
@@ -234,10 +236,10 @@ class Metrics:
                 rank.idle_ns / 1e9,
             )
             for counter, count in zip(self._counters, counts, strict=True):
-                counter.labels(*engine, str(rank.life)).set(count)
+                counter.labels(*engine, str(rank.incarnation)).set(count)
             for counter, named in zip(self._graphs, (rank.graphs.replays, rank.graphs.misses), strict=True):
                 for label, count in named.items():
-                    counter.labels(*engine, str(rank.graphs.life), label).set(count)
+                    counter.labels(*engine, str(rank.graphs.incarnation), label).set(count)
 
 
 def _shared(name: str, text: str, *labels: str) -> Gauge:
@@ -270,7 +272,7 @@ class _Bulk:
 
 
 class _Summed(Collector):
-    """What another collector has, with the counts of processes' lives added up: they are counters, and never fall."""
+    """What another collector has, with the counts of processes' incarnations added up: they are counters, and never fall."""
 
     def __init__(self, registry: Collector) -> None:
         self._registry = registry
@@ -284,7 +286,7 @@ class _Summed(Collector):
 def _counter(metric: Metric) -> Metric:
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in metric.samples:
-        labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key != _LIFE))
+        labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key != _INCARNATION))
         sums[labels] = sums.get(labels, 0.0) + sample.value
     found = Metric(metric.name.removesuffix("_total"), metric.documentation, "counter")
     found.samples = [Sample(metric.name, dict(labels), value) for labels, value in sums.items()]

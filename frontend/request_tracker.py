@@ -188,7 +188,7 @@ class RequestTracker:
             if choice is not None:
                 choice.num_told = message.num_told[place] if message.num_told else 0
                 choice.num_prompt_tokens = message.num_prompt_tokens
-                if (retry := choice.submit.retry) is not None:  # for its detokenizer's next life
+                if (retry := choice.submit.retry) is not None:  # for its detokenizer's next incarnation
                     retry = msgspec.structs.replace(retry, begun_s=message.arrival_s)
                     choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
                 choice.sink.accepted(choice, message)

@@ -35,8 +35,8 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
         return self.sampling.prompt_logprobs < 0 and not needs_all
 
 
-class SchedulerLife(Struct, frozen=True):
-    """One life of a scheduler."""
+class SchedulerIncarnation(Struct, frozen=True):
+    """One incarnation of a scheduler."""
 
     scheduler: Identity
     incarnation: Incarnation
@@ -47,8 +47,12 @@ class Admit(Struct, frozen=True, tag="admit"):
 
     work: EngineRequest
     dp_rank: int = -1  # -1: the coordinator chooses
-    lost: tuple[SchedulerLife, ...] = ()  # over, with all lives before; the coordinator may not have heard yet
-    again: bool = False  # an earlier life of the coordinator chose dp_rank for this attempt; did Assign get there?
+    lost: tuple[
+        SchedulerIncarnation, ...
+    ] = ()  # over, with all incarnations before; the coordinator may not have heard yet
+    again: bool = (
+        False  # an earlier incarnation of the coordinator chose dp_rank for this attempt; did Assign get there?
+    )
 
 
 class AbortRequests(Struct, frozen=True, tag="abort"):
@@ -78,9 +82,9 @@ class Refused(Struct, frozen=True, tag="refused"):
 
 
 class RankLost(Struct, frozen=True, tag="rank_lost"):
-    """The coordinator cannot reach this life of a scheduler. What it was sent, and has not answered, it may never have got."""
+    """The coordinator cannot reach this incarnation of a scheduler. What it was sent, and has not answered, it may never have got."""
 
-    scheduler: SchedulerLife
+    scheduler: SchedulerIncarnation
 
 
 class Readmit(Struct, frozen=True, tag="readmit"):
@@ -161,7 +165,7 @@ class Load(Struct, frozen=True, tag="load"):
     graphs: GraphCounts | None = None  # its worker's; None: as it said last
     busy_ns: int = 0  # that the device has computed, since start
     idle_ns: int = 0  # that it stood still although requests were running, since start
-    answers: int = 0  # the newest ReportLoad of this life of the coordinator; 0: none yet
+    answers: int = 0  # the newest ReportLoad of this incarnation of the coordinator; 0: none yet
 
 
 SchedulerToCoordinator = Load

@@ -172,7 +172,7 @@ class Leave(Struct, frozen=True, tag="leave"):
 
 
 class Members(Struct, frozen=True, tag="members"):
-    """The whole list, sent to all on each change. An older epoch of the same coordinator life is ignored."""
+    """The whole list, sent to all on each change. An older epoch of the same coordinator incarnation is ignored."""
 
     epoch: Epoch
     members: tuple[Member, ...]
@@ -183,7 +183,7 @@ class GraphCounts(Struct, frozen=True, omit_defaults=True):
 
     replays: dict[str, int] = {}
     misses: dict[str, int] = {}
-    life: int = 0  # of the worker; its scheduler adds it
+    incarnation: int = 0  # of the worker; its scheduler adds it
 
 
 class RankStats(Struct, frozen=True, omit_defaults=True):
@@ -201,7 +201,7 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     graphs: GraphCounts = GraphCounts()
     busy_ns: int = 0  # as in Load
     idle_ns: int = 0
-    life: int = 0  # of the scheduler, whose counts begin at 0 with it
+    incarnation: int = 0  # of the scheduler, whose counts begin at 0 with it
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

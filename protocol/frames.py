@@ -48,8 +48,8 @@ class Header(NamedTuple):
     kind: Kind
     sender: Identity
     receiver: Identity
-    sender_incarnation: Incarnation
-    receiver_incarnation: Incarnation
+    sender_epoch: Incarnation
+    receiver_epoch: Incarnation
     seq: int
     ack: int
 
@@ -65,8 +65,8 @@ def pack(header: Header, body: bytes = b"") -> bytes:
             _ROLE_NUMBER[header.receiver.role],
             header.sender.index,
             header.receiver.index,
-            header.sender_incarnation,
-            header.receiver_incarnation,
+            header.sender_epoch,
+            header.receiver_epoch,
             header.seq,
             header.ack,
         )
@@ -80,16 +80,16 @@ pack_numbers = _NUMBERS.pack  # seq, ack: what follows a frame_prefix in the hea
 unpack_numbers = _NUMBERS.unpack_from
 
 
-def data_frame_prefix(sender: Identity, life: Incarnation, receiver: Identity, to_life: Incarnation) -> bytes:
-    """The first FRAME_PREFIX_BYTES of every DATA frame from this life to that one."""
-    return pack(Header(Kind.DATA, sender, receiver, life, to_life, 0, 0))[:FRAME_PREFIX_BYTES]
+def data_frame_prefix(sender: Identity, epoch: Incarnation, receiver: Identity, to_epoch: Incarnation) -> bytes:
+    """The first FRAME_PREFIX_BYTES of every DATA frame from this epoch to that one."""
+    return pack(Header(Kind.DATA, sender, receiver, epoch, to_epoch, 0, 0))[:FRAME_PREFIX_BYTES]
 
 
 def unpack(frame: bytes) -> tuple[Header, memoryview]:
     """Header and body of a frame. FrameError when it is none."""
     if len(frame) < HEADER_BYTES:
         raise FrameError(f"{len(frame)} bytes are shorter than a header")
-    magic, version, kind, role, to_role, index, to_index, life, to_life, seq, ack = _HEADER.unpack_from(frame)
+    magic, version, kind, role, to_role, index, to_index, epoch, to_epoch, seq, ack = _HEADER.unpack_from(frame)
     if magic != MAGIC or version != VERSION:
         raise FrameError(f"not a frame of version {VERSION}")
     if not (kind in _KINDS and role < len(_ROLES) and to_role < len(_ROLES)):
@@ -98,8 +98,8 @@ def unpack(frame: bytes) -> tuple[Header, memoryview]:
         _KINDS[kind],
         _identities.get(role << 16 | index) or _intern(role, index),
         _identities.get(to_role << 16 | to_index) or _intern(to_role, to_index),
-        Incarnation(life),
-        Incarnation(to_life),
+        Incarnation(epoch),
+        Incarnation(to_epoch),
         seq,
         ack,
     )

@@ -3,11 +3,11 @@
 One `Session` per peer, driven by runtime/mesh.py. Both sides say HELLO until they have heard the other; a HELLO or WELCOME of
 a newer incarnation ends the session with the older one. Within a pair of incarnations every message is delivered
 exactly once and in order: DATA frames carry sequence numbers and cumulative acks, unacknowledged frames are
-replayed, duplicates and frames of other lives are dropped.
+replayed, duplicates and frames of other epochs are dropped.
 
 A peer may be lost that is not dead: its host cannot be reached, or it does not read. Its session ends (`lose`), and the next one
-with the same process is a new epoch of the link: the number by which this process goes on this link, its *life*, is its
-incarnation plus how often it has lost the peer. To the rules above that is a newer life, so both sides begin anew.
+with the same process is a new epoch of the link. A process's *epoch* on a link is its incarnation plus how often it has lost the
+peer there; to the rules above that is a newer incarnation, so both sides begin anew.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class Hello(Struct, frozen=True):
     address: str  # where the sender's inbox is, for peers of its node
     tcp: str = ""  # and for peers of other nodes
     node: str = ""  # peers with the same one share a run directory
-    incarnation: Incarnation = Incarnation(0)  # the sender's; 0: the life in the header
+    incarnation: Incarnation = Incarnation(0)  # the sender's; 0: the epoch in the header
 
 
 class SendQueueFull(Exception):
@@ -64,7 +64,7 @@ class SendQueueFull(Exception):
 
 
 class Opened(Struct, frozen=True):
-    """A session with this life of the peer begins. If `replaced` is set, that earlier life is over."""
+    """A session with this incarnation of the peer begins. If `replaced` is set, that earlier incarnation is over."""
 
     incarnation: Incarnation
     replaced: Incarnation | None
@@ -78,7 +78,7 @@ class Delivered(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True):
-    """This life of the peer said that it ends; the session is closed."""
+    """This incarnation of the peer said that it ends; the session is closed."""
 
     incarnation: Incarnation
 
@@ -120,11 +120,11 @@ class Session:
         """With `silence_s` the caller reports frames by `heard`, and the peer is `silent` after so long without."""
         self.me, self.incarnation, self.peer = me, incarnation, peer
         self.state = SessionState.CLOSED
-        self.life = incarnation
+        self.epoch = incarnation
         self.peer_incarnation = Incarnation(0)
-        self._peer_life = Incarnation(0)
+        self._peer_epoch = Incarnation(0)
         self._peer_node = ""
-        self._over = Incarnation(0)  # the latest life of the peer that is known to have ended
+        self._over = Incarnation(0)  # the latest incarnation of the peer that is known to have ended
         self.wire: deque[bytes] = deque()
         self.frame_prefix = b""  # how the peer's DATA frames of this session begin; b"" without a session
         self._own_frame_prefix = b""  # and ours
@@ -166,16 +166,16 @@ class Session:
         if header.kind in (Kind.HELLO, Kind.WELCOME):
             return self._on_hello(header, body, now)
         if header.kind is Kind.REFUSE:
-            if self.state is SessionState.OPEN or header.receiver_incarnation != self.life:
-                return None  # what a newer life of the peer refuses, its own hello will tell; or to an earlier life
-            if header.sender_incarnation < self._peer_life:
+            if self.state is SessionState.OPEN or header.receiver_epoch != self.epoch:
+                return None  # what a newer incarnation of the peer refuses, its own hello will tell; or to an earlier epoch
+            if header.sender_epoch < self._peer_epoch:
                 return None
             self.state = SessionState.REFUSED
             return Refused(bytes(body).decode("utf-8", "replace"))
         if (
             self.state is not SessionState.OPEN
-            or header.sender_incarnation != self._peer_life
-            or header.receiver_incarnation != self.life
+            or header.sender_epoch != self._peer_epoch
+            or header.receiver_epoch != self.epoch
         ):
             return None
         if header.kind is Kind.DATA:
@@ -210,7 +210,7 @@ class Session:
             if self._unacked and now - self._progress_at >= REPLAY_AFTER_S:
                 self._progress_at = now
                 self._awaits_answer = True
-                # It may be a new life of the peer that listens there now, and nobody told us of the old one's end.
+                # It may be a new incarnation of the peer that listens there now, and nobody told us of the old one's end.
                 self._put(Kind.HELLO, self._hello_body)
                 self.wire.extend(frame for _, frame in self._unacked)
 
@@ -257,15 +257,15 @@ class Session:
             self._put(Kind.BYE)
 
     def _on_bye(self) -> Ended:
-        life = self.peer_incarnation
-        self.close(life)
-        return Ended(life)
+        incarnation = self.peer_incarnation
+        self.close(incarnation)
+        return Ended(incarnation)
 
     def lose(self) -> bool:
         """The peer may live, but this session with it is over; greet it anew. False when there is none."""
         if self.state is not SessionState.OPEN:
             return False
-        self.life = Incarnation(self.life + 1)
+        self.epoch = Incarnation(self.epoch + 1)
         self._closed()
         return True
 
@@ -276,7 +276,7 @@ class Session:
         self._reset(0.0)
 
     def close(self, incarnation: Incarnation) -> bool:
-        """That life of the peer is over, and all before it, whatever may still arrive. False when the session is not with them."""
+        """That incarnation of the peer and all before it are over, whatever may still arrive. False: the session is not with them."""
         self._over = max(self._over, incarnation)
         if self.state is not SessionState.OPEN or self.peer_incarnation > incarnation:
             return False
@@ -284,49 +284,49 @@ class Session:
         return True
 
     def _on_hello(self, header: Header, body: memoryview, now: float) -> Outcome:
-        life = header.sender_incarnation
-        if life < self._peer_life:
-            return None  # a late word of an earlier life
-        if header.kind is Kind.WELCOME and header.receiver_incarnation != self.life:
+        epoch = header.sender_epoch
+        if epoch < self._peer_epoch:
+            return None  # a late word of an earlier epoch
+        if header.kind is Kind.WELCOME and header.receiver_epoch != self.epoch:
             return None
         try:
             hello = _decode_hello(body)
         except BAD_BODY as error:
             return Refused(f"{self.peer} sent a bad hello: {error}")
-        incarnation = hello.incarnation or life
+        incarnation = hello.incarnation or epoch
         if incarnation <= self._over:
             return None
-        is_new = self.state is not SessionState.OPEN or life != self._peer_life
+        is_new = self.state is not SessionState.OPEN or epoch != self._peer_epoch
         if is_new and self.state is SessionState.OPEN and hello.node != self._peer_node and not self.silent:
             reason = f"{self.peer} {RIVAL}"
-            return Rival(hello, pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
+            return Rival(hello, pack(self._header(Kind.REFUSE, epoch, 0), reason.encode()))
         if hello.digest != self._digest:
-            return self._refuse(hello, life)
-        opened = self._open(hello, life, incarnation, now) if is_new else None
+            return self._refuse(hello, epoch)
+        opened = self._open(hello, epoch, incarnation, now) if is_new else None
         if header.kind is Kind.HELLO:
             self._put(Kind.WELCOME, self._hello_body)
-        if header.receiver_incarnation == self.life:  # else it counts what an earlier session brought
+        if header.receiver_epoch == self.epoch:  # else it counts what an earlier session brought
             if self._awaits_answer and header.kind is Kind.WELCOME:
                 self._num_replays, self._awaits_answer = self._num_replays + 1, False
             self._on_ack(header.ack, now)
         return opened
 
-    def _refuse(self, hello: Hello, life: Incarnation) -> Refused:
+    def _refuse(self, hello: Hello, epoch: Incarnation) -> Refused:
         reason = (
             f"protocol {self._digest} of {self.me} is not {hello.digest} of {self.peer}: different versions of meshlm"
         )
-        self.wire.append(pack(self._header(Kind.REFUSE, life, 0), reason.encode()))
+        self.wire.append(pack(self._header(Kind.REFUSE, epoch, 0), reason.encode()))
         self.state = SessionState.REFUSED
         self.frame_prefix = self._own_frame_prefix = b""
         return Refused(reason)
 
-    def _open(self, hello: Hello, life: Incarnation, incarnation: Incarnation, now: float) -> Opened:
+    def _open(self, hello: Hello, epoch: Incarnation, incarnation: Incarnation, now: float) -> Opened:
         replaced = self.peer_incarnation if self.state is SessionState.OPEN else None
         self._reset(now)
-        self.state, self.peer_incarnation, self._peer_life = SessionState.OPEN, incarnation, life
+        self.state, self.peer_incarnation, self._peer_epoch = SessionState.OPEN, incarnation, epoch
         self._peer_node, self._hello_every_s = hello.node, HELLO_EVERY_S
-        self.frame_prefix = data_frame_prefix(self.peer, life, self.me, self.life)
-        self._own_frame_prefix = data_frame_prefix(self.me, self.life, self.peer, life)
+        self.frame_prefix = data_frame_prefix(self.peer, epoch, self.me, self.epoch)
+        self._own_frame_prefix = data_frame_prefix(self.me, self.epoch, self.peer, epoch)
         self._quiet_s, self._ticked_at = 0.0, now
         return Opened(incarnation, replaced, hello)
 
@@ -350,10 +350,10 @@ class Session:
 
     def _put(self, kind: Kind, body: bytes = b"") -> None:
         self._acked_to_peer = self._received
-        self.wire.append(pack(self._header(kind, self._peer_life, 0), body))
+        self.wire.append(pack(self._header(kind, self._peer_epoch, 0), body))
 
-    def _header(self, kind: Kind, to_life: Incarnation, seq: int) -> Header:
-        return Header(kind, self.me, self.peer, self.life, to_life, seq, self._received)
+    def _header(self, kind: Kind, to_epoch: Incarnation, seq: int) -> Header:
+        return Header(kind, self.me, self.peer, self.epoch, to_epoch, seq, self._received)
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

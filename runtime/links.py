@@ -121,7 +121,7 @@ class Links:
         return member.address if self._remote is None else self._remote.route(member.node, member.address, member.tcp)
 
     def retarget(self, link: Peer, address: str) -> None:
-        """A new life of a process of another node has another port."""
+        """A new incarnation of a process of another node has another port."""
         if self._remote is None or not link.outbox.address.startswith("tcp:") or address in ("", link.outbox.address):
             return
         try:

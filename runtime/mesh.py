@@ -153,7 +153,7 @@ class Mesh:
         return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state is SessionState.OPEN)
 
     def incarnation_of(self, peer: Identity) -> Incarnation:
-        """Of the life that the open session is with; 0 without one."""
+        """Of the incarnation that the open session is with; 0 without one."""
         link = self._peers.get(peer)
         return link.session.peer_incarnation if link and link.session.state is SessionState.OPEN else Incarnation(0)
 
@@ -323,20 +323,20 @@ class Mesh:
     def _on_died(self, died: control.Died) -> None:
         if (link := self._peers.get(died.identity)) is None:
             return
-        life = link.session.peer_incarnation  # maybe an earlier one, of whose death nobody told
+        incarnation = link.session.peer_incarnation  # maybe an earlier one, of whose death nobody told
         if link.session.close(died.incarnation):
             link.outbox.pending.clear()
-            self._listener.on_peer_down(died.identity, life, "the process died")
+            self._listener.on_peer_down(died.identity, incarnation, "the process died")
 
     def _drop(self, link: Peer, reason: str) -> None:
         """What is between us is lost, whether or not the peer lives; if it does, a new session with it opens."""
-        life = link.session.peer_incarnation
+        incarnation = link.session.peer_incarnation
         if link.session.lose():
             link.outbox.pending.clear()
             if self._remote is not None:  # by its name again: it may come back at another address
                 self._links.retarget(link, self._remote.well_known().get(link.session.peer, ""))
             self.log.error("peer dropped", peer=str(link.session.peer), reason=reason)
-            self._listener.on_peer_down(link.session.peer, life, reason)
+            self._listener.on_peer_down(link.session.peer, incarnation, reason)
 
     def _let_in(self, peer: Identity, address: str) -> Peer:
         """Start a link that the peer asked for. FrameError when it may not."""

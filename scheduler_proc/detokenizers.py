@@ -1,4 +1,4 @@
-"""Which detokenizers can be reached, in which life, and the requests that wait until theirs can: its tokens would be lost before.
+"""Which incarnations of detokenizers can be reached, and the requests that wait until theirs can: tokens would be lost before.
 
 Called by core.py. Pure. Knows nothing of requests that were taken in.
 """
@@ -15,7 +15,7 @@ class Reach(Enum):
 
     HERE = auto()
     NOT_YET = auto()  # the request is kept
-    GONE = auto()  # that life is over, and the next one admits the request again
+    GONE = auto()  # that incarnation is over, and the next one admits the request again
 
 
 class Detokenizers:
@@ -23,7 +23,7 @@ class Detokenizers:
 
     def __init__(self) -> None:
         self._objects: dict[Identity, Identity] = {}  # one object each, so that `is` compares them
-        self._lives: dict[Identity, Incarnation] = {}
+        self._incarnations: dict[Identity, Incarnation] = {}
         self._early: list[Assign] = []
 
     def the(self, identity: Identity) -> Identity:
@@ -32,23 +32,23 @@ class Detokenizers:
 
     def meet(self, assign: Assign) -> Reach:
         """Whether its detokenizer is here."""
-        life = self._lives.get(assign.detokenizer, 0)
-        if life == assign.incarnation:
+        incarnation = self._incarnations.get(assign.detokenizer, 0)
+        if incarnation == assign.incarnation:
             return Reach.HERE
-        if life > assign.incarnation:
+        if incarnation > assign.incarnation:
             return Reach.GONE
         self._early.append(assign)
         return Reach.NOT_YET
 
     def up(self, identity: Identity, incarnation: Incarnation) -> list[Assign]:
         """It can be reached: what waited, for it or others, is to be met again."""
-        self._lives[identity] = incarnation
+        self._incarnations[identity] = incarnation
         early, self._early = self._early, []
         return early
 
     def lost(self, identity: Identity, incarnation: Incarnation) -> None:
-        if self._lives.get(identity) == incarnation:
-            del self._lives[identity]
+        if self._incarnations.get(identity) == incarnation:
+            del self._incarnations[identity]
 
     def take_early(self, request_ids: Collection[RequestId] | None = None) -> list[Assign]:
         """What waits, of these requests or all, and waits no more."""

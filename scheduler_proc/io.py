@@ -92,8 +92,8 @@ class SchedulerApp:
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         assert self._mesh is not None or self._core is None
-        life = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
-        self._do(Received(peer, life, message))
+        incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
+        self._do(Received(peer, incarnation, message))
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._do(PeerUp(peer, incarnation))

@@ -45,9 +45,9 @@ class LoadReporter:
         self.answers = number
         self.tell_all()
 
-    def worker(self, graphs: GraphCounts, life: Incarnation) -> None:
-        """The counts of this life of a worker: with the next Load, at the next Tick at the latest."""
-        self.graphs = self._graphs = msgspec.structs.replace(graphs, life=life)
+    def worker(self, graphs: GraphCounts, incarnation: Incarnation) -> None:
+        """The counts of this incarnation of a worker: with the next Load, at the next Tick at the latest."""
+        self.graphs = self._graphs = msgspec.structs.replace(graphs, incarnation=incarnation)
 
     def load(self, batching: Batching, serving: bool, num_steps: int) -> Load | None:
         """Due when a request ended, began or changed queues; the rest can wait for the next tick."""

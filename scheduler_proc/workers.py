@@ -21,7 +21,7 @@ class Workers:
         self.all = [Identity(Role.WORKER, first + index) for index in range(limits.num_workers)]
         self.session = 0
         self._ready: dict[Identity, WorkerReady] = {}
-        self._lives: dict[Identity, Incarnation] = {}  # of those that can be reached
+        self._incarnations: dict[Identity, Incarnation] = {}  # of those that can be reached
         self._standings: dict[Identity, tuple[int, int]] = {}
 
     @property
@@ -29,26 +29,26 @@ class Workers:
         """All of them can step."""
         return len(self._ready) == len(self.all)
 
-    def up(self, worker: Identity, life: Incarnation, now: float) -> list[Send]:
+    def up(self, worker: Identity, incarnation: Incarnation, now: float) -> list[Send]:
         """It can be reached."""
-        self._lives[worker] = life
+        self._incarnations[worker] = incarnation
         return self.begin(now)
 
     def begin(self, now: float, group: StepGroup | None = None) -> list[Send]:
         """A new session with all, once all can be reached; they answer WorkerReady.
 
-        Its number is the time: what a worker still says to an earlier life of this scheduler must not pass for an answer to us.
+        Its number is the time: what a worker still says to an earlier incarnation of this scheduler must not pass for an answer to us.
         """
         self.forget()
         self.session = max(self.session + 1, int(now * 1e6))
-        if len(self._lives) < len(self.all):
+        if len(self._incarnations) < len(self.all):
             return []
-        lives = tuple(self._lives[one] for one in self.all) if len(self.all) > 1 else ()
-        return [Send(one, Reset(self.session, lives, group)) for one in self.all]
+        incarnations = tuple(self._incarnations[one] for one in self.all) if len(self.all) > 1 else ()
+        return [Send(one, Reset(self.session, incarnations, group)) for one in self.all]
 
-    def lost(self, worker: Identity, life: Incarnation) -> list[Send]:
-        if self._lives.get(worker) == life:
-            del self._lives[worker]
+    def lost(self, worker: Identity, incarnation: Incarnation) -> list[Send]:
+        if self._incarnations.get(worker) == incarnation:
+            del self._incarnations[worker]
         return self._disband(f"{worker} is lost")
 
     def forget(self) -> None:
@@ -58,7 +58,7 @@ class Workers:
 
     def _disband(self, reason: str) -> list[Send]:
         self.forget()
-        return [Send(worker, ResetGroup(reason)) for worker in self._lives if len(self.all) > 1]
+        return [Send(worker, ResetGroup(reason)) for worker in self._incarnations if len(self.all) > 1]
 
     def standing(self, worker: Identity, standing: LastPlan) -> list[Send]:
         """All were sent the same plans, or the group must be made anew."""

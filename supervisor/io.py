@@ -27,7 +27,7 @@ from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.group.scaling import Scaling
 from meshlm.supervisor.nodes import network
 from meshlm.supervisor.processes import caches, report, rundir
-from meshlm.supervisor.processes.incarnations import Lives
+from meshlm.supervisor.processes.incarnations import Incarnations
 from meshlm.supervisor.settings.layout import identities
 
 TICK_S = 0.1
@@ -43,7 +43,7 @@ class Supervisor:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._display, self.line = display, display.line
         self._run_dir, self._drain_s = Path(config.run.run_dir), config.run.drain_timeout
-        self._dead: dict[Identity, edge.Died] = {}  # the last life that ended, of each that has had one
+        self._dead: dict[Identity, edge.Died] = {}  # the last incarnation that ended, of each that has had one
         run = config.run
         self._group = rolling.Rolling(
             members,
@@ -60,7 +60,7 @@ class Supervisor:
         self._mesh: Mesh | None = None
         self._status = control.ControlServer(self._answer)
         self._asked: AskedOperations | None = None
-        self._lives = Lives(lambda: self.config, self._do)
+        self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
         if config.node is not None:
@@ -69,7 +69,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
-        self._lives.environment = caches.prepared(self.config, self._display.line)
+        self._incarnations.environment = caches.prepared(self.config, self._display.line)
         incarnation = Incarnation(time.time_ns())
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
         self._mesh = Mesh(me, incarnation, self.config, self)
@@ -100,20 +100,20 @@ class Supervisor:
             return
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
         for peer in self._mesh.peers(Role.FRONTEND) if self._mesh is not None else ():
-            if self._lives.of(peer) is None:  # `meshlm launch` added it, and ends it when the mesh is gone
+            if self._incarnations.of(peer) is None:  # `meshlm launch` added it, and ends it when the mesh is gone
                 self.send(peer, edge.Shutdown(self._drain_s))
         self._do(events.Stop())
 
     def kill(self) -> None:
         """End all at once."""
-        self._lives.kill_all()
+        self._incarnations.kill_all()
         self._finish(None)
 
     async def close(self) -> None:
         """Release sockets and files, after `ended`."""
         if self._timer:
             self._timer.cancel()
-        self._lives.kill_all()
+        self._incarnations.kill_all()
         self._status.close()
         if self._mesh:
             await self._mesh.close()
@@ -125,21 +125,21 @@ class Supervisor:
             if self._network is not None:
                 self._network.on_message(peer, message)
             return
-        child = self._lives.of(peer)
+        child = self._incarnations.of(peer)
         if child is None:
             return
-        life = child.incarnation
+        incarnation = child.incarnation
         match message:
             case edge.Progress():
                 self._display.progress(peer, message)
             case edge.Ready():
                 facts = ", ".join(f"{name} {value}" for name, value in message.facts.items())
                 self._display.line(f"{peer} is ready" + (f": {facts}" if facts else ""))
-                self._do(events.BecameReady(peer, life))
+                self._do(events.BecameReady(peer, incarnation))
             case edge.Failed():
-                self._do(events.SaidFailed(peer, life, message.message))
+                self._do(events.SaidFailed(peer, incarnation, message.message))
             case edge.Heartbeat():
-                self._do(events.Beaten(peer, life, message.step, message.phase))
+                self._do(events.Beaten(peer, incarnation, message.step, message.phase))
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open
             case OperationDone() if self._asked is not None:
@@ -181,7 +181,7 @@ class Supervisor:
 
     def _do(self, event: rolling.Event) -> None:
         if isinstance(event, rolling.Restart):
-            self._lives.end_warm()
+            self._incarnations.end_warm()
         for effect in self._group.roll(event, self._clock()):
             self._perform(effect)
 
@@ -203,18 +203,18 @@ class Supervisor:
             case events.Replace():
                 self._replace(effect)
             case events.Kill():
-                self._lives.kill(effect.identity)
+                self._incarnations.kill(effect.identity)
             case events.Changed():
                 self._changed(effect.failure)
             case rolling.Prepare():
-                self._lives.prepare(effect.identity)
+                self._incarnations.prepare(effect.identity)
             case rolling.AskToLeave():
                 self._ask_to_leave(effect.identity)
             case rolling.Say():
                 self._say(effect.text)
             case rolling.Outcome():
                 self._display.line(effect.failure or "all were replaced")
-                self._lives.kill_standbys()
+                self._incarnations.kill_standbys()
                 self.operations.over(effect.failure)
             case events.AllReady():
                 self.ready.set()
@@ -227,16 +227,16 @@ class Supervisor:
                 self._finish(f"{effect.message}; no node has {missing}" if missing else effect.message)
 
     def _death(self, identity: Identity) -> tuple[str, str]:
-        how = self._lives.ends.get(identity, "")
+        how = self._incarnations.ends.get(identity, "")
         again = identity in self._group.processes
         return (f"{identity} died and is started again ({how})", "error") if again else (f"{identity} has left", "info")
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         self.operations.num_open.pop(identity, None)
-        self._lives.spawn(identity, incarnation)
+        self._incarnations.spawn(identity, incarnation)
 
     def _replace(self, effect: events.Replace) -> None:
-        stopped = ", stopped by a signal" if self._lives.end_stuck(effect.identity) else ""
+        stopped = ", stopped by a signal" if self._incarnations.end_stuck(effect.identity) else ""
         name = rundir.stacks_file(effect.identity)
         self._display.line(f"{effect.identity} is replaced: {effect.reason}{stopped}; its stacks: {name}", "error")
 
@@ -244,7 +244,7 @@ class Supervisor:
         """Another process is there for it, or the mesh is to be smaller; it is killed when it takes too long."""
         self._ask_to_stop(identity, handover=identity.role is Role.FRONTEND)
         drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
-        self._lives.kill_in(identity, drain_s + KILL_AFTER_S)
+        self._incarnations.kill_in(identity, drain_s + KILL_AFTER_S)
 
     def _say(self, text: str) -> None:
         self._display.line(text)
@@ -257,7 +257,7 @@ class Supervisor:
 
     def _ask_to_stop(self, identity: Identity, handover: bool = False) -> None:
         drain_s = self._drain_s if identity.role is Role.FRONTEND else 0.0
-        child = self._lives.of(identity)
+        child = self._incarnations.of(identity)
         if child is None:
             return
         if self._mesh is not None and self._mesh.incarnation_of(identity) == child.incarnation:
@@ -266,7 +266,7 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
 
     def send(self, peer: Identity, message: Struct) -> bool:
-        """False when there is no link: it died too, and its next life is told."""
+        """False when there is no link: it died too, and its next incarnation is told."""
         assert self._mesh is not None
         try:
             self._mesh.send(peer, message)
@@ -315,7 +315,7 @@ class Supervisor:
         if group.was_ready and not (group.stopping or group.gave_up or group.restarting or group.changing):
             present = {identity.role for identity in group.processes}
             wanted = [role for role in present if role.value in self.config.run.standby_roles]
-            self._lives.keep_warm(wanted, self._loop.time())
+            self._incarnations.keep_warm(wanted, self._loop.time())
 
     def _finish(self, failure: str | None) -> None:
         if failure is not None and not self.ended.done():
@@ -382,7 +382,7 @@ class Supervisor:
         return report.mesh_status(
             self.config,
             self._group.processes.values(),
-            self._lives,
+            self._incarnations,
             self._network,
             self._scaling,
             was_ready=self.ready.is_set(),

@@ -1,7 +1,7 @@
 """The Python API's place in the mesh, a frontend's: submits requests to the detokenizers and collects what comes back.
 
 Owned by llm.py, in whose background loop it lives. It starts and ends no process. What a detokenizer had when it died is asked of
-another one, or of its next life, after the tokens that are here (sequences.py).
+another one, or of its next incarnation, after the tokens that are here (sequences.py).
 """
 
 import asyncio

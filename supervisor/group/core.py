@@ -5,7 +5,7 @@ Called by io.py with what it saw (pidfds, messages, timers); answers with what t
 A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Once each role has had
 somebody who was ready there may be clients, though: from then on only one that was never ready and fails by itself ends the start.
 Any other dead process is started again, at once where it had done its job for a while, else with exponential backoff, until
-`max_restarts` within `WINDOW_S` seconds are used up, or until as many lives in a row, however long each, ended in the same words
+`max_restarts` within `WINDOW_S` seconds are used up, or until as many incarnations in a row, however long each, ended in the same words
 before they were ready. A process that is silent, or whose step does not end, is stuck: it is killed, and so replaced. All this holds
 until the mesh has ended: while frontends finish their requests these still need everybody else.
 
@@ -75,14 +75,16 @@ class Process:
     moved_at: float = 0.0  # when step or phase last changed
     step: int = 0
     phase: str = ""
-    ready_at: float = 0.0  # of this life; 0: not yet
+    ready_at: float = 0.0  # of this incarnation; 0: not yet
     restarts: int = 0
     early_deaths: int = 0  # one after the other
     restart_at: float = 0.0
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
-    early_words: list[str] = field(default_factory=list)  # the same of each life since one was ready, or said otherwise
-    proven: bool = False  # it was ready, in this life or an earlier one
+    early_words: list[str] = field(
+        default_factory=list
+    )  # the same of each incarnation since one was ready, or said otherwise
+    proven: bool = False  # it was ready, in this incarnation or an earlier one
     on_trial: bool = False  # added, and not all that were added are ready yet
     leaves_at: float | None = None  # it leaves the mesh, at the latest then
 
@@ -132,7 +134,7 @@ class Group:
                 return self._tick(now)
         process = self.processes.get(event.identity)
         if process is None or process.incarnation != event.incarnation:
-            return []  # of a life that is over
+            return []  # of an incarnation that is over
         match event:
             case Exited():
                 return self._exited(process, event, now)
@@ -281,7 +283,7 @@ class Group:
         return effects
 
     def _overdue(self, now: float) -> list[Identity]:
-        """Those that a start, or a change, waits for, where one of them has taken longer than allowed. A new life has its own time."""
+        """Those that a start, or a change, waits for, where one has taken longer than allowed. A new incarnation has its own time."""
         awaited = [
             p for p in self.processes.values() if (p.on_trial or not self.was_ready) and p.state is not State.READY
         ]
@@ -349,8 +351,8 @@ class Group:
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        lives = [p.incarnation for p in self.processes.values() if p.incarnation]
-        assert len(set(lives)) == len(lives), "two processes share an incarnation"
+        incarnations = [p.incarnation for p in self.processes.values() if p.incarnation]
+        assert len(set(incarnations)) == len(incarnations), "two processes share an incarnation"
         for process in self.processes.values():
             often = max(len(process.deaths), len(process.early_words))
             assert often <= self.max_restarts + 1, f"{process.identity} died too often to be alive"

@@ -6,7 +6,7 @@ from meshlm.protocol.ids import Identity, Incarnation
 
 
 class Exited(Struct, frozen=True, tag="exited"):
-    """The operating system says that this life is over. `code` < 0: killed by that signal."""
+    """The operating system says that this incarnation is over. `code` < 0: killed by that signal."""
 
     identity: Identity
     incarnation: Incarnation

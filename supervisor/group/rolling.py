@@ -183,7 +183,7 @@ class Rolling(Group):
         match step.stage:
             case Stage.PREPARING:
                 if states & {State.BACKOFF, State.STARTING}:
-                    self._enter(step, Stage.STARTING, now)  # it died meanwhile, and has a new life already
+                    self._enter(step, Stage.STARTING, now)  # it died meanwhile, and has a new incarnation already
                 elif self._successor_is_there(step):
                     return self._let_leave(step, now)
             case Stage.LEAVING if State.STOPPING not in states:

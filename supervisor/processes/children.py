@@ -1,4 +1,4 @@
-"""Child processes: spawn, notice their end, signal. Called by lives.py and launch.py.
+"""Child processes: spawn, notice their end, signal. Called by incarnations.py and launch.py.
 
 Children are separate programs, never forks of this one, in sessions of their own (a Ctrl-C in the terminal is for the
 supervisor alone), and ask the kernel to kill them when the supervisor dies (runtime/entry.py). The configuration is handed to each
@@ -61,7 +61,7 @@ MAX_LINE_BYTES = 64 << 10
 
 
 class Child:
-    """One life of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
+    """One incarnation of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
     as long as it lives: it may have its turn before it has said anything."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Child:
     def take_turn(
         self, loop: asyncio.AbstractEventLoop, identity: Identity, incarnation: Incarnation, config: MeshConfig
     ) -> bool:
-        """Have a standby begin as this life, now or as soon as it is loaded. False when it is gone."""
+        """Have a standby begin as this incarnation, now or as soon as it is loaded. False when it is gone."""
         assert self._turn is not None
         loop.remove_reader(self._turn)
         try:

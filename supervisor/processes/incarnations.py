@@ -1,4 +1,4 @@
-"""The lives of this host's processes: who is in which place, and the standbys that wait for one. Owned by io.py.
+"""The incarnations of this host's processes: who is in which place, and the standbys that wait for one. Owned by io.py.
 
 There are two sorts of standbys: one that a restart loads for a certain place, and warm ones (--standby-roles), which wait for the
 death of any process of their role: imports and a large vocabulary are most of the time that such a death costs.
@@ -20,7 +20,7 @@ WARM_AFTER_S = 2.0  # after the last one was taken, or the mesh was ready: those
 WARM_AGAIN_S = 30.0  # after one that ended without having been taken
 
 
-class Lives:
+class Incarnations:
     """`config` gives the configuration of now, `do` hands an event to the group."""
 
     def __init__(self, config: Callable[[], MeshConfig], do: Callable[[rolling.Event], None]) -> None:
@@ -28,7 +28,7 @@ class Lives:
         self._loop = asyncio.get_running_loop()
         self._children: dict[Identity, Child] = {}
         self.environment: dict[str, str] = {}  # variables of workers
-        self.ends: dict[Identity, str] = {}  # how the last life of each has ended
+        self.ends: dict[Identity, str] = {}  # how the last incarnation of each has ended
         self._standbys: dict[Identity, Child] = {}
         self._warm: dict[Role, Child] = {}
         self._warm_at: dict[Role, float] = {}  # not before
@@ -46,11 +46,11 @@ class Lives:
         if standby is not None and standby.take_turn(self._loop, identity, incarnation, self._config()):
             self._children[identity] = standby
             return
-        child = self._started(identity, incarnation, lambda why: self._no_life(identity, incarnation, why))
+        child = self._started(identity, incarnation, lambda why: self._not_started(identity, incarnation, why))
         if child is not None:
             self._children[identity] = child
 
-    def _no_life(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
+    def _not_started(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
         self._do(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
 
     def _started(
@@ -122,7 +122,7 @@ class Lives:
             self._children[identity].kill()
 
     def kill_in(self, identity: Identity, delay_s: float) -> None:
-        """Kill this life then; the place's next life is left alone."""
+        """Kill this incarnation then; the place's next incarnation is left alone."""
         child = self._children.get(identity)
         if child is not None:
             self._loop.call_later(delay_s, child.kill)

@@ -16,13 +16,13 @@ from meshlm.supervisor.group.core import Process
 from meshlm.supervisor.group.scaling import Scaling
 from meshlm.supervisor.nodes.network import Guest, Head
 from meshlm.supervisor.processes.children import Child
-from meshlm.supervisor.processes.incarnations import Lives
+from meshlm.supervisor.processes.incarnations import Incarnations
 
 
 def mesh_status(
     config: MeshConfig,
     processes: Iterable[Process],
-    lives: Lives,
+    incarnations: Incarnations,
     network: Head | Guest | None,
     scaling: Scaling,
     *,
@@ -31,10 +31,10 @@ def mesh_status(
 ) -> MeshStatus:
     """The supervisor first, then this host's, then other nodes'. `now` is of the group's clock."""
     host = config.node.host if config.node else ""
-    pids = lives.pids()  # of those that are alive
+    pids = incarnations.pids()  # of those that are alive
     rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host, now) for process in processes)]
     rows += network.rows() if network is not None else []
-    standbys = [_standby(child, host) for child in lives.standbys()]
+    standbys = [_standby(child, host) for child in incarnations.standbys()]
     standbys += network.standbys() if network is not None else []
     missing = network.missing() if network is not None else ""
     resolved = config.resolved

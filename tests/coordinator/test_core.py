@@ -11,7 +11,7 @@ from meshlm.protocol.admit_edge import (
     Refused,
     ReportLoad,
     Routed,
-    SchedulerLife,
+    SchedulerIncarnation,
 )
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
@@ -57,7 +57,7 @@ def test_a_newer_life_replaces_the_older_one() -> None:
     last = told(bench.join(S0, life=2))
     assert last[D0].members == (member(D0), member(S0, 2))
     assert bench.core.owner == {}
-    assert bench.core.ranks[S0].life == SchedulerLife(S0, Incarnation(2))
+    assert bench.core.ranks[S0].scheduler_incarnation == SchedulerIncarnation(S0, Incarnation(2))
     assert not bench.core.ranks[S0].serving, "it says by Load when it serves"
     assert bench.lost(S0, life=1) == [], "the late news of the older one's death"
 
@@ -106,7 +106,7 @@ def test_stats_carry_the_ranks_figures_to_frontends_only() -> None:
     (send,) = bench.tick()
     assert send.to == F0
     assert isinstance(send.message, control.MeshStats)
-    assert send.message.ranks == (control.RankStats(1, 3, 2, 0.75, 7, 6, 1, 0, 4, life=LIFE),)
+    assert send.message.ranks == (control.RankStats(1, 3, 2, 0.75, 7, 6, 1, 0, 4, incarnation=LIFE),)
 
 
 def test_stats_keep_the_graph_counts_of_a_rank() -> None:
@@ -257,7 +257,7 @@ def test_a_new_coordinator_ends_older_attempts_that_it_does_not_know_of() -> Non
 
 def test_a_scheduler_that_its_detokenizer_saw_die_is_not_chosen() -> None:
     bench = Bench(D0, S0, S1)
-    dead = SchedulerLife(S0, LIFE)
+    dead = SchedulerIncarnation(S0, LIFE)
     assert assigned(bench, msgspec.structs.replace(admit("a", attempt=1), lost=(dead,))) == S1
     bench.lost(S1)
     held = msgspec.structs.replace(admit("b", attempt=1), lost=(dead,))

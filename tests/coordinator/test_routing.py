@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import PrefixIndex, chain_of, tokens_at
 from meshlm.coordinator.routing import MISS_WEIGHT, PREFILL_WEIGHT, Policy, Router
-from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerLife, Started
+from meshlm.protocol.admit_edge import EngineRequest, Load, SchedulerIncarnation, Started
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -186,13 +186,13 @@ def test_a_lost_rank_is_not_chosen_by_any_policy() -> None:
         prompt = [1] * 2048
         send(where, work(prompt), wanted=0)
         for _ in range(3):
-            choice = where.choose(work(prompt), lost=(SchedulerLife(Identity(Role.SCHEDULER, 0), LIFE),))
+            choice = where.choose(work(prompt), lost=(SchedulerIncarnation(Identity(Role.SCHEDULER, 0), LIFE),))
             assert choice is not None
             assert choice.rank.number == 1
         for later in range(2):
-            dead = SchedulerLife(Identity(Role.SCHEDULER, 0), Incarnation(LIFE + later))
+            dead = SchedulerIncarnation(Identity(Role.SCHEDULER, 0), Incarnation(LIFE + later))
             assert where.choose(work(prompt), 0, (dead,)) is None, "with all lives before"
-        both = tuple(SchedulerLife(Identity(Role.SCHEDULER, index), LIFE) for index in range(2))
+        both = tuple(SchedulerIncarnation(Identity(Role.SCHEDULER, index), LIFE) for index in range(2))
         assert where.choose(work(prompt), -1, both) is None
 
 

@@ -78,7 +78,7 @@ class Bench:
     """A detokenizer with a coordinator; schedulers are played here. A check after every event."""
 
     def __init__(self) -> None:
-        self.core = Detokenizer(TABLE, len(LETTERS), 100, WINDOW_S, life=7)
+        self.core = Detokenizer(TABLE, len(LETTERS), 100, WINDOW_S, incarnation=7)
         self.now = 0.0
         self.works: list[EngineRequest] = []  # admitted
         self.aborted: set[RequestId] = set()

@@ -3,7 +3,7 @@
 import pytest
 from journal_bench import S0, S1, Bench, admits, admitted, token_ids
 
-from meshlm.protocol.admit_edge import RankLost, Readmit, SchedulerLife
+from meshlm.protocol.admit_edge import RankLost, Readmit, SchedulerIncarnation
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Incarnation
 from meshlm.protocol.token_edge import StillThere
@@ -21,7 +21,7 @@ def test_a_dead_schedulers_requests_are_admitted_again() -> None:
     again = admitted(bench.lost(S0))
     assert (again.work.request_id, again.work.attempt, ints(again.work.output_token_ids)) == ("a", 1, token_ids("xy"))
     assert again.work.handle != first.work.handle
-    assert again.lost == (SchedulerLife(S0, Incarnation(1)),)
+    assert again.lost == (SchedulerIncarnation(S0, Incarnation(1)),)
     assert bench.tokens(first, 2, "z") == [], "the late words of the dead one"
     bench.routed(again, S1)
     bench.tokens(again, 2, "w", S1)
@@ -35,7 +35,7 @@ def test_routed_to_a_scheduler_that_is_dead_already() -> None:
     first = admitted(bench.submit())
     assert bench.lost(S0) == []
     again = admitted(bench.routed(first, S0))
-    assert (again.work.attempt, again.lost) == (1, (SchedulerLife(S0, Incarnation(1)),))
+    assert (again.work.attempt, again.lost) == (1, (SchedulerIncarnation(S0, Incarnation(1)),))
     assert again.work.handle != first.work.handle
     assert bench.routed(first, S0) == [], "an old handle"
     bench.up(S0, 2)
@@ -47,7 +47,7 @@ def test_routed_to_a_life_before_the_one_that_is_known() -> None:
     bench = Bench()
     first = admitted(bench.submit())
     bench.up(S0, 5)
-    assert admitted(bench.routed(first, S0, 4)).lost == (SchedulerLife(S0, Incarnation(4)),)
+    assert admitted(bench.routed(first, S0, 4)).lost == (SchedulerIncarnation(S0, Incarnation(4)),)
 
 
 def test_a_scheduler_that_died_unseen_has_a_successor() -> None:
@@ -133,11 +133,11 @@ def test_all_deaths_are_told_that_the_coordinator_may_not_know_of() -> None:
     bench.routed(admitted(bench.submit()), S0)
     bench.lost(S1)
     again = admitted(bench.lost(S0))
-    assert set(again.lost) == {SchedulerLife(S0, Incarnation(1)), SchedulerLife(S1, Incarnation(1))}
+    assert set(again.lost) == {SchedulerIncarnation(S0, Incarnation(1)), SchedulerIncarnation(S1, Incarnation(1))}
     bench.up(S1, 2)
     assert admitted(bench.submit("bb")).lost == (
-        SchedulerLife(S1, Incarnation(1)),
-        SchedulerLife(S0, Incarnation(1)),
+        SchedulerIncarnation(S1, Incarnation(1)),
+        SchedulerIncarnation(S0, Incarnation(1)),
     )
 
 
@@ -240,7 +240,7 @@ def test_a_scheduler_that_dies_while_the_coordinator_is_away() -> None:
     bench.lost(COORDINATOR)
     assert bench.lost(S0) == []
     again = admitted(bench.up(COORDINATOR, 2))
-    assert (again.work.attempt, again.lost) == (1, (SchedulerLife(S0, Incarnation(1)),))
+    assert (again.work.attempt, again.lost) == (1, (SchedulerIncarnation(S0, Incarnation(1)),))
 
 
 def test_routed_but_not_heard_of_is_asked_of_the_same_rank() -> None:
@@ -287,5 +287,5 @@ def test_whether_what_runs_was_given_back_is_asked_of_its_rank() -> None:
     ]
     again = admitted(bench.says(S1, Readmit((second.work.handle,))))
     assert (again.work.request_id, ints(again.work.output_token_ids)) == ("bb", token_ids("x"))
-    effects = bench.says(COORDINATOR, RankLost(SchedulerLife(S0, Incarnation(1))), 2)
+    effects = bench.says(COORDINATOR, RankLost(SchedulerIncarnation(S0, Incarnation(1))), 2)
     assert effects == [Send(S0, StillThere(pack_i32([first.work.handle])))]

@@ -13,7 +13,7 @@ from meshlm.frontend import limits
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.submits import build_each
-from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, EngineRequest, SchedulerLife
+from meshlm.protocol.admit_edge import AbortRequests, Admit, Assign, EngineRequest, SchedulerIncarnation
 from meshlm.protocol.channels import MAX_MESSAGE_BYTES
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role, Row, StepId
@@ -130,7 +130,7 @@ def test_the_largest_requests_fit_into_their_messages() -> None:
         submit,
         Detokenize(handles[0], bytes(4 * max(limits.MAX_DETOKENIZE_IDS, CONTEXT))),
         Tokenize(handles[0], submit.prompt),
-        Admit(work, 1, tuple(SchedulerLife(Identity(Role.SCHEDULER, rank), life) for rank in range(1024))),
+        Admit(work, 1, tuple(SchedulerIncarnation(Identity(Role.SCHEDULER, rank), life) for rank in range(1024))),
         Assign(work, Identity(Role.DETOKENIZER, 1), life),
         StepPlan(1 << 40, StepId(1 << 40), **no_rows, new_rows=[row] * 2),  # sizes.MAX_STEP_BYTES, and one more
         Accepted(handles, CONTEXT, bytes(4 * CONTEXT), "x" * 8 * CONTEXT),

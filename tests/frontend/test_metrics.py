@@ -19,10 +19,10 @@ from meshlm.protocol.token_edge import First
 
 metrics = Metrics("m", 4096)
 
-def said(queries, life, replays=0, worker=0):
+def said(queries, incarnation, replays=0, worker=0):
     graphs = GraphCounts({"decode": replays}, {"off": 1}, worker) if replays else GraphCounts()
-    busy = RankStats(3, 1, 0, 0.5, queries, 0, 4, 0, 0, graphs, 2_500_000_000, 10_000_000, life)
-    metrics.mesh(MeshStats(True, ranks=(busy, RankStats(4, 0, 0, 0.0, 0, 0, 0, 0, 0, life=1))))
+    busy = RankStats(3, 1, 0, 0.5, queries, 0, 4, 0, 0, graphs, 2_500_000_000, 10_000_000, incarnation)
+    metrics.mesh(MeshStats(True, ranks=(busy, RankStats(4, 0, 0, 0.0, 0, 0, 0, 0, 0, incarnation=1))))
 """
 
 
@@ -56,9 +56,12 @@ def test_counts_of_other_processes_never_fall(tmp_path: Path) -> None:
 
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
-    assert counted("said(100, life=1, replays=50, worker=1)\n") == (100, 50)
-    assert counted("said(7, life=2, replays=60, worker=1)\n") == (107, 60)  # another frontend, and another scheduler
-    assert counted("said(9, life=2, replays=3, worker=2)\n") == (109, 63)  # another worker
+    assert counted("said(100, incarnation=1, replays=50, worker=1)\n") == (100, 50)
+    assert counted("said(7, incarnation=2, replays=60, worker=1)\n") == (
+        107,
+        60,
+    )  # another frontend, and another scheduler
+    assert counted("said(9, incarnation=2, replays=3, worker=2)\n") == (109, 63)  # another worker
     assert kinds["meshlm:prefix_cache_queries_total"] == kinds["meshlm:num_preemptions_total"] == "counter"
     assert found["meshlm:num_requests_running"] == 1
 

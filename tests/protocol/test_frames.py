@@ -34,9 +34,7 @@ def test_round_trip(header: Header, body: bytes) -> None:
 @given(headers, st.binary())
 def test_a_data_frame_is_its_lane_its_numbers_and_its_body(header: Header, body: bytes) -> None:
     frame = pack(header._replace(kind=Kind.DATA), body)
-    frame_prefix = data_frame_prefix(
-        header.sender, header.sender_incarnation, header.receiver, header.receiver_incarnation
-    )
+    frame_prefix = data_frame_prefix(header.sender, header.sender_epoch, header.receiver, header.receiver_epoch)
     assert frame_prefix + pack_numbers(header.seq, header.ack) + body == frame
     assert len(frame_prefix) == FRAME_PREFIX_BYTES
     assert unpack_numbers(frame, FRAME_PREFIX_BYTES) == (header.seq, header.ack)

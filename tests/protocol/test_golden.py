@@ -102,7 +102,7 @@ def test_frame() -> None:
     assert frame() == stored
     header, body = frames.unpack(stored)
     assert (header.kind, header.sender, header.receiver) == (frames.Kind.DATA, SCHEDULER, DETOKENIZER)
-    assert (header.sender_incarnation, header.receiver_incarnation) == (LIFE, LIFE + 1)
+    assert (header.sender_epoch, header.receiver_epoch) == (LIFE, LIFE + 1)
     assert (header.seq, header.ack) == (0x0102_0304_0506_0708, 9)
     channel = BY_DIRECTION[DETOKENIZER.role, SCHEDULER.role]
     assert msgspec.msgpack.decode(body, type=channel.messages) == token.AttachTokens(Handle(3), 21)

@@ -137,11 +137,11 @@ async def test_fuzzed_frames(pair: Pair, seed: int) -> None:
     seeds = [hello_of(pair, Identity(role, index)) for role in Role for index in (0, 1, 7, 65535)]
     session = pair.head._peers[SCHEDULER].session
     for kind in Kind:
-        for life in (session._peer_life, 0, 1 << 63):
-            header = Header(kind, SCHEDULER, COORDINATOR, Incarnation(life), session.life, chance.randrange(9), 0)
+        for epoch in (session._peer_epoch, 0, 1 << 63):
+            header = Header(kind, SCHEDULER, COORDINATOR, Incarnation(epoch), session.epoch, chance.randrange(9), 0)
             seeds.append(pack(header, chance.randbytes(chance.randrange(300))))
     read = (pair.head._on_frame, pair.head._on_remote_frame)
-    life, genuine = session.life, session._peer_life.to_bytes(8, "little")
+    epoch, genuine = session.epoch, session._peer_epoch.to_bytes(8, "little")
     for _ in range(3000):
         frame = bytearray(chance.choice(seeds))
         for _ in range(chance.randrange(4)):
@@ -151,7 +151,7 @@ async def test_fuzzed_frames(pair: Pair, seed: int) -> None:
         # A frame of the session that is right in all its bytes is the peer's own, for whoever has the key may say it.
         if frame[3:4] in (b"\1", b"\2", b"\5") or frame[16:24] != genuine:
             chance.choice(read)(bytes(frame))
-    assert session.life == life
+    assert session.epoch == epoch
     await pair.talks()
     session.check()
 

@@ -289,8 +289,8 @@ def opened(context: "zmq.Context[Socket]", mesh: Serving, role: Role) -> Iterato
         numbers = iter(range(1, 1 << 30))
 
         def send(body: bytes) -> None:
-            life = header.sender_incarnation
-            peer.send(peer.frame(Kind.DATA, body, receiver_incarnation=life, seq=next(numbers)))
+            life = header.sender_epoch
+            peer.send(peer.frame(Kind.DATA, body, receiver_epoch=life, seq=next(numbers)))
 
         yield send
 

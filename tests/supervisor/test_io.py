@@ -1,4 +1,4 @@
-"""The supervisor's clock and timer: neither a clock that is set nor a failure in one turn keeps dead processes from their next life."""
+"""The supervisor's clock and timer: neither a clock that is set nor a failure in one turn keeps dead processes from being replaced."""
 
 import asyncio
 import time

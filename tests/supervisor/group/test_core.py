@@ -36,9 +36,9 @@ def test_all_ready_is_said_once() -> None:
 
 def test_a_failed_start_ends_with_the_childs_own_words() -> None:
     group = started()
-    life = group.processes[WORKER].incarnation
-    group.handle(SaidFailed(WORKER, life, "no memory"), 1001.0)
-    assert group.handle(Exited(WORKER, life, 1), 1001.0) == [GiveUp("no memory")]
+    incarnation = group.processes[WORKER].incarnation
+    group.handle(SaidFailed(WORKER, incarnation, "no memory"), 1001.0)
+    assert group.handle(Exited(WORKER, incarnation, 1), 1001.0) == [GiveUp("no memory")]
 
 
 def test_a_kill_during_the_start_spares_the_clients_of_those_that_serve() -> None:
@@ -47,9 +47,9 @@ def test_a_kill_during_the_start_spares_the_clients_of_those_that_serve() -> Non
     ready(group, FRONTEND)
     ready(group, WORKER)
     assert [type(effect) for effect in die(group, OTHER, 1001.0)] == [TellDied, Spawn]
-    life = group.processes[OTHER].incarnation
-    group.handle(SaidFailed(OTHER, life, "no memory"), 1002.0)
-    assert group.handle(Exited(OTHER, life, 1), 1002.0) == [GiveUp("no memory")], "a start that cannot succeed"
+    incarnation = group.processes[OTHER].incarnation
+    group.handle(SaidFailed(OTHER, incarnation, "no memory"), 1002.0)
+    assert group.handle(Exited(OTHER, incarnation, 1), 1002.0) == [GiveUp("no memory")], "a start that cannot succeed"
 
 
 def test_a_kill_during_the_start_ends_it_where_nobody_serves() -> None:
@@ -77,9 +77,9 @@ def test_while_the_last_one_starts_the_others_may_die_more_than_once() -> None:
     )
     assert [type(effect) for effect in die(group, WORKER, 1002.2)] == [TellDied], "it is started again a moment later"
     assert [type(effect) for effect in group.handle(Tick(), 1002.4)] == [Spawn]
-    life = group.processes[WORKER].incarnation
-    group.handle(SaidFailed(WORKER, life, "no memory"), 1003.0)
-    effects = group.handle(Exited(WORKER, life, 1), 1003.0)
+    incarnation = group.processes[WORKER].incarnation
+    group.handle(SaidFailed(WORKER, incarnation, "no memory"), 1003.0)
+    effects = group.handle(Exited(WORKER, incarnation, 1), 1003.0)
     assert [type(effect) for effect in effects] == [TellDied], "it was ready once: no setting is wrong"
 
 
@@ -288,7 +288,7 @@ def test_a_start_that_takes_too_long_names_who_is_late() -> None:
 @given(st.data())
 def test_no_history_breaks_the_invariants(data: st.DataObject) -> None:
     group = started(max_restarts=data.draw(st.integers(0, 3)))
-    now, lives = 1000.0, set()
+    now, incarnations = 1000.0, set()
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.sampled_from([0.0, 0.05, 1.0, 20.0]))
         action = data.draw(
@@ -314,6 +314,6 @@ def test_no_history_breaks_the_invariants(data: st.DataObject) -> None:
             effects = []
         for effect in effects:
             if isinstance(effect, Spawn):
-                assert effect.incarnation not in lives
-                lives.add(effect.incarnation)
+                assert effect.incarnation not in incarnations
+                incarnations.add(effect.incarnation)
         group.check()

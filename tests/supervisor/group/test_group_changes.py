@@ -30,9 +30,9 @@ def test_a_failed_addition_touches_nothing_else() -> None:
     group = running()
     group.handle(Add((NEW, OTHER)), 1002.0)
     ready(group, NEW)
-    life = group.processes[OTHER].incarnation
-    group.handle(SaidFailed(OTHER, life, "no such device"), 1002.0)
-    assert group.handle(Exited(OTHER, life, 1), 1002.0) == [TellDied(OTHER, life), Kill(NEW)]
+    incarnation = group.processes[OTHER].incarnation
+    group.handle(SaidFailed(OTHER, incarnation, "no such device"), 1002.0)
+    assert group.handle(Exited(OTHER, incarnation, 1), 1002.0) == [TellDied(OTHER, incarnation), Kill(NEW)]
     gone = group.processes[NEW].incarnation
     assert die(group, NEW, 1002.1) == [TellDied(NEW, gone), Changed("no such device")]
     assert set(group.processes) == {FRONTEND, WORKER}
@@ -56,8 +56,8 @@ def test_who_leaves_stops_when_drained_or_at_the_deadline() -> None:
     assert group.handle(Retire((NEW, OTHER), 1010.0), 1003.0) == []
     assert group.handle(Drained((NEW,)), 1004.0) == [AskToStop(NEW)]
     assert group.handle(Drained((NEW,)), 1005.0) == []
-    life = group.processes[NEW].incarnation
-    assert group.handle(Exited(NEW, life, 0), 1005.0) == [TellDied(NEW, life)]
+    incarnation = group.processes[NEW].incarnation
+    assert group.handle(Exited(NEW, incarnation, 0), 1005.0) == [TellDied(NEW, incarnation)]
     assert group.handle(Tick(), 1010.0) == [AskToStop(OTHER)]
     assert die(group, OTHER, 1011.0)[1:] == [Changed()]
     assert set(group.processes) == {FRONTEND, WORKER}

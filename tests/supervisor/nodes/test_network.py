@@ -114,7 +114,7 @@ def test_a_head_that_was_away_is_told_and_tells_the_others(head: Own, guest: Own
 
 
 async def test_an_earlier_death_that_is_told_late_changes_nothing() -> None:
-    """A head that was away knows of one life, the node of the next."""
+    """A head that was away knows of one incarnation, the node of the next."""
     told: list[tuple[Identity, Struct]] = []
     supervisor: Any = io.Supervisor(MeshConfig(), [], StartDisplay())
     supervisor._mesh = SimpleNamespace(

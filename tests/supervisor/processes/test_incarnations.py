@@ -1,4 +1,4 @@
-"""The lives of processes, with small programs in the place of the mesh's."""
+"""The incarnations of processes, with small programs in the place of the mesh's."""
 
 import asyncio
 import errno
@@ -15,7 +15,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.processes import children, incarnations
-from meshlm.supervisor.processes.incarnations import WARM_AFTER_S, WARM_AGAIN_S, Lives
+from meshlm.supervisor.processes.incarnations import WARM_AFTER_S, WARM_AGAIN_S, Incarnations
 
 WORKER = Identity(Role.WORKER, 0)
 LIMIT_S = 20.0
@@ -33,11 +33,11 @@ signal.pause()
 
 
 class Seen:
-    """Lives whose news are kept in the order in which they came."""
+    """Incarnations whose news are kept in the order in which they came."""
 
     def __init__(self) -> None:
         self.news: asyncio.Queue[rolling.Event | Identity] = asyncio.Queue()
-        self.lives = Lives(MeshConfig, self.news.put_nowait)
+        self.incarnations = Incarnations(MeshConfig, self.news.put_nowait)
 
     async def next(self) -> rolling.Event | Identity:
         return await asyncio.wait_for(self.news.get(), LIMIT_S)
@@ -84,46 +84,46 @@ async def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def test_a_life_ends_once(seen: Seen) -> None:
-    seen.lives.spawn(WORKER, Incarnation(5))
-    assert seen.lives.pids().keys() == {WORKER}
-    seen.lives.kill(WORKER)
+    seen.incarnations.spawn(WORKER, Incarnation(5))
+    assert seen.incarnations.pids().keys() == {WORKER}
+    seen.incarnations.kill(WORKER)
     assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGKILL)
-    assert seen.lives.of(WORKER) is None
-    seen.lives.kill(WORKER)  # nobody is there
+    assert seen.incarnations.of(WORKER) is None
+    seen.incarnations.kill(WORKER)  # nobody is there
 
 
 async def test_an_end_by_a_signal_is_told(seen: Seen) -> None:
-    seen.lives.spawn(WORKER, Incarnation(5))
-    child = seen.lives.of(WORKER)
+    seen.incarnations.spawn(WORKER, Incarnation(5))
+    child = seen.incarnations.of(WORKER)
     assert child is not None
     child.send_signal(signal.SIGBUS)
     assert await seen.next() == events.Exited(WORKER, Incarnation(5), -signal.SIGBUS)
 
 
 async def test_a_standby_takes_the_place(seen: Seen) -> None:
-    seen.lives.prepare(WORKER)
-    assert [(child.identity, child.loaded) for child in seen.lives.standbys()] == [(WORKER, False)]
+    seen.incarnations.prepare(WORKER)
+    assert [(child.identity, child.loaded) for child in seen.incarnations.standbys()] == [(WORKER, False)]
     assert await seen.next() == rolling.Prepared(WORKER)
-    assert [child.loaded for child in seen.lives.standbys()] == [True]
-    assert seen.lives.of(WORKER) is None
-    seen.lives.spawn(WORKER, Incarnation(6))
+    assert [child.loaded for child in seen.incarnations.standbys()] == [True]
+    assert seen.incarnations.of(WORKER) is None
+    seen.incarnations.spawn(WORKER, Incarnation(6))
     assert await seen.next() == events.Exited(WORKER, Incarnation(6), 7)
 
 
 async def test_a_standby_that_ends_is_news_of_its_own(seen: Seen) -> None:
-    seen.lives.prepare(WORKER)
+    seen.incarnations.prepare(WORKER)
     assert await seen.next() == rolling.Prepared(WORKER)
-    seen.lives.kill_standbys()
+    seen.incarnations.kill_standbys()
     assert await seen.next() == rolling.Prepared(WORKER, "signal 9")
 
 
 async def test_a_stopped_process_is_ended_too(seen: Seen) -> None:
-    seen.lives.spawn(WORKER, Incarnation(8))
-    child = seen.lives.of(WORKER)
+    seen.incarnations.spawn(WORKER, Incarnation(8))
+    child = seen.incarnations.of(WORKER)
     assert child is not None
     child.send_signal(signal.SIGSTOP)
     await asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    assert seen.lives.end_stuck(WORKER)
+    assert seen.incarnations.end_stuck(WORKER)
     ended = await seen.next()
     assert isinstance(ended, events.Exited)
     assert ended.code in (-signal.SIGUSR1, -signal.SIGKILL)
@@ -132,50 +132,50 @@ async def test_a_stopped_process_is_ended_too(seen: Seen) -> None:
 async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_later(
     seen: Seen,
 ) -> None:
-    seen.lives.keep_warm([Role.WORKER], 100.0)
-    assert seen.lives.warm() == {}, "those that serve come first"
-    seen.lives.keep_warm([Role.WORKER], 100.0 + WARM_AFTER_S)
-    (pid,) = seen.lives.warm().values()
-    seen.lives.keep_warm([Role.WORKER], 200.0)
-    assert list(seen.lives.warm().values()) == [pid], "one is enough"
-    assert [child.loaded for child in seen.lives.standbys()] == [False]
+    seen.incarnations.keep_warm([Role.WORKER], 100.0)
+    assert seen.incarnations.warm() == {}, "those that serve come first"
+    seen.incarnations.keep_warm([Role.WORKER], 100.0 + WARM_AFTER_S)
+    (pid,) = seen.incarnations.warm().values()
+    seen.incarnations.keep_warm([Role.WORKER], 200.0)
+    assert list(seen.incarnations.warm().values()) == [pid], "one is enough"
+    assert [child.loaded for child in seen.incarnations.standbys()] == [False]
     await asyncio.wait_for(born[0].is_loaded.wait(), LIMIT_S)
-    assert [child.loaded for child in seen.lives.standbys()] == [True]
+    assert [child.loaded for child in seen.incarnations.standbys()] == [True]
     other = Identity(Role.WORKER, 3)
-    seen.lives.spawn(other, Incarnation(9))
-    assert seen.lives.pids() == {other: pid}
-    assert seen.lives.standbys() == []
+    seen.incarnations.spawn(other, Incarnation(9))
+    assert seen.incarnations.pids() == {other: pid}
+    assert seen.incarnations.standbys() == []
     assert await seen.next() == events.Exited(other, Incarnation(9), 7)
     now = asyncio.get_running_loop().time()
-    seen.lives.keep_warm([Role.WORKER], now)
-    assert seen.lives.warm() == {}
-    seen.lives.keep_warm([Role.WORKER], now + 2 * WARM_AFTER_S)
-    assert seen.lives.warm().keys() == {Role.WORKER}
+    seen.incarnations.keep_warm([Role.WORKER], now)
+    assert seen.incarnations.warm() == {}
+    seen.incarnations.keep_warm([Role.WORKER], now + 2 * WARM_AFTER_S)
+    assert seen.incarnations.warm().keys() == {Role.WORKER}
 
 
 async def test_a_warm_standby_of_another_role_or_a_stopped_one_takes_no_place(seen: Seen) -> None:
-    seen.lives.keep_warm([Role.SCHEDULER], 0.0)
-    seen.lives.keep_warm([Role.SCHEDULER], WARM_AFTER_S)
-    (pid,) = seen.lives.warm().values()
-    seen.lives.spawn(WORKER, Incarnation(5))
-    assert seen.lives.warm() == {Role.SCHEDULER: pid}
+    seen.incarnations.keep_warm([Role.SCHEDULER], 0.0)
+    seen.incarnations.keep_warm([Role.SCHEDULER], WARM_AFTER_S)
+    (pid,) = seen.incarnations.warm().values()
+    seen.incarnations.spawn(WORKER, Incarnation(5))
+    assert seen.incarnations.warm() == {Role.SCHEDULER: pid}
     os.kill(pid, signal.SIGSTOP)
     await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     scheduler = Identity(Role.SCHEDULER, 0)
-    seen.lives.spawn(scheduler, Incarnation(6))
-    assert seen.lives.pids()[scheduler] != pid
+    seen.incarnations.spawn(scheduler, Incarnation(6))
+    assert seen.incarnations.pids()[scheduler] != pid
 
 
 async def test_warm_standbys_are_ended_when_what_they_loaded_is_old(seen: Seen) -> None:
-    seen.lives.keep_warm([Role.WORKER], 0.0)
-    seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S)
-    (pid,) = seen.lives.warm().values()
-    seen.lives.end_warm()
-    assert seen.lives.warm() == {}
-    seen.lives.spawn(WORKER, Incarnation(5))
-    assert seen.lives.pids()[WORKER] != pid
-    seen.lives.keep_warm([Role.WORKER], asyncio.get_running_loop().time() + 1.0)
-    assert seen.lives.warm().keys() == {Role.WORKER}
+    seen.incarnations.keep_warm([Role.WORKER], 0.0)
+    seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S)
+    (pid,) = seen.incarnations.warm().values()
+    seen.incarnations.end_warm()
+    assert seen.incarnations.warm() == {}
+    seen.incarnations.spawn(WORKER, Incarnation(5))
+    assert seen.incarnations.pids()[WORKER] != pid
+    seen.incarnations.keep_warm([Role.WORKER], asyncio.get_running_loop().time() + 1.0)
+    assert seen.incarnations.warm().keys() == {Role.WORKER}
 
 
 async def test_what_cannot_be_started_is_told_and_tried_again(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,20 +187,20 @@ async def test_what_cannot_be_started_is_told_and_tried_again(seen: Seen, monkey
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", refuse)
-        seen.lives.spawn(WORKER, Incarnation(5))
-        seen.lives.prepare(WORKER)
+        seen.incarnations.spawn(WORKER, Incarnation(5))
+        seen.incarnations.prepare(WORKER)
         why = "Resource temporarily unavailable"
         told = f"worker/0 could not be started: {why}"
         assert await seen.next() == events.Exited(WORKER, Incarnation(5), 1, told)
         assert await seen.next() == rolling.Prepared(WORKER, why)
-        seen.lives.keep_warm([Role.WORKER], 0.0)
-        seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S)
-        assert seen.lives.standbys() == []
-        assert seen.lives.of(WORKER) is None
+        seen.incarnations.keep_warm([Role.WORKER], 0.0)
+        seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S)
+        assert seen.incarnations.standbys() == []
+        assert seen.incarnations.of(WORKER) is None
     assert len(os.listdir("/proc/self/fd")) == before
-    seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S + 1.0)
-    assert seen.lives.warm() == {}, "it is not tried again at once"
-    seen.lives.keep_warm([Role.WORKER], WARM_AFTER_S + WARM_AGAIN_S)
-    assert seen.lives.warm().keys() == {Role.WORKER}
-    seen.lives.spawn(WORKER, Incarnation(6))
-    assert seen.lives.pids().keys() == {WORKER}
+    seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S + 1.0)
+    assert seen.incarnations.warm() == {}, "it is not tried again at once"
+    seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S + WARM_AGAIN_S)
+    assert seen.incarnations.warm().keys() == {Role.WORKER}
+    seen.incarnations.spawn(WORKER, Incarnation(6))
+    assert seen.incarnations.pids().keys() == {WORKER}
