@@ -41,6 +41,7 @@ LARGE_BYTES = (
 )  # longer prompts have threads of their own: a megabyte takes seconds, and a hundred times its memory
 MAX_WAITING_BYTES = 64 << 20  # of prompts that are not encoded, beyond which new ones get 503
 BUNCH = 4  # prompts that a thread encodes before it hands them over: more wait for each other, fewer wake the loop more often
+ADMIT_FOR_S = 0.005  # in one turn of the loop: a prompt may have a hundred choices, and others' tokens come between
 TICK_S = 1.0
 
 
@@ -73,6 +74,7 @@ class DetokenizerApp:
         self._waiting: dict[int, int] = {}  # by job: bytes of a prompt that is not encoded yet
         self._waiting_bytes = 0
         self._to_encode: deque[Encode] = deque()
+        self._to_admit: deque[Encoded] = deque()
         self._num_new = 0  # of those, since the threads were called last
         self._early: list[Event] = []  # what peers said before start() ran
 
@@ -138,9 +140,26 @@ class DetokenizerApp:
             self._num_new += 1
 
     def _encoded(self, events: list[Encoded]) -> None:
-        for event in events:
-            self._waiting_bytes -= self._waiting.pop(event.job)
-            self._do(event)
+        begin = not self._to_admit
+        self._to_admit += events
+        if begin:
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """For ADMIT_FOR_S, then in a later turn of the loop."""
+        assert self._mesh is not None
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ADMIT_FOR_S
+        try:
+            while self._to_admit:
+                event = self._to_admit.popleft()
+                self._waiting_bytes -= self._waiting.pop(event.job)
+                self._do(event)
+                if loop.time() >= until:
+                    break
+        finally:
+            if self._to_admit:
+                self._mesh.call_soon_threadsafe(self._admit_waiting)
 
     def _send(self, to: Identity, message: Struct) -> None:
         assert self._mesh is not None
@@ -260,6 +279,7 @@ class DetokenizerApp:
 
     async def stop(self) -> None:
         self._to_encode.clear()
+        self._to_admit.clear()
         self._questions = Questions()
         for threads in (self._threads, self._large_threads, self._question_thread):
             threads.shutdown(wait=False, cancel_futures=True)

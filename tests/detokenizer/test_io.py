@@ -144,3 +144,27 @@ async def test_a_request_that_no_frame_holds_is_refused_alone(smollm2: Path) -> 
     (refused,) = mesh.refused
     assert (refused.handles, refused.kind) == ((Handle(1),), ErrorKind.INTERNAL)
     assert "too long for the mesh" in refused.message
+
+
+async def test_what_many_prompts_become_leaves_turns_of_the_loop_to_others(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts that a thread hands over together, of fifty choices each."""
+    monkeypatch.setattr("meshlm.detokenizer.io.ADMIT_FOR_S", 0.0, raising=False)
+    app = DetokenizerApp()
+    mesh = StubMesh(smollm2, app.flush, 200)
+    stub: Any = mesh
+    await app.start(stub)
+    app.on_peer_up(COORDINATOR, LIFE)
+    for number in range(4):
+        names = tuple(RequestId(f"r{number}-{choice}") for choice in range(50))
+        handles = tuple(Handle(50 * number + choice) for choice in range(50))
+        app.on_message(FRONTEND, Submit(handles, names, TextPrompt(f"{number}"), SamplingParams(), max_tokens=5))
+    app._encode_waiting()
+    seen = []
+    async with asyncio.timeout(30):
+        while not mesh.all_answered.is_set():
+            await asyncio.sleep(0)
+            seen.append(len(mesh.admitted))
+    await app.stop()
+    assert set(seen) >= {50, 100, 150, 200}
