@@ -13,6 +13,7 @@ from pathlib import Path
 from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan, StepResult, WorkerReady
 from meshlm.runtime.events import PeerUp, Received
@@ -26,23 +27,28 @@ LIFE = Incarnation(1)
 WORKER, DETOKENIZER, COORDINATOR = Identity(Role.WORKER), Identity(Role.DETOKENIZER), Identity(Role.COORDINATOR)
 
 
-def steady(num_requests: int, num_steps: int) -> dict[str, float]:
+def steady(num_requests: int, num_steps: int, specs: tuple[KVSpec, ...] = ()) -> dict[str, float]:
     """Median µs of plan() and of handling a result, with all requests decoding.
 
     Their prompts may take several steps; `num_steps` are those after them.
     """
     max_tokens = num_steps + BESIDE_PROMPTS
-    num_blocks = num_requests * -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE)
+    num_blocks = num_requests * (-(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1) * max(1, len(specs))
     core = Scheduler(
         Limits(max_model_len=PROMPT_LEN + max_tokens, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192)
     )
     core.handle(PeerUp(DETOKENIZER, LIFE), 0.0)
     core.handle(PeerUp(WORKER, LIFE), 0.0)
     core.handle(
-        Received(WORKER, LIFE, WorkerReady(core.session, num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, 8192, 50000)), 0.0
+        Received(
+            WORKER, LIFE, WorkerReady(core.session, num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, 8192, 50000, kv_specs=specs)
+        ),
+        0.0,
     )
     for number in range(num_requests):
-        prompt = pack_i32([number] * PROMPT_LEN)
+        prompt = pack_i32(
+            [number] * (PROMPT_LEN - number % BLOCK_SIZE)
+        )  # each step, another share of them needs blocks
         work = EngineRequest(
             RequestId(f"r{number}"), Handle(number), prompt, SamplingParams(max_tokens=max_tokens), arrival_s=number
         )
@@ -86,6 +92,8 @@ def main() -> None:
     if not (1 <= arguments.requests <= MAX_NUM_SEQS and arguments.steps >= 1):
         parser.error(f"--requests is 1 to {MAX_NUM_SEQS}, --steps 1 at least")
     result = {"requests": arguments.requests, **steady(arguments.requests, arguments.steps)}
+    two = steady(arguments.requests, arguments.steps, (FullAttention(), SlidingWindow(64)))
+    result |= {f"two_kinds_{name}": value for name, value in two.items()}
     result["hash_us_per_1000_tokens"] = hashing()
     print(json.dumps(result))
     if arguments.json:

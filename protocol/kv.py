@@ -6,6 +6,7 @@ memory flows between them. Layer j of every group lives in tensor j; a page's nu
 block table per group. A model with one spec has one group with all its layers. Made by the workers, told to the scheduler.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -74,8 +75,8 @@ def make_groups(
     longest request takes little more than the least memory; where windows save next to nothing, there is one group that keeps all.
     """
     layers: dict[KVSpec, list[int]] = {}
-    for layer, spec in enumerate(specs, first_layer):
-        layers.setdefault(spec, []).append(layer)
+    for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: pair[1] != FullAttention()):
+        layers.setdefault(spec, []).append(layer)  # what keeps all comes first
 
     def cost(size: int) -> int:
         return size * sum(
@@ -102,6 +103,22 @@ def make_groups(
 def pages_of(specs: Sequence[KVSpec], block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
     """Pages that a request of `num_tokens` holds at most; `specs`: one per group."""
     return sum(num_held(spec, block_size, num_tokens, step_tokens) for spec in specs)
+
+
+def step_tokens(max_num_batched_tokens: int, async_depth: int, max_drafts: int) -> int:
+    """Tokens of one request between the first that is not known to be computed and the last that has a block, at most."""
+    return max_num_batched_tokens + (1 + async_depth) * (1 + max_drafts)
+
+
+def longest_request(
+    specs: Sequence[KVSpec], block_size: int, num_pages: int, max_len: int, step_tokens: int = 1
+) -> int:
+    """The most tokens below `max_len` of one request that fits into so many pages."""
+
+    def is_too_long(num_tokens: int) -> bool:
+        return pages_of(specs, block_size, num_tokens, step_tokens) > num_pages
+
+    return bisect_left(range(1, max_len), True, key=is_too_long)
 
 
 def tokens_held(groups: Sequence[KVGroup], memory: int, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Row, StepId
-from meshlm.protocol.kv import KVSpec
+from meshlm.protocol.kv import KVSpec, step_tokens
 from meshlm.protocol.step_edge import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.tasks import PoolKind
 from meshlm.scheduler_proc import sizes
@@ -48,8 +48,8 @@ class Batching:
         # The first stage of a pipeline would have to know the drafts of the last one.
         self.max_drafts = 0 if limits.num_stages > 1 else max_drafts
         self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
-        step_tokens = limits.max_num_batched_tokens + (1 + limits.async_depth) * (1 + self.max_drafts)
-        self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, step_tokens)
+        at_once = step_tokens(limits.max_num_batched_tokens, limits.async_depth, self.max_drafts)
+        self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
         self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []

@@ -1,7 +1,8 @@
 """`--device fake`: a model without weights that proves its KV cache. No torch.
 
 The next token is a hash of all tokens found through the row's block table, slot by slot: the slot of position p holds a rolling
-hash of tokens 0..p, made from what the slot of position p - 1 really holds. A wrong block table shows as a wrong token.
+hash of tokens 0..p, made from what the slot of position p - 1 really holds. A wrong block table shows as a wrong token. A model with
+sliding windows has several groups of layers, with a table each: then all that a window holds is looked at.
 
 With `--fake-drafts` it drafts too: right tokens and, at places that only chance names, wrong ones, whose KV then stands behind the
 row's end until it is overwritten. Now and then it gives a row no token at all.
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.kv import SlidingWindow, make_groups, spec_of_layers
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
@@ -95,22 +97,27 @@ class FakeEngine:
         self._step_s = config.worker.fake_step_ms / 1e3
         block_size = config.cache.block_size
         per_token = resolved.spec.kv_bytes_per_token_f32
-        memory = config.cache.kv_cache_memory
+        memory, drafts = config.cache.kv_cache_memory, config.worker.fake_drafts
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
-        num_blocks = room.num_blocks(config, budget, block_size * per_token)
-        shown, drafts = {"fake": "yes"}, config.worker.fake_drafts
+        layer_bytes = per_token // resolved.spec.num_hidden_layers
+        groups = make_groups(spec_of_layers(resolved.spec), block_size, layer_bytes, resolved.max_model_len)
+        specs = tuple(group.spec for group in groups)
+        num_blocks = room.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
         self.facts = EngineFacts(
             num_blocks,
             block_size,
             resolved.max_num_seqs,
             self._vocab_size,
-            shown,
+            {"fake": "yes"},
             drafts,
             tuple(PoolKind),
             VECTOR_BYTES,
+            specs,
         )
         self._sums = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # of the tokens computed so far, by row
-        self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size)
+        self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
+        self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
+        self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
         self._state = np.zeros(num_blocks * block_size, np.uint64)
         self._free_at = 0.0
         self._exchange: StepExchange | None = None  # with other ranks, if they step together
@@ -144,7 +151,7 @@ class FakeEngine:
         self._write(arrays, bool(plan.new_rows))
         pooled = self._pool(plan, arrays)
         if num_drafts is None:
-            token_ids, counts = self._sample(arrays.slots[arrays.query_start[1:] - 1][arrays.samples]), None
+            token_ids, counts = self._sample(arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples]), None
             self._rows.sampled(arrays, token_ids)
         else:
             token_ids, counts = self._accept(plan.step, arrays, num_drafts)
@@ -172,7 +179,7 @@ class FakeEngine:
         self._sums[[new.row for new in plan.new_rows]] = 0
         found = {}
         for pooling in self._rows.pooling(arrays):
-            vectors = _vectors(self._state[arrays.slots[pooling.begin : pooling.end]])
+            vectors = _vectors(self._state[arrays.slots[pooling.begin : pooling.end, 0]])
             self._sums[pooling.row] += vectors.sum(0)
             if pooling.is_last:
                 mean = self._sums[pooling.row] / int(self._rows.num_prompt[pooling.row])
@@ -189,8 +196,7 @@ class FakeEngine:
         rows, counts = np.frombuffer(plan.rows, np.int32)[drafting], num_drafts[drafting]
         ends = table.num_known[rows]
         before = np.maximum(ends.astype(np.int64) - 2, 0)
-        slots = table.blocks[rows, before // table.block_size].astype(np.int64) * table.block_size
-        state = np.where(ends > 1, self._state[slots + before % table.block_size], np.uint64(0))
+        state = np.where(ends > 1, self._state[table.slots(rows, before)[:, 0]], np.uint64(0))
         for nth in range(int(counts.max(initial=0))):
             state = state * np.uint64(_FACTOR) + (table.tokens[rows, ends + nth - 1].astype(np.int64) + 1).astype(
                 np.uint64
@@ -217,7 +223,7 @@ class FakeEngine:
         tokens: list[I32] = []
         for place in np.flatnonzero(arrays.samples).tolist():
             row, drafts, end = int(arrays.rows[place]), int(num_drafts[place]), int(arrays.query_start[place + 1])
-            sampled = self._sample(arrays.slots[end - 1 - drafts : end])
+            sampled = self._sample(arrays.slots[end - 1 - drafts : end, 0])
             known = int(table.num_known[row]) - drafts
             right = sampled[:drafts] == table.tokens[row, known : known + drafts]
             given = sampled[: 1 + int(np.logical_and.accumulate(right).sum())]
@@ -265,28 +271,39 @@ class FakeEngine:
         chosen = (state >> np.uint64(33)) % np.uint64(self._vocab_size - FIRST_TOKEN)
         return (chosen + np.uint64(FIRST_TOKEN)).astype(np.int32)
 
-    def _slots_before(self, arrays: StepArrays) -> NDArray[np.int64]:
-        """Where the token before each request's first one is (slot of position 0 for those that start at 0)."""
-        block_size = self._rows.block_size
-        before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
-        blocks: NDArray[np.int64] = self._rows.blocks[arrays.rows, before // block_size].astype(np.int64)
-        slots: NDArray[np.int64] = blocks * block_size + before % block_size
-        return slots
+    def _carried(self, rows: I32, starts: I32) -> U64:
+        """What the tokens before these left in the cache; something else, where a group's table lacks what a token here can see."""
+        before = np.maximum(starts.astype(np.int64) - 1, 0)
+        found = self._state[self._rows.slots(rows, before)] - self._groups
+        wrong = (found != found[:, :1]).any(1)
+        for group, window in self._windows.items():
+            wrong |= self._is_broken(rows, before, group, window)
+        return np.where(starts > 0, found[:, 0] + wrong, np.uint64(0))
+
+    def _is_broken(self, rows: I32, last: I64, group: int, window: int) -> NDArray[np.bool_]:
+        """Whether the slots of the `window` - 1 positions up to `last` do not follow from one another."""
+        positions = last[:, None] - np.arange(min(window - 1, int(last.max(initial=0)) + 1))
+        exist, positions, rows = positions >= 0, np.maximum(positions, 0), rows[:, None]
+        state = self._state[self._rows.slots(rows, positions)[..., group]] - self._groups[group]
+        terms = (self._rows.tokens[rows, positions].astype(np.int64) + 1).astype(np.uint64)
+        older = np.where(positions[:, :-1] > 0, state[:, 1:] * np.uint64(_FACTOR), np.uint64(0))
+        broken: NDArray[np.bool_] = ((state[:, :-1] != older + terms[:, :-1]) & exist[:, :-1]).any(1)
+        return broken
 
     def _write_decodes(self, arrays: StepArrays) -> None:
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
-        carried = np.where(arrays.starts > 0, self._state[self._slots_before(arrays)], np.uint64(0))
-        self._state[arrays.slots] = carried * np.uint64(_FACTOR) + terms
+        state = self._carried(arrays.rows, arrays.starts) * np.uint64(_FACTOR) + terms
+        self._state[arrays.slots] = state[:, None] + self._groups
 
     def _write_in_order(self, arrays: StepArrays) -> None:
         """By first position: a request may share a prefix that another one computes in this very step, as a real model
         allows, which writes all keys and values of a layer before it reads any."""
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
-        before = self._slots_before(arrays)
         for index in np.argsort(arrays.starts, kind="stable").tolist():
             begin, end = int(arrays.query_start[index]), int(arrays.query_start[index + 1])
             count = end - begin
-            carried = self._state[before[index]] if arrays.starts[index] else np.uint64(0)
+            carried = self._carried(arrays.rows[index : index + 1], arrays.starts[index : index + 1])
             # state[k] = carried * F^(k+1) + sum_j<=k term[j] * F^(k-j)
             sums = np.cumsum(terms[begin:end] * self._down[:count], dtype=np.uint64)
-            self._state[arrays.slots[begin:end]] = carried * self._up[1 : count + 1] + sums * self._up[:count]
+            state = carried * self._up[1 : count + 1] + sums * self._up[:count]
+            self._state[arrays.slots[begin:end]] = state[:, None] + self._groups

@@ -302,6 +302,7 @@ class WorkerApp:
                 max_drafts=facts.max_drafts,
                 pool_kinds=facts.pool_kinds,
                 pooled_bytes=facts.pooled_bytes,
+                kv_specs=facts.kv_specs,
             )
         )
 

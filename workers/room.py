@@ -1,20 +1,28 @@
 """Whether the longest request has room in the KV cache. No torch: every engine asks, the fake one too."""
 
+from collections.abc import Sequence
+
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of, step_tokens
 from meshlm.runtime.errors import ProcessFatal
 
 
-def num_blocks(config: MeshConfig, budget: int, block_bytes: int) -> int:
-    """Blocks within `budget` bytes. ProcessFatal when the longest request would not fit, with the one that would."""
+def num_blocks(
+    config: MeshConfig, budget: int, block_bytes: int, specs: Sequence[KVSpec] = (FullAttention(),), max_drafts: int = 0
+) -> int:
+    """Blocks within `budget` bytes, of block tables with these groups. ProcessFatal when the longest request would not fit, with the
+    one that would."""
     resolved = config.resolved
     assert resolved is not None
-    block_size = config.cache.block_size
+    block_size, longest = config.cache.block_size, resolved.max_model_len
+    at_once = step_tokens(resolved.max_num_batched_tokens, config.scheduler.async_depth, max_drafts)
     count = budget // block_bytes
-    needed = -(-resolved.max_model_len // block_size)
+    needed = pages_of(specs, block_size, longest, at_once)
     if count < needed:
-        fits = f"--max-model-len {count * block_size} would fit" if count > 0 else "not even one block fits"
+        most = longest_request(specs, block_size, count, longest, at_once)
+        fits = f"--max-model-len {most} would fit" if most > 0 else "not even one block fits"
         raise ProcessFatal(
-            f"one request of --max-model-len {resolved.max_model_len} tokens needs {size_text(needed * block_bytes)} of KV cache "
+            f"one request of --max-model-len {longest} tokens needs {size_text(needed * block_bytes)} of KV cache "
             f"and {size_text(max(budget, 0))} are there; with this memory {fits}"
         )
     return count

@@ -3,7 +3,7 @@
 Owned by the thread that steps. `step` turns a plan's columns into flat per-token arrays without a Python loop over requests.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class StepArrays(NamedTuple):
     query_start: I32  # [n + 1] prefix sum of counts
     token_rows: I32  # [t] row of each token
     positions: I64  # [t]
-    slots: I64  # [t] block * block_size + offset
+    slots: I64  # [t, groups] block * block_size + offset
     token_ids: I32  # [t]; -1 where the id is the row's last sampled token, known only on the device
 
 
@@ -44,13 +44,13 @@ class Pooling(NamedTuple):
 class RowTable:
     """Rows by number; all arrays have max_rows rows."""
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        self.block_size, self.num_groups = block_size, num_groups
         self.max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.num_known = np.zeros(max_rows, np.int32)  # leading tokens whose ids are in `tokens`
         self.num_prompt = np.zeros(max_rows, np.int32)
-        self.blocks = np.zeros((max_rows, self.max_blocks), np.int32)
+        self.blocks = np.zeros((max_rows, self.max_blocks, num_groups), np.int32)
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.sampling: dict[int, SamplingParams] = {}
         self.pools: dict[int, PoolKind] = {}  # rows that want a vector
@@ -70,7 +70,8 @@ class RowTable:
         for new in plan.new_rows:
             self._take(new)
         if plan.block_rows:
-            self._append(np.frombuffer(plan.block_rows, np.int32), np.frombuffer(plan.block_ids, np.int32))
+            ids = np.frombuffer(plan.block_ids, np.int32).reshape(-1, self.num_groups)
+            self._append(np.frombuffer(plan.block_rows, np.int32), ids)
         if plan.input_ids:
             ids = np.frombuffer(plan.input_ids, np.int32)
             rows, at = np.frombuffer(plan.rows, np.int32)[: len(ids)], np.frombuffer(plan.starts, np.int32)[: len(ids)]
@@ -79,7 +80,7 @@ class RowTable:
 
     def _take(self, new: NewRow) -> None:
         ids = np.frombuffer(new.token_ids, np.int32)
-        blocks = np.frombuffer(new.block_ids, np.int32)
+        blocks = np.frombuffer(new.block_ids, np.int32).reshape(-1, self.num_groups)
         row = new.row
         self.tokens[row, : len(ids)] = ids
         self.num_known[row] = len(ids)
@@ -112,8 +113,7 @@ class RowTable:
             token_rows = np.repeat(rows, counts)
             within = np.arange(plan.num_tokens) - np.repeat(query_start[:-1], counts)
             positions = np.repeat(starts, counts).astype(np.int64) + within
-        block = self.blocks[token_rows, positions // self.block_size].astype(np.int64)
-        slots = block * self.block_size + positions % self.block_size
+        slots = self.slots(token_rows, positions)
         known = positions < self.num_known[token_rows]
         token_ids = np.where(known, self.tokens[token_rows, positions], np.int32(-1))
         return StepArrays(rows, starts, counts, samples, query_start, token_rows, positions, slots, token_ids)
@@ -128,6 +128,12 @@ class RowTable:
                 begin, end = int(arrays.query_start[place]), int(arrays.query_start[place + 1])
                 is_last = int(arrays.starts[place] + arrays.counts[place]) == int(self.num_prompt[row])
                 found.append(Pooling(place, row, kind, begin, end, is_last))
+        return found
+
+    def slots(self, rows: NDArray[Any], positions: I64) -> I64:
+        """Where each group has these positions: of the arrays' common shape, and [groups] behind."""
+        blocks = self.blocks[rows, positions // self.block_size].astype(np.int64)
+        found: I64 = blocks * self.block_size + (positions % self.block_size)[..., None]
         return found
 
     def sampled(self, arrays: StepArrays, token_ids: I32) -> None:

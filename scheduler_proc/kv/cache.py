@@ -5,12 +5,11 @@ goes to the workers. It only grows. What no token can see any more is given back
 table stay, and mean nothing. Pure; owned by batching.py.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import chain
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import FullAttention, KVSpec, pages_of
+from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
@@ -35,7 +34,7 @@ class KVCache:
         self._specs, self._step_tokens = specs or (FullAttention(),), step_tokens
         self._kinds = kinds_of(self._specs, block_size)
         self.num_groups = len(self._specs)
-        self._frees = any(spec != FullAttention() for spec in self._specs)
+        self._freeing = [kind for kind in self._kinds if kind.spec != FullAttention()]
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +51,7 @@ class KVCache:
 
     def longest(self, max_len: int) -> int:
         """The most tokens of one request that fit, below `max_len`."""
-        return bisect_left(range(1, max_len), True, key=lambda num_tokens: not self.holds(num_tokens))
+        return longest_request(self._specs, self.block_size, self.pool.num_blocks, max_len, self._step_tokens)
 
     def match(self, request: Request) -> int:
         """Give a request without blocks those of its longest cached prefix, less the last token: one at least is computed, to
@@ -89,7 +88,7 @@ class KVCache:
         What no token can see that is still to be computed is given back first. Drafts may be refused and computed again, so only
         tokens that are known count as computed.
         """
-        if self._frees:
+        if self._freeing:
             self._free_unseen(request)
         count = -(-num_tokens // self.block_size) * self.num_groups - len(request.blocks)
         if count > self.pool.num_free:
@@ -100,16 +99,19 @@ class KVCache:
         return blocks
 
     def _free_unseen(self, request: Request) -> None:
-        if not request.num_freed:
-            request.num_freed = [0] * len(self._kinds)
+        num_freed = request.num_freed
+        if not num_freed:
+            num_freed = request.num_freed = [0] * len(self._kinds)
         width, blocks = self.num_groups, request.blocks
         num_computed = min(request.num_computed, len(request.tokens) - 1)
-        for number, kind in enumerate(self._kinds):
-            first, freed = kind.first_needed(num_computed), request.num_freed[number]
+        for kind in self._freeing:
+            first, freed = kind.first_needed(num_computed), num_freed[kind.number]
             if first > freed:
-                rows = range(freed * width, first * width, width)
-                self.pool.free([block for row in rows for block in blocks[row + kind.begin : row + kind.end]])
-                request.num_freed[number] = first
+                unseen = blocks[freed * width + kind.begin : first * width : width]
+                for column in range(kind.begin + 1, kind.end):
+                    unseen += blocks[freed * width + column : first * width : width]
+                self.pool.free(unseen)
+                num_freed[kind.number] = first
 
     def free(self, request: Request) -> None:
         """It ends, or waits again."""

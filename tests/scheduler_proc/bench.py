@@ -5,6 +5,7 @@ from collections import deque
 from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.tasks import Pool, PoolKind
@@ -38,8 +39,17 @@ class Model:
         self.pools: dict[
             int, tuple[Pool, int, list[int]]
         ] = {}  # row -> task, length of the prompt, states computed so far
+        self.kv_specs: tuple[KVSpec, ...] = ()
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.rows.clear()
+
+    def fresh(self) -> "Model":
+        """Another life of it."""
+        return Model(self.num_blocks, self.block_size, self.pipeline, self.max_drafts)
 
     def slot(self, row: int, position: int) -> int:
         return self.rows[row][1][position // self.block_size] * self.block_size + position % self.block_size
@@ -141,10 +151,12 @@ class Bench:
 
     pool_kinds = tuple(PoolKind)
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int, max_drafts: int = 0) -> None:
+    def __init__(
+        self, limits: Limits, num_blocks: int, block_size: int, max_drafts: int = 0, model: Model | None = None
+    ) -> None:
         self.limits = limits
         self.core = Scheduler(limits)
-        self.model = Model(num_blocks, block_size, limits.num_stages > 1, max_drafts)
+        self.model = model or Model(num_blocks, block_size, limits.num_stages > 1, max_drafts)
         self.directory = PrefixCacheMirror()
         self.plans: deque[StepPlan] = deque()
         self.tokens: dict[int, list[int]] = {}
@@ -166,7 +178,7 @@ class Bench:
                 case Reset() as reset:
                     while self.plans:  # a worker does all that it was sent
                         self.model.run(self.plans.popleft())
-                    self.model.rows.clear()
+                    self.model.reset()
                     facts = (self.model.num_blocks, self.model.block_size, 64, 64, VOCAB, *self.directory.columns())
                     ready = WorkerReady(
                         reset.session,
@@ -174,6 +186,7 @@ class Bench:
                         max_drafts=self.model.max_drafts,
                         pool_kinds=self.pool_kinds,
                         pooled_bytes=8,
+                        kv_specs=self.model.kv_specs,
                     )
                     self.event(Received(WORKER, LIFE, ready))
                 case StepPlan() as plan:
@@ -221,8 +234,7 @@ class Bench:
         """Its KV cache goes with it."""
         self.plans.clear()
         self.event(PeerLost(WORKER, LIFE))
-        model = self.model
-        self.model = Model(model.num_blocks, model.block_size, model.pipeline, model.max_drafts)
+        self.model = self.model.fresh()
         self.directory = PrefixCacheMirror()
         self.event(PeerUp(WORKER, LIFE))
 

@@ -6,6 +6,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 
@@ -23,6 +24,7 @@ class EngineFacts(Struct, frozen=True):
     max_drafts: int = 0  # tokens that its drafter gives a row in one step; 0: it has none
     pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
     pooled_bytes: int = 0  # ... and the length of one
+    kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
 
 
 class Pending(Protocol):

@@ -1,7 +1,7 @@
 """The pool tells its changes: whoever follows them has the prefix cache, and hands it to the next pool."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.columns import ints
@@ -33,6 +33,7 @@ def content(pool: BlockPool, names: range) -> dict[int, bytes]:
     return {block: name(number) for number in names for block in pool.find(name(number)) or ()}
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["allocate", "release", "remember", "forget", "tell"]), st.integers(0, 9)),
@@ -81,6 +82,7 @@ def test_what_cannot_be_is_not_restored() -> None:
     pool.check([[used]])
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["allocate", "free", "cache", "reset", "tell"]), st.integers(0, 9)),

@@ -1,0 +1,78 @@
+"""Layers are packed into groups whose pages have equal bytes, and what that saves."""
+
+import pytest
+from tiny_models import spec_of
+
+from meshlm.protocol.kv import (
+    FullAttention,
+    KVGroup,
+    KVSpec,
+    SlidingWindow,
+    longest_request,
+    make_groups,
+    num_held,
+    pages_of,
+    spec_of_layers,
+    tokens_held,
+)
+
+FULL, BLOCK = FullAttention(), 16
+GEMMA_3_4B: list[KVSpec] = [FULL if layer % 6 == 5 else SlidingWindow(1024) for layer in range(34)]
+GEMMA_LAYER_BYTES = 2 * 4 * 256 * 2  # of a token: keys and values, 4 heads of 256, bfloat16
+
+
+def groups(specs: list[KVSpec], max_model_len: int = 32768) -> tuple[KVGroup, ...]:
+    return make_groups(specs, BLOCK, 100, max_model_len)
+
+
+@pytest.mark.parametrize("specs", [[FULL] * 28, [SlidingWindow(4096)] * 32])
+def test_a_model_of_one_kind_has_one_group(specs: list[KVSpec]) -> None:
+    assert groups(specs) == (KVGroup(specs[0], tuple(range(len(specs))), BLOCK, len(specs) * BLOCK * 100),)
+
+
+def test_gemma_3_4b() -> None:
+    found = groups(GEMMA_3_4B)
+    assert [group.spec for group in found] == [FULL] + [SlidingWindow(1024)] * 6
+    assert [len(group.layers) for group in found] == [5, 5, 5, 5, 5, 5, 4]
+    assert {group.page_bytes for group in found} == {5 * BLOCK * 100}
+    assert sorted(layer for group in found for layer in group.layers) == list(range(34))
+
+
+def test_gemma_3_4b_holds_more_than_two_and_a_half_times_the_tokens() -> None:
+    memory, length = 40 << 30, 32768
+    grouped = make_groups(GEMMA_3_4B, BLOCK, GEMMA_LAYER_BYTES, length)
+    every = make_groups([FULL] * 34, BLOCK, GEMMA_LAYER_BYTES, length)
+    assert tokens_held(every, memory, length) == memory // (34 * GEMMA_LAYER_BYTES * BLOCK) * BLOCK
+    assert tokens_held(grouped, memory, length) / tokens_held(every, memory, length) > 5.5
+
+
+def test_half_and_half() -> None:
+    found = groups([FULL, SlidingWindow(4096)] * 13)
+    assert [group.layers for group in found] == [tuple(range(0, 26, 2)), tuple(range(1, 26, 2))]
+
+
+def test_windows_that_save_next_to_nothing_are_masked_only() -> None:
+    """All blocks are kept where no request outgrows the window, or where few layers slide."""
+    assert [group.spec for group in groups(GEMMA_3_4B, 1024)] == [FULL]
+    assert [group.spec for group in groups([FULL] * 60 + [SlidingWindow(4096)])] == [FULL]
+
+
+def test_each_stage_of_a_pipeline_has_its_share_of_each_group() -> None:
+    for group in groups(GEMMA_3_4B):
+        first = sum(layer < 17 for layer in group.layers)
+        assert 2 <= first <= 3
+
+
+def test_what_layers_see_is_read_from_the_model() -> None:
+    assert spec_of_layers(spec_of(num_hidden_layers=2)) == [FULL, FULL]
+    assert spec_of_layers(spec_of(num_hidden_layers=2, sliding_window=8)) == [SlidingWindow(8)] * 2
+    mixed = spec_of(num_hidden_layers=2, sliding_window=8, sliding_layers=(False, True))
+    assert spec_of_layers(mixed) == [FULL, SlidingWindow(8)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_the_longest_request_is_the_longest(step: int) -> None:
+    specs = [FULL, SlidingWindow(20), SlidingWindow(20)]
+    longest = longest_request(specs, 4, 50, 1000, step)
+    assert pages_of(specs, 4, longest, step) <= 50 < pages_of(specs, 4, longest + 1, step)
+    assert num_held(SlidingWindow(20), 4, 1000, step) >= (20 + step) // 4

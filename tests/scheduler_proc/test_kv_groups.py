@@ -1,0 +1,100 @@
+"""The scheduler and the fake device with several groups of layers: what a window no longer sees is freed, and nothing else."""
+
+import pytest
+from bench import Bench, Model, limits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import resolved_of, spec_of
+
+from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
+from meshlm.protocol.kv import FullAttention, SlidingWindow
+from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.step_edge import StepPlan, StepResult
+from meshlm.workers.fake import FakeEngine, expected_token
+
+VOCAB, CONTEXT, BLOCK, STEP = 1000, 128, 4, 32
+LIMITS = limits(max_model_len=CONTEXT, max_num_seqs=4, max_num_batched_tokens=STEP)
+
+
+class Device(Model):
+    """A FakeEngine of so many pages."""
+
+    def __init__(self, spec: ModelSpec, num_pages: int, drafts: int = 0) -> None:
+        self._made_of = spec, num_pages, drafts
+        layer_bytes = spec.kv_bytes_per_token_f32 // spec.num_hidden_layers
+        size = 1 if spec.sliding_layers else spec.num_hidden_layers  # of a group
+        resolved = resolved_of(spec, device="fake", max_model_len=CONTEXT, max_num_batched_tokens=STEP)
+        cache = CacheConfig(block_size=BLOCK, kv_cache_memory=num_pages * size * BLOCK * layer_bytes)
+        config = MeshConfig(cache=cache, worker=WorkerConfig(fake_drafts=drafts), resolved=resolved)
+        self.engine = FakeEngine(config, lambda *news: None)
+        super().__init__(self.engine.facts.num_blocks, BLOCK, max_drafts=drafts)
+        assert self.num_blocks == num_pages
+        self.kv_specs = self.engine.facts.kv_specs
+
+    def reset(self) -> None:
+        self.engine.reset()
+
+    def fresh(self) -> "Device":
+        return Device(*self._made_of)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.engine.step(plan, 0).wait()
+
+
+def two_kinds(window: int) -> ModelSpec:
+    """One layer that sees all, two that slide."""
+    return spec_of(
+        vocab_size=VOCAB,
+        num_hidden_layers=3,
+        sliding_window=window,
+        sliding_layers=(False, True, True),
+        max_position_embeddings=CONTEXT,
+    )
+
+
+def generated(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(expected_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def test_a_model_with_both_kinds_has_groups_of_both() -> None:
+    assert Device(two_kinds(6), 200).kv_specs == (FullAttention(), SlidingWindow(6), SlidingWindow(6))
+    one = spec_of(vocab_size=VOCAB, num_hidden_layers=3, sliding_window=6, max_position_embeddings=CONTEXT)
+    only = Device(one, 200)
+    assert only.kv_specs == (SlidingWindow(6),)
+
+
+def test_a_request_decodes_in_less_than_its_layers_would_keep() -> None:
+    device = Device(two_kinds(6), 60)
+    bench = Bench(LIMITS, 0, 0, model=device)
+    bench.assign(1, [7] * 30, 98)
+    while bench.plans:
+        bench.step()
+    assert bench.core.batching.num_preemptions == 0
+    assert bench.tokens[1] == generated([7] * 30, 98), "its 128 tokens in all groups would be 96 pages"
+    bench.finish()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_requests(drafts: int, data: st.DataObject) -> None:
+    """Shared prefixes, little memory, chunks, preemption, a worker or scheduler lost: each token comes from the right KV."""
+    draw = data.draw
+    spec = two_kinds(draw(st.integers(2, 30)))
+    device = Device(spec, draw(st.integers(100, 140)), drafts)
+    bench = Bench(LIMITS, 0, 0, model=device)
+    asked: dict[int, tuple[list[int], int]] = {}
+    for handle in range(draw(st.integers(1, 6))):
+        prompt = list(range(draw(st.integers(0, 60)))) + draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+        asked[handle] = (prompt, draw(st.integers(1, CONTEXT - len(prompt))))
+        bench.assign(handle, *asked[handle])
+        for _ in range(draw(st.integers(0, 30))):
+            if bench.plans:
+                bench.step()
+        if draw(st.integers(0, 9)) == 0:
+            bench.lose_worker()
+    bench.finish()
+    assert {one: bench.tokens[one] for one in asked} == {one: generated(*asked[one]) for one in asked}
