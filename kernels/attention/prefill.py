@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
-from meshlm.kernels.attention.tiles import prefill_tiles
+from meshlm.kernels.attention.tiles import prefill_tiles, tile_of_head
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def prefill(
     _, page, kv_heads, _ = keys.shape
     group = triton.next_power_of_2(heads // kv_heads)
     from_step = qkv is not None and dense(dim, query.device)
-    rows, block_n, warps, stages = tiles or prefill_tiles(tokens * group * kv_heads)
+    rows, block_n, warps, stages = tiles or tile_of_head(prefill_tiles(tokens * group * kv_heads), dim)
     block_q = max(1, rows // group)
     step: Tensor | TensorDescriptor = query  # not read
     if qkv is not None and from_step:

@@ -9,6 +9,7 @@ import triton
 from meshlm.kernels import tables
 
 MAX_SPLITS = 32
+MEASURED_DIM = 128
 Tile = tuple[int, int, int, int]
 
 
@@ -30,6 +31,14 @@ def prefill_tiles(work: int) -> Tile:
         if work <= entry.get("work_to", work):
             return entry["rows"], entry["block_n"], entry["warps"], entry["stages"]
     raise AssertionError("the last entry of a table fits all")
+
+
+def tile_of_head(tile: Tile, dim: int) -> Tile:
+    """A tile of a table, which is for heads of up to 128: larger ones have fewer keys, or keys and values outgrow the shared memory."""
+    if dim <= MEASURED_DIM:
+        return tile
+    first, block_n, warps, stages = tile
+    return first, min(block_n, 32), warps, min(stages, 2)
 
 
 ANY_GROUP = 1 << 16

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.kernels.attention.tiles import most_parts_of, one_of_each, splits_of
+from meshlm.kernels.attention.tiles import most_parts_of, one_of_each, splits_of, tile_of_head
 
 GPUS = st.tuples(st.floats(0.5, 16), st.integers(1, 400))
 
@@ -29,3 +29,11 @@ def test_powers_of_two_and_what_they_skip() -> None:
     """A B200 has 148 multiprocessors; with 8 kv heads, 8 parts are for 9 to 14 requests only."""
     assert one_of_each(lambda requests: splits_of(8 * requests, 4.0, 148), 64) == [1, 2, 4, 8, 9, 16, 32, 64]
     assert one_of_each(lambda requests: splits_of(8 * requests, 4.0, 132), 48) == [1, 2, 4, 8, 16, 32, 48]
+
+
+def test_large_heads_have_tiles_that_fit_the_shared_memory() -> None:
+    """Of an H100: 227 KiB for a tile of queries, and keys and values of each stage."""
+    tile = (64, 64, 4, 3)
+    assert tile_of_head(tile, 128) == tile
+    rows, block_n, _, stages = tile_of_head(tile, 256)
+    assert (rows + 2 * stages * block_n) * 256 * 2 <= 100 << 10

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Columns, Extras
 from meshlm.kernels.attention.prefill import prefill
-from meshlm.kernels.attention.tiles import decode_tiles, most_parts
+from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
@@ -98,7 +98,7 @@ class TritonAttention:
         requests = self._num
         group = heads.num_heads // heads.num_kv_heads
         tiles = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device, group)
-        splits, block_n, warps, stages = tiles
+        splits, block_n, warps, stages = tile_of_head(tiles, heads.head_dim)
         room = self._workspace.of(requests, (heads.num_heads, heads.num_kv_heads), splits, heads.head_dim)
         decode(
             query,

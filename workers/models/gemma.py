@@ -64,11 +64,13 @@ class Gemma(Decoder):
             if isinstance(module, RMSNorm):
                 module.weight = nn.Parameter(module.weight.float(), requires_grad=False)
         self._own_ops = self.ops
+        self._embedding_scale = 1.0
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """See `Decoder.prepare`; the layers that slide get their rotation."""
         super().prepare(device, dtype)
         self._own_ops = self.ops
+        self._embedding_scale = float(torch.tensor(self.spec.hidden_size**0.5, dtype=dtype))
         if self.spec.sliding_rope is not None:
             table = rope_table(self.spec, self._max_len, self.spec.sliding_rope).to(device=device)
             for layer in self.layers:
@@ -78,7 +80,6 @@ class Gemma(Decoder):
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """Scaled by the root of their size, which is rounded to their dtype first."""
         assert self.embed is not None
-        size = self.spec.hidden_size
         if self.embed.several:
             first = self.layers[0]
             assert isinstance(first, GemmaLayer)
@@ -86,8 +87,8 @@ class Gemma(Decoder):
             found, _ = self._own_ops.embed_part(ids, self.embed.weight, (self.embed.begin, self.embed.end), norm)
             x = self.comm.all_reduce(found.value)
         else:
-            x = self.ops.rows(ids, self.embed.weight, size)
-        return PartialSum(x.mul_(float(torch.tensor(size**0.5, dtype=x.dtype)))), None
+            x = self.ops.rows(ids, self.embed.weight, self.spec.hidden_size)
+        return PartialSum(x.mul_(self._embedding_scale)), None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Decoder.logits`."""
