@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
-from mock_worker import VOCAB, reference
+from mock_worker import VOCAB, pooled_reference, reference
 from msgspec import Struct
 from network import running
 from tokenizers import Tokenizer, decoders, models
@@ -20,6 +20,7 @@ from meshlm.frontend.io import FrontendApp
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import GENERATE, Pool, PoolKind
 from meshlm.protocol.text_edge import (
     Accepted,
     Finished,
@@ -63,6 +64,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     retries: bool = False  # with an Idempotency-Key: asks again when its frontend dies, wherever one is
     leave_after: int = -1  # tokens after which the client hangs up; -1: it stays
+    pool: PoolKind | None = None  # it wants a vector
 
 
 class Answer(NamedTuple):
@@ -71,10 +73,13 @@ class Answer(NamedTuple):
     tokens: list[int]
     text: str
     reason: FinishReason
+    vector: bytes = b""
 
 
 @lru_cache(maxsize=10_000)
 def expected(ask: Ask) -> Answer:
+    if ask.pool is not None:
+        return Answer([], "", FinishReason.STOP, pooled_reference(ask.prompt, ask.pool))
     decoder = TABLE.decoder(True)
     finder = StopFinder(ask.stops, ask.include_stop) if ask.stops else None
     tokens: list[int] = []
@@ -141,6 +146,7 @@ class Client:
             max_tokens=ask.max_tokens,
             arrival_s=running().world.now,
             retry=Retry(f"{ask.number:08x}", b"", cuts) if ask.retries else None,
+            task=GENERATE if ask.pool is None else Pool(ask.pool),
         )
         for index, (handle, name) in enumerate(zip(submit.handles, names, strict=True)):
             mark = Retry(f"{ask.number:08x}", b"", (cuts[index],)) if ask.retries else None
@@ -193,6 +199,7 @@ class Client:
         assert got.text == wanted.text, f"{name} got {got.text!r} instead of {wanted.text!r}"
         assert got.end is wanted.reason, f"{name} ended with {got.end} instead of {wanted.reason}"
         assert finished.num_output_tokens == len(got.tokens)
+        assert choice.pooled == wanted.vector, f"{name} got the vector {choice.pooled!r} instead of {wanted.vector!r}"
 
     def plain(self, choice: Choice) -> None:
         """Its rows are looked at one by one."""

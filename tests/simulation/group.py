@@ -14,6 +14,7 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
+from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.distributed.membership import Lives
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.io import WorkerApp
@@ -95,7 +96,7 @@ class Worker(WorkerApp):
 
     def __init__(self, num_blocks: int, block_size: int, step_s: float, max_drafts: int) -> None:
         super().__init__()
-        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {}, max_drafts)
+        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {}, max_drafts, tuple(PoolKind), 8)
         self._step_s = step_s
         self._model = Model(num_blocks, block_size)
         self._plans: Any = _Plans(self)
@@ -264,7 +265,8 @@ class Worker(WorkerApp):
         self._completed_at = max(world.now + self._process.dice.random() ** 3 * self._step_s, self._completed_at)
         ns = int(world.now * 1e9)
         counts = pack_i32(given) if plan.num_drafts else b""
-        result = StepResult(plan.session, plan.step, pack_i32(tokens), launched_ns=ns, done_ns=ns + 1, counts=counts)
+        details: dict[str, Any] = {"counts": counts, "pooled": self._model.pooled}
+        result = StepResult(plan.session, plan.step, pack_i32(tokens), launched_ns=ns, done_ns=ns + 1, **details)
         self._later(self._completed_at - world.now, self._complete, result)
         if step is not None:
             self._compute_stages(step)

@@ -244,7 +244,9 @@ def shrunk(scenario: Scenario) -> Scenario:
         if scenario.tp_size > 1 and scenario.pp_size > 1:
             yield replace(scenario, pp_size=1)
         for place, ask in enumerate(scenario.asks):
-            simple = Ask(number=ask.number, at_s=ask.at_s, frontend=0, prompt=ask.prompt[-1:], max_tokens=2)
+            simple = Ask(
+                number=ask.number, at_s=ask.at_s, frontend=0, prompt=ask.prompt[-1:], max_tokens=2, pool=ask.pool
+            )
             if ask != simple:
                 yield replace(scenario, asks=(*scenario.asks[:place], simple, *scenario.asks[place + 1 :]))
 

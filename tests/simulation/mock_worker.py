@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from meshlm.protocol.columns import ints
 from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.tasks import Pool, PoolKind
 
 VOCAB = 96
 
@@ -33,13 +34,27 @@ def reference(prompt: Iterable[int], num_tokens: int) -> list[int]:
     return found
 
 
+def vector_of(states: list[int], kind: PoolKind) -> bytes:
+    """Eight bytes that only the right states give: of the last token, or of all."""
+    return (states[-1] if kind is PoolKind.LAST else sum(states) % (1 << 61)).to_bytes(8, "little")
+
+
+def pooled_reference(prompt: Iterable[int], kind: PoolKind) -> bytes:
+    states = [0]
+    for token in prompt:
+        states.append(extended(states[-1], token))
+    return vector_of(states[1:], kind)
+
+
 class Model:
-    """Rows and KV slots of one device."""
+    """Rows and KV slots of one device. `pooled`: the vectors of the last step, by place."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size, self.num_blocks = block_size, num_blocks
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
+        self.pools: dict[int, tuple[PoolKind, int, list[int]]] = {}  # by row: kind, length of the prompt, states so far
+        self.pooled: dict[int, bytes] = {}
 
     def slot(self, row: int, position: int) -> int:
         return self.rows[row][1][position // self.block_size] * self.block_size + position % self.block_size
@@ -51,6 +66,9 @@ class Model:
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row given away twice"
             self.rows[new.row] = (ints(new.token_ids), ints(new.block_ids))
+            self.pools.pop(new.row, None)
+            if isinstance(new.task, Pool):
+                self.pools[new.row] = (new.task.kind, new.num_prompt_tokens, [])
         for row, block in zip(ints(plan.block_rows), ints(plan.block_ids), strict=True):
             self.rows[row][1].append(block)
         rows, starts = ints(plan.rows), ints(plan.starts)
@@ -73,6 +91,7 @@ class Model:
                 token = self.rows[row][0][position]
                 self.slots[self.slot(row, position)] = state = extended(before, token)
                 computed.append((position, token, state))
+        self._pool(rows, starts, counts)
         tokens: list[int] = []
         given: list[int] = []
         for row, drafts, sampled in zip(rows, num_drafts, samples, strict=True):
@@ -82,6 +101,15 @@ class Model:
                 self._sample(row, given[-1], drafts)
                 tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
         return tokens, given, computed
+
+    def _pool(self, rows: list[int], starts: list[int], counts: list[int]) -> None:
+        self.pooled = {}
+        for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            if row in self.pools:
+                kind, num_prompt, states = self.pools[row]
+                states += [self.slots[self.slot(row, position)] for position in range(start, start + count)]
+                if start + count == num_prompt:
+                    self.pooled[place] = vector_of(states, kind)
 
     def _sample(self, row: int, count: int, drafts: int) -> None:
         """Append `count` tokens, the later ones drafts that prove right; those that prove wrong spoil the slots behind."""

@@ -13,6 +13,7 @@ from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
+from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
 from meshlm.supervisor.settings import layout
 
@@ -218,6 +219,8 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
     )
     again = random.Random(f"again {seed}")  # dice of its own: seeds keep the rest of their histories
     asks = tuple(replace(ask, retries=again.random() < 0.4) for ask in asks)
+    pools = random.Random(f"pools {seed}")
+    asks = tuple(_pooling(pools, ask) if pools.random() < 0.2 else ask for ask in asks)
     drafts = random.Random(f"drafts {seed}")
     return replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)))
 
@@ -257,6 +260,12 @@ def _ask(dice: random.Random, number: int, num_frontends: int) -> Ask:
         include_stop=draw() < 0.5,
         leave_after=dice.randint(0, max_tokens) if draw() < 0.3 else -1,
     )
+
+
+def _pooling(dice: random.Random, ask: Ask) -> Ask:
+    """The same for a vector."""
+    leave_after = 0 if ask.leave_after >= 0 else -1
+    return replace(ask, pool=dice.choice(tuple(PoolKind)), stop_ids=(), stops=(), leave_after=leave_after)
 
 
 def _faults(dice: random.Random, plain: Scenario, kinds: tuple[Kind, ...], count: int) -> list[Fault]:

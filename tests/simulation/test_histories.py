@@ -22,6 +22,7 @@ from replaced import simulated
 from scenario import OFF, Kind, Shape, make
 
 from meshlm.protocol.step_edge import StepPlan
+from meshlm.protocol.tasks import PoolKind
 
 HISTORIES = int(os.environ.get("MESHLM_SIM_HISTORIES", "10000"))
 FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
@@ -135,7 +136,7 @@ def test_links_between_hosts_are_lost_although_both_ends_live() -> None:
 def test_links_between_frontends_and_detokenizers_are_lost_although_both_ends_live() -> None:
     """A frontend asks again, and counts attempts that the schedulers' deaths have brought further."""
     lost = begun = 0
-    for seed in range(FIRST, FIRST + 300):
+    for seed in range(FIRST, FIRST + 400):
         story: list[str] = []
         assert violation(make(seed, (Kind.LOSE_LINK, Kind.LOSE_LINK, *OTHER_DEATHS), Shape.PLAIN), story) == "", seed
         lost += sum(" loses " in line for line in story)
@@ -184,3 +185,20 @@ def test_rows_get_none_one_or_several_tokens_in_one_step(monkeypatch: pytest.Mon
         assert violation(scenario) == "", seed
     assert all(seen[count] > 20 for count in range(5)), seen
     assert 0.4 < sum(make(seed).max_drafts > 0 for seed in range(1000)) / 1000 < 0.8
+
+
+def test_vectors_come_once_although_processes_die() -> None:
+    """In a share of all histories; here nobody asks for anything else."""
+    answered = again = 0
+    for seed in range(FIRST, FIRST + 100):
+        scenario = make(seed, (Kind.KILL_WORKER, Kind.KILL_FRONTEND, *OTHER_DEATHS))
+        kinds = tuple(PoolKind)
+        asks = tuple(replace(ask, pool=kinds[ask.number % 2], stop_ids=(), stops=()) for ask in scenario.asks)
+        with simulated():
+            history = History(replace(scenario, asks=asks))
+            history.play()
+        answered += sum(got.end is not None for client in history.clients for got in client.got)
+        again += len(history.broken)
+    assert answered > 100, answered
+    assert again > 5, again
+    assert 100 < sum(ask.pool is not None for seed in range(300) for ask in make(seed).asks) < 300
