@@ -45,7 +45,7 @@ bench: setup
 	$(BIN)/python -P benchmarks/control_plane.py
 
 sizes:
-	@for d in protocol architectures runtime frontend detokenizer coordinator scheduler_proc workers kernels architectures supervisor tests benchmarks; do \
+	@for d in protocol architectures runtime frontend detokenizer coordinator scheduler_proc workers kernels supervisor tests benchmarks; do \
 		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
 
 clean:

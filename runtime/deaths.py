@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshlm.protocol.ids import Role
 
-WINDOW_S = 60.0  # the supervisor's (group.py)
+WINDOW_S = 60.0  # the supervisor's (group/core.py)
 MAX_DEATHS = 5  # of one role within WINDOW_S; the default of --max-restarts
 LONG_S = 3600.0
 MAX_SLOW_DEATHS = 20  # of all roles within LONG_S: of one that takes long to kill, and would do so for ever

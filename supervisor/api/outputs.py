@@ -1,4 +1,4 @@
-"""What `LLM.generate` gives back, with vLLM's names. Filled by client.py."""
+"""What `LLM.generate` gives back, with vLLM's names. client.py fills it."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""`meshlm serve --help=WORD`: the flags of one group, or those that speak of WORD. Called by cli.py, before its parser."""
+"""`meshlm serve --help=WORD`: the flags of one group, or those that speak of WORD. main.py calls it before its parser."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The time that the process group goes by (io.py, group.py)."""
+"""The time that the process group goes by (io.py, core.py)."""
 
 import time
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The process group's pure core: which process should run, and what to do when one does not.
 
-Called by io.py with what it saw (pidfds, messages, timers); answers with what to do (events.py). Never spawns or kills itself.
+io.py calls it with what it saw (pidfds, messages, timers); it answers with what to do (events.py), and never spawns or kills itself.
 
 A process that fails before the whole mesh was ready once ends the start: its own words are the user's answer. Once each role has had
 somebody who was ready there may be clients, though: from then on only one that was never ready and fails by itself ends the start.

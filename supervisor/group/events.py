@@ -1,4 +1,4 @@
-"""What the process group is told and what it answers: the events and effects of group.py. rolling.py adds its own."""
+"""What the process group is told and what it answers: the events and effects of core.py. rolling.py adds its own."""
 
 from msgspec import Struct
 

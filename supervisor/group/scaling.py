@@ -1,6 +1,6 @@
 """A change of the number of ranks: what it means for the processes, and how far it is. Pure; owned by io.py.
 
-One at a time. Ranks are numbered from 0: the highest go and come. The group (group.py) does the work.
+One at a time. Ranks are numbered from 0: the highest go and come. The group (core.py) does the work.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Before a node starts anything: can the head be found and reached, does it take this node's key? Called by serve.py; blocks."""
+"""Before a node starts anything: can the head be found and reached, does it take this node's key? serve.py calls it; it blocks."""
 
 import contextlib
 import socket

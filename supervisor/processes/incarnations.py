@@ -3,7 +3,7 @@
 There are two sorts of standbys: one that a restart loads for a certain place, and warm ones (--standby-roles), which wait for the
 death of any process of their role: imports and a large vocabulary are most of the time that such a death costs.
 
-Does what the group decided and tells it what became of that. Asking a process over the mesh to end is io.py's.
+It does what the group decided and tells the group what became of that. Asking a process over the mesh to end is io.py's.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""The state of a mesh as `meshlm status` prints it: this host's processes, and what other nodes reported. Called by io.py.
+"""The state of a mesh as `meshlm status` prints it: this host's processes, and what other nodes reported. io.py calls it.
 
-Looks at the processes; changes nothing.
+It looks at the processes and changes nothing.
 """
 
 import os

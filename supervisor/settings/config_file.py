@@ -1,7 +1,7 @@
 """--config FILE: settings in TOML, by their names, or in YAML as `vllm serve` takes them.
 
 A YAML file becomes words of the command line, before those that were typed, so that vLLM's other names and its flags that are not
-needed or not there mean the same in both places. Called by cli.py (YAML) and flags.py (TOML).
+needed or not there mean the same in both places. Called by cli/main.py (YAML) and flags.py (TOML).
 """
 
 import argparse

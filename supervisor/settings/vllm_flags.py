@@ -1,6 +1,6 @@
 """A command line that worked with vLLM works, or says in one line what to write instead (vllm_table.py says which is which).
 
-Called by flags.py, which adds vLLM's flags to its parser without showing them in the help, and by cli.py for the words as they were
+Called by flags.py, which adds vLLM's flags to its parser without showing them in the help, and by main.py for the words as they were
 typed. The arguments of `LLM` are arguments.py's, by the same table.
 """
 
