@@ -18,6 +18,7 @@ from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.distributed.membership import Lives
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.io import WorkerApp
+from meshlm.workers.operations import Operations
 
 RESET_S = 0.3  # at most
 POLL_S = 0.02  # between two looks into the store
@@ -107,6 +108,7 @@ class Worker(WorkerApp):
         self._nth = 0  # steps of this life
         self._completed_at = 0.0
         self._together: Together | None = None
+        self._operations: Operations | None = None
         self._num_together = 0
 
     # --- the stepper: loads, meets, takes plans in order ---
@@ -179,6 +181,8 @@ class Worker(WorkerApp):
         dice = self._process.dice
         if isinstance(message, Reset):
             self._later(dice.random() ** 4 * RESET_S, self._do_reset, message)
+        elif isinstance(message, Operation):
+            self._later(dice.random() * self._step_s, self._operate, message)
         elif self._together is not None:
             self._num_together += 1
             self._process.world.tell(self._process, "waits", self._mesh.identity, f"step {self._num_together}")  # type: ignore[union-attr]
@@ -191,6 +195,12 @@ class Worker(WorkerApp):
     def _done(self) -> None:
         self._busy = False
         self.wake()
+
+    def _operate(self, operation: Operation) -> None:
+        assert self._mesh is not None
+        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity)
+        self._say(self._operations.do(operation))
+        self._done()
 
     def _do_reset(self, reset: Reset) -> None:
         self._model.rows.clear()  # what the slots hold stays

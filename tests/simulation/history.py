@@ -90,6 +90,10 @@ class History:
             assert isinstance(supervisor.app, Supervisor)
             world.at(world.now, supervisor, supervisor.app.set_ranks, 1)
             world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)
+        elif fault.kind is Kind.RESET:
+            supervisor = world.processes[HEAD]
+            assert isinstance(supervisor.app, Supervisor)
+            world.at(world.now, supervisor, supervisor.app.reset_prefix_cache)
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
         elif fault.peer is not None and fault.kind in (Kind.CUT, Kind.CUT_ONE_WAY):
@@ -196,7 +200,12 @@ def leftovers(process: Process) -> str:
             router = app._core
             assert router is not None
             ledger = any(rank.requests for rank in router.ranks.values())
-            kept = {"owner": router.owner, "held": router.held, "ledger": ledger}
+            kept = {
+                "operations": router.operations._asked,
+                "owner": router.owner,
+                "held": router.held,
+                "ledger": ledger,
+            }
         case Worker():
             kept = {"group": app.leftover()}
         case SchedulerApp():
@@ -209,6 +218,7 @@ def leftovers(process: Process) -> str:
                 "early": rank._detokenizers._early,
                 "ended": rank.load.ended,
             }
+            kept["operations"] = rank.operations.pending
             kept["blocks"] = pool.num_blocks - pool.num_free
             kept["no workers"] = not rank.serving
     return ", ".join(f"{name} {value}" for name, value in kept.items() if value)

@@ -42,6 +42,7 @@ class Kind(Enum):
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
     SCALE = "all ranks but the first are to be removed, and come back"
+    RESET = "the prefix cache is reset, and what runs is computed anew"
     LOSE_LINK = "one end of a link between a frontend and a detokenizer gives it up, although both live"
     EARLY_WORD = "a peer is heard before App.start has run"
 
@@ -301,7 +302,7 @@ def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
     if kind in KILLS:
         who = dice.choice([one for one in identities if one.role is KILLS[kind]])
         return Fault(at, kind, who, None, dice.random() ** 4 * 2.0)
-    if kind is Kind.SCALE:
+    if kind in (Kind.SCALE, Kind.RESET):
         return Fault(at, kind, HEAD, None, seconds)
     if kind is Kind.PAUSE:
         return Fault(at, kind, dice.choice(identities), None, seconds)

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.ids import COORDINATOR, Identity, Incarnation, Role
+from meshlm.protocol.operations import Operation, OperationId, ResetPrefixCache
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.nodes.network import Guest, Head
@@ -19,6 +20,7 @@ class Supervisor:
         self._dead: dict[Identity, control.Died] = {}
         self._mesh: Mesh | None = None
         self._ranks: control.SetRanks | None = None
+        self.num_asked = 0  # operations
         self._network: Head | Guest | None = None
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
@@ -32,6 +34,14 @@ class Supervisor:
         """A change of their number as the coordinator sees it; the processes stay."""
         self._ranks = control.SetRanks(num_ranks)
         self._tell_ranks()
+
+    def reset_prefix_cache(self) -> None:
+        """As an operator asks for it; what runs is computed anew."""
+        assert self._mesh is not None
+        self.num_asked += 1
+        if COORDINATOR in self._mesh.peers(Role.COORDINATOR):
+            operation = Operation(OperationId(f"operation {self.num_asked}"), ResetPrefixCache(preempt=True))
+            self._mesh.send(COORDINATOR, operation)
 
     def _tell_ranks(self) -> None:
         assert self._mesh is not None

@@ -105,6 +105,23 @@ def test_groups_of_workers_lose_members_and_meet_again() -> None:
     assert steps > 3000
 
 
+def test_operations_are_done_or_refused_whatever_dies() -> None:
+    """The prefix cache is reset while requests run: no text changes, and nobody waits for an answer in the end."""
+    done = failed = again = 0
+    for seed in range(FIRST, FIRST + 150):
+        story: list[str] = []
+        shape = (Shape.PLAIN, Shape.GROUP, Shape.LOCKSTEP)[seed % 3]
+        assert violation(make(seed, (*(Kind.RESET,) * 4, *KILLS_OF_RANKS), shape), story) == "", seed
+        told = [line for line in story if " OperationDone(" in line and line.split()[2] == "supervisor/0"]
+        failed += sum("error=''" not in line for line in told)
+        done += len(told)
+        asked = [(line.split()[2], line.partition(" Operation(")[2]) for line in story if " Operation(" in line]
+        again += len(asked) > len(set(asked))
+    assert done > 30, done
+    assert failed > 8, failed
+    assert again, "a worker was asked twice, since its session ended before all had answered"
+
+
 def test_ranks_that_step_together_lose_members() -> None:
     """Whatever dies, the others leave the step, meet again and go on; a rank without work steps along."""
     aborted = prepared = steps = empty = 0
