@@ -94,7 +94,7 @@ def test_what_a_dead_worker_ran_moves_to_another_rank() -> None:
 def test_groups_of_workers_lose_members_and_meet_again() -> None:
     """What each death breaks: a scheduler's in the middle of a step, and a worker's, without which the others wait."""
     left = differed = steps = 0
-    for seed in range(FIRST, FIRST + 100):
+    for seed in range(FIRST, FIRST + 130):
         story: list[str] = []
         assert violation(make(seed, (Kind.KILL_WORKER, Kind.KILL_SENDING), Shape.GROUP), story) == ""
         left += sum(" ends " in line for line in story)
