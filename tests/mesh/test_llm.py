@@ -179,7 +179,7 @@ import os, signal, threading
 from meshlm import LLM, SamplingParams
 from meshlm.supervisor.errors import StartError
 llm = LLM(device="fake", fake_step_ms=5, max_restarts=0)
-(worker,) = [pid for identity, pid in llm._supervisor._lives.pids().items() if identity.role.value == "worker"]
+(worker,) = [pid for identity, pid in llm._supervisor._incarnations.pids().items() if identity.role.value == "worker"]
 threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
 try:
     llm.generate([300, 301], SamplingParams(max_tokens=8000, ignore_eos=True), use_tqdm=False)
