@@ -1,4 +1,4 @@
-"""The explicit record that a model's forward takes: one step's tensors. Nothing about a step is global."""
+"""The explicit record that a model's forward takes, one step's tensors, and a layer's KV memory. Nothing about a step is global."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,22 +14,32 @@ UNKNOWN = -1  # num_decodes of a CUDA graph that any mix of requests is replayed
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """n requests, t tokens; the first `num_decodes` requests have one token each and stand first."""
+class RequestLens:
+    """What the host knows of a step's requests, for backends that launch by it."""
+
+    seq_lens: Tensor  # int64 [n] context length, this step's tokens included
+    query_lens: tuple[int, ...]  # of the requests after the decodes
+    context_lens: tuple[int, ...]  # of the same requests, this step included
+    max_decode_len: int  # longest context among the decodes
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """n requests, t tokens; the first `num_decodes` requests have one token each and stand first.
+
+    Either `lens` or `columns` is there: a CUDA graph is replayed with requests that the host knew nothing of.
+    """
 
     input_ids: Tensor  # int64 [t]
     positions: Tensor  # int64 [t]
     slot_mapping: Tensor  # int64 [t] block * block_size + offset
-    block_tables: Tensor  # int64 [n, blocks of the longest context]
-    seq_lens: Tensor  # int64 [n] context length, this step's tokens included
+    block_tables: Tensor  # with lens int64 [n, blocks of the longest context]; with columns those of all rows, int32 [rows, blocks]
     logits_indices: Tensor | None  # int64 [l] tokens whose logits are wanted; None: all of them, in order
     num_decodes: int
-    query_lens: tuple[int, ...]  # of the requests after the decodes
-    context_lens: tuple[int, ...]  # of the same requests, this step included
-    max_decode_len: int  # longest context among the decodes
-    columns: "Columns | None" = None  # the requests as device columns, for backends that read those (triton)
+    lens: RequestLens | None = None
+    columns: "Columns | None" = None  # the requests on the device, for backends that read those (triton)
     places: Tensor | None = (
-        None  # int32 [l] the requests whose logits they are, beside `columns`; None: all of them, in order
+        None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     )
 
     @property

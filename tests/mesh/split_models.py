@@ -13,7 +13,7 @@ from serving import Serving
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
-from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.batch import RequestLens, StepInputs
 from meshlm.workers.weights.load import load_model
 
 SHAPE: dict[str, Any] = {
@@ -68,7 +68,7 @@ def reference(folder: str, prompt: list[int], load_format: str = "dummy", num_to
             at, count = torch.arange(len(tokens)), len(tokens)
             table, last = torch.arange(64)[None], torch.tensor([count - 1])
             lens = torch.tensor([count])
-            batch = ForwardBatch(torch.tensor(tokens), at, at, table, lens, last, 0, (count,), (count,), 0)
+            batch = StepInputs(torch.tensor(tokens), at, at, table, last, 0, RequestLens(lens, (count,), (count,), 0))
             hidden = model(batch, kv, TorchBackend().step(batch, 16))
             tokens.append(int(model.logits(hidden[last]).argmax()))
     return tokens[len(prompt) :]

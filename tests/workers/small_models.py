@@ -12,7 +12,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
 from meshlm.workers.layers.ops import Ops, TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
@@ -51,7 +51,7 @@ def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
     return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_hidden_layers)]
 
 
-def batch_of(parts: list[tuple[list[int], int, list[int]]]) -> ForwardBatch:
+def batch_of(parts: list[tuple[list[int], int, list[int]]]) -> StepInputs:
     """One step; parts are (token ids, start, block table), decodes first."""
     ids, positions, slots, tables, lens = [], [], [], [], []
     for tokens, start, table in parts:
@@ -62,17 +62,19 @@ def batch_of(parts: list[tuple[list[int], int, list[int]]]) -> ForwardBatch:
         tables.append(table)
     width = max(map(len, tables))
     decodes = sum(len(tokens) == 1 for tokens, _, _ in parts)
-    return ForwardBatch(
+    return StepInputs(
         input_ids=torch.tensor(ids),
         positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
         block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
-        seq_lens=torch.tensor(lens),
         logits_indices=torch.arange(len(ids)),
         num_decodes=decodes,
-        query_lens=tuple(len(tokens) for tokens, _, _ in parts[decodes:]),
-        context_lens=tuple(lens[decodes:]),
-        max_decode_len=max(lens[:decodes], default=0),
+        lens=RequestLens(
+            seq_lens=torch.tensor(lens),
+            query_lens=tuple(len(tokens) for tokens, _, _ in parts[decodes:]),
+            context_lens=tuple(lens[decodes:]),
+            max_decode_len=max(lens[:decodes], default=0),
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, Ops
 
 
@@ -20,7 +20,7 @@ class StepAttention(Protocol):
         self,
         qkv: Tensor,
         ops: Ops,
-        batch: ForwardBatch,
+        batch: StepInputs,
         table: Tensor,
         cache: LayerCache,
         heads: AttentionShape,
@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Why it cannot serve this model here; "" when it can."""
         ...
 
-    def step(self, batch: ForwardBatch, block_size: int) -> StepAttention: ...
+    def step(self, batch: StepInputs, block_size: int) -> StepAttention: ...
 
 
 class TorchBackend:
@@ -56,7 +56,7 @@ class TorchBackend:
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         return ""
 
-    def step(self, batch: ForwardBatch, block_size: int) -> StepAttention:
+    def step(self, batch: StepInputs, block_size: int) -> StepAttention:
         return TorchAttention(batch, block_size)
 
 

@@ -7,13 +7,13 @@ from meshlm.kernels.cpu import kernel
 from meshlm.kernels.cpu.library import library
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.rotated import RotatedAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 
 
 class CpuAttention(RotatedAttention):
     """See `meshlm.workers.attention.backend.StepAttention`."""
 
-    def __init__(self, batch: ForwardBatch) -> None:
+    def __init__(self, batch: StepInputs) -> None:
         self._batch = batch
         self._spans: Tensor | None = None  # the same for all layers
 
@@ -21,7 +21,8 @@ class CpuAttention(RotatedAttention):
         """See kernel.spans."""
         if self._spans is None:
             batch = self._batch
-            self._spans = kernel.spans(batch.query_lens, batch.num_decodes, num_heads, kv_heads)
+            assert batch.lens is not None
+            self._spans = kernel.spans(batch.lens.query_lens, batch.num_decodes, num_heads, kv_heads)
         return self._spans
 
     def run(
@@ -46,5 +47,5 @@ class CpuBackend:
             return "it computes in float32"
         return "" if library() is not None else "its kernels cannot be compiled here"
 
-    def step(self, batch: ForwardBatch, block_size: int) -> CpuAttention:
+    def step(self, batch: StepInputs, block_size: int) -> CpuAttention:
         return CpuAttention(batch)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, Ops
 
 
@@ -15,7 +15,7 @@ class RotatedAttention(ABC):
         self,
         qkv: Tensor,
         ops: Ops,
-        batch: ForwardBatch,
+        batch: StepInputs,
         table: Tensor,
         cache: LayerCache,
         heads: AttentionShape,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.workers.attention.rotated import RotatedAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 
 
 def _attention(
@@ -28,11 +28,13 @@ def _attention(
 class TorchAttention(RotatedAttention):
     """Made once per step: masks and gather indices are the same for all layers with the same window."""
 
-    def __init__(self, batch: ForwardBatch, block_size: int) -> None:
+    def __init__(self, batch: StepInputs, block_size: int) -> None:
         self._batch, self._block_size = batch, block_size
         self._decode_masks: dict[int, Tensor | None] = {}
         self._chunk_masks: dict[tuple[int, int], Tensor | None] = {}
-        blocks = -(-batch.max_decode_len // block_size)
+        assert batch.lens is not None
+        self._lens = batch.lens
+        blocks = -(-batch.lens.max_decode_len // block_size)
         self._decode_blocks = batch.block_tables[: batch.num_decodes, :blocks]
 
     def run(
@@ -44,7 +46,7 @@ class TorchAttention(RotatedAttention):
         if batch.num_decodes:
             parts.append(self._decode(query[: batch.num_decodes], cache, scale, sliding_window, softcap))
         begin = batch.num_decodes
-        for index, count in enumerate(batch.query_lens):
+        for index, count in enumerate(self._lens.query_lens):
             parts.append(self._chunk(index, query[begin : begin + count], cache, scale, sliding_window, softcap))
             begin += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -62,7 +64,7 @@ class TorchAttention(RotatedAttention):
     def _decode_mask(self, window: int) -> Tensor | None:
         """bool [n, 1, 1, context]: which gathered positions count."""
         if window not in self._decode_masks:
-            lens = self._batch.seq_lens[: self._batch.num_decodes, None]
+            lens = self._lens.seq_lens[: self._batch.num_decodes, None]
             at = torch.arange(self._decode_blocks.shape[1] * self._block_size, device=lens.device)
             mask = at < lens
             if window:
@@ -71,7 +73,7 @@ class TorchAttention(RotatedAttention):
         return self._decode_masks[window]
 
     def _chunk(self, index: int, query: Tensor, cache: LayerCache, scale: float, window: int, softcap: float) -> Tensor:
-        context, count = self._batch.context_lens[index], query.shape[0]
+        context, count = self._lens.context_lens[index], query.shape[0]
         blocks = self._batch.block_tables[self._batch.num_decodes + index, : -(-context // self._block_size)]
         groups = query.shape[1] // cache.keys.shape[2]
         keys = cache.keys[blocks].flatten(0, 1)[:context].repeat_interleave(groups, 1)

@@ -12,7 +12,7 @@ from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
-from meshlm.workers.batch import UNKNOWN, ForwardBatch, LayerCache
+from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, Ops
 
 WORKSPACE_FLOATS = 1 << 22
@@ -45,7 +45,7 @@ class Workspace:
 class TritonAttention:
     """One step. Needs `batch.columns`."""
 
-    def __init__(self, batch: ForwardBatch, block_size: int, workspace: Workspace, side: AuxStream) -> None:
+    def __init__(self, batch: StepInputs, block_size: int, workspace: Workspace, side: AuxStream) -> None:
         assert batch.columns is not None
         self._batch, self._columns, self._workspace, self._side = batch, batch.columns, workspace, side
         self._longest = batch.columns.blocks.shape[1] * block_size
@@ -57,7 +57,7 @@ class TritonAttention:
         self,
         qkv: Tensor,
         ops: Ops,
-        batch: ForwardBatch,
+        batch: StepInputs,
         table: Tensor,
         cache: LayerCache,
         heads: AttentionShape,
@@ -139,7 +139,7 @@ class TritonBackend:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return ""
 
-    def step(self, batch: ForwardBatch, block_size: int) -> TritonAttention:
+    def step(self, batch: StepInputs, block_size: int) -> TritonAttention:
         own = self._of.get(batch.device)
         if own is None:
             own = self._of[batch.device] = Workspace(batch.device, most_parts(batch.device)), AuxStream(batch.device)

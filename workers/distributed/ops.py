@@ -7,7 +7,7 @@ norm are one operation here, and one kernel where the communicator has it; with 
 import torch
 from torch import Tensor
 
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
 from meshlm.workers.layers.ops import AttentionShape, Ops
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
@@ -65,7 +65,7 @@ class SummingOps:
         return PartialSum(self._comm.all_reduce(found.value)), None
 
     def rope_cache(
-        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         return self.base.rope_cache(qkv, batch, table, cache, heads)
 

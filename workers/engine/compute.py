@@ -7,7 +7,7 @@ another shape (graphs/padded.py).
 from torch import Tensor
 
 from meshlm.workers.attention.backend import Backend
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs
@@ -41,7 +41,7 @@ class Compute:
             self._head.sample(hidden[batch.logits_indices], batch, step)
         return hidden
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         """This stage's part of the model; what it passes on is in the stream afterwards."""
         stream = self._stream[: len(batch.input_ids)]
         attention = self._attention.step(batch, self._block_size)

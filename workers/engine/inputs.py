@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.batch import RequestLens, StepInputs
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
@@ -23,7 +23,7 @@ class Inputs(Protocol):
         """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
         ...
 
-    def of_step(self, step: StepColumns) -> ForwardBatch:
+    def of_step(self, step: StepColumns) -> StepInputs:
         """The tensors of the step that was sent last."""
         ...
 
@@ -43,7 +43,7 @@ class TorchInputs:
         where, values = np.repeat(to, lengths) + within, data[np.repeat(begin, lengths) + within]
         self._rows.state[put(where, self._device)] = put(values, self._device)
 
-    def of_step(self, step: StepColumns) -> ForwardBatch:
+    def of_step(self, step: StepColumns) -> StepInputs:
         rows, block_size, device = self._rows, self._rows.block_size, self._device
         query_ends = np.cumsum(step.counts)
         lens = step.starts.astype(np.int64) + step.counts
@@ -56,15 +56,17 @@ class TorchInputs:
         of_token, at, nth = put(token_rows, device), put(positions, device), put(positions // block_size, device)
         width = -(-int(lens.max()) // block_size)
         num_decodes = step.num_decodes
-        return ForwardBatch(
+        return StepInputs(
             input_ids=rows.tokens[of_token, at].long(),
             positions=at,
             slot_mapping=rows.block_tables[of_token, nth].long() * block_size + at % block_size,
             block_tables=rows.block_tables[:, :width][put(requests, device)].long(),
-            seq_lens=put(lens, device),
             logits_indices=put(query_ends[step.places()] - 1, device),
             num_decodes=num_decodes,
-            query_lens=tuple(step.counts[num_decodes:].tolist()),
-            context_lens=tuple(lens[num_decodes:].tolist()),
-            max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
+            lens=RequestLens(
+                seq_lens=put(lens, device),
+                query_lens=tuple(step.counts[num_decodes:].tolist()),
+                context_lens=tuple(lens[num_decodes:].tolist()),
+                max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
+            ),
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
-from meshlm.workers.batch import UNKNOWN, ForwardBatch
+from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows, aligned
@@ -107,19 +107,19 @@ class TritonInputs:
         rows, starts, ends, places = (self._buffer[at * stride : at * stride + size] for at in range(4))
         return rows, starts, ends, places
 
-    def of_step(self, step: StepColumns) -> ForwardBatch:
+    def of_step(self, step: StepColumns) -> StepInputs:
         """The tensors of a step that was sent."""
         count = step.num_samples if self._samples else 0
         return self._batch((step.n, step.t), step.num_decodes, count, padded=False)
 
-    def padded(self, requests: int, tokens: int) -> ForwardBatch:
+    def padded(self, requests: int, tokens: int) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""
         if tokens == requests:
             return self._batch((requests, tokens), requests, 0, padded=True)
         count = min(requests, self._rows.max_rows) if self._samples else 0  # one request may be more, which is padding
         return self._batch((requests, tokens), UNKNOWN, count, padded=True)
 
-    def _batch(self, sizes: tuple[int, int], num_decodes: int, count: int, *, padded: bool) -> ForwardBatch:
+    def _batch(self, sizes: tuple[int, int], num_decodes: int, count: int, *, padded: bool) -> StepInputs:
         """Of so many requests with so many tokens, of which `count` sample that are named in `places`."""
         size, tokens = sizes
         rows, starts, ends, places = self.columns(size)
@@ -133,17 +133,13 @@ class TritonInputs:
             last = ends[places.long()].long() - 1
             if padded:
                 last.clamp_(min=0)
-        return ForwardBatch(
+        return StepInputs(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slots,
             block_tables=tables,
-            seq_lens=ends,
             logits_indices=last,
             num_decodes=num_decodes,
-            query_lens=(),
-            context_lens=(),
-            max_decode_len=0,
             columns=Columns(rows, starts, ends, size, tables),
             places=places if count else None,
         )

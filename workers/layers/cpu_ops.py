@@ -6,7 +6,7 @@ from torch import Tensor
 
 from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, Composed
 from meshlm.workers.layers.partial_sum import PartialSum
 
@@ -53,7 +53,7 @@ class CpuOps(Composed):
         return kernel.norm_linear(x.value, x.residual, *norm, packed, bias, outputs, gate)
 
     def rope_cache(
-        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         return kernel.rope_cache(
             qkv,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope
 
@@ -122,7 +122,7 @@ class Ops(Protocol):
         ...
 
     def rope_cache(
-        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d].
 
@@ -210,7 +210,7 @@ class TorchOps(Composed):
         return F.silu(gate) * up
 
     def rope_cache(
-        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         split = heads.num_heads + heads.num_kv_heads
         lines = qkv.view(qkv.shape[0], -1, heads.head_dim)

@@ -15,7 +15,7 @@ from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, Composed
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
@@ -88,7 +88,7 @@ class TritonOps(Composed):
         return silu_mul(gate_up)
 
     def rope_cache(
-        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, heads: AttentionShape
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         return rope_cache(
             qkv,

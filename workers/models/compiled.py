@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.ops import ACTIVATIONS
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
@@ -57,7 +57,7 @@ class CompiledParts:
             compiler(part, fullgraph=True, dynamic=False) for part in (first, between, last)
         )
 
-    def run(self, model: Decoder, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+    def run(self, model: Decoder, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         assert model.embed is not None and model.norm is not None  # noqa: PT018

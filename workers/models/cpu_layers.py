@@ -6,7 +6,7 @@ from torch.autograd.profiler import record_function
 from meshlm.kernels.cpu.layers import Layers, LayerWeights, Places, Shape
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.attention.cpu_backend import CpuAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.cpu_ops import CpuOps
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
@@ -33,7 +33,7 @@ class CpuLayers:
             ),
         )
 
-    def run(self, model: Decoder, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+    def run(self, model: Decoder, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the last norm."""
         assert isinstance(attention, CpuAttention)
         assert model.embed is not None

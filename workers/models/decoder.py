@@ -1,6 +1,6 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share: pre-norm attention and gated MLP.
 
-`ForwardBatch` says everything about a step, `Ops` how this device computes, `Shard` which heads, columns and layers are here. Query,
+`StepInputs` says everything about a step, `Ops` how this device computes, `Shard` which heads, columns and layers are here. Query,
 key and value projections are one product, gate and up projections another; a layer has two sums over the tensor-parallel ranks.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self,
         x: PartialSum,
         norm: RMSNorm,
-        batch: ForwardBatch,
+        batch: StepInputs,
         table: Tensor,
         cache: LayerCache,
         attention: StepAttention,
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         return self.o.row_parallel(self.attend(qkv, batch, table, cache, attention, ops), residual, ops)
 
     def attend(
-        self, qkv: Tensor, batch: ForwardBatch, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
     ) -> Tensor:
         """[t, heads d], before the output projection."""
         assert self._heads is not None
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: PartialSum,
-        batch: ForwardBatch,
+        batch: StepInputs,
         table: Tensor,
         cache: LayerCache,
         attention: StepAttention,
@@ -157,7 +157,7 @@ class Parts(Protocol):
     """Another way to compute what stands between the attention calls (compiled.py)."""
 
     def run(
-        self, model: "Decoder", batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention
+        self, model: "Decoder", batch: StepInputs, caches: list[LayerCache], attention: StepAttention
     ) -> Tensor: ...
 
 
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
                 self.embed.several = True
 
     def forward(
-        self, batch: ForwardBatch, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
+        self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         """Hidden states [t, hidden] after the last norm.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import ForwardBatch, LayerCache
+from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
@@ -31,7 +31,7 @@ class GemmaLayer(DecoderLayer):
     def forward(
         self,
         x: PartialSum,
-        batch: ForwardBatch,
+        batch: StepInputs,
         table: Tensor,
         cache: LayerCache,
         attention: StepAttention,

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
@@ -24,7 +24,7 @@ class Head(Protocol):
 
     sampled: Tensor  # int32 [l] or longer: the last step's tokens, in the order of its sampling requests
 
-    def sample(self, hidden: Tensor, batch: ForwardBatch, step: StepColumns) -> None:
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         """A token for each of hidden [l, hidden]; it is written behind its row, too."""
         ...
 
@@ -48,7 +48,7 @@ class TorchHead:
         self.sampled = torch.empty(0, dtype=torch.int32, device=self._device)
         self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
 
-    def sample(self, hidden: Tensor, batch: ForwardBatch, step: StepColumns) -> None:
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         at, table = self._rows.sample_rows(step, step.places()), self._rows.table
         logits = self._model.logits(hidden)
         wanted = np.flatnonzero(table.logprobs[at.rows] >= 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.top_k_top_p import kernel as truncation
-from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
@@ -49,10 +49,10 @@ class LogitsSampler:
         self._penalties = penalties.Penalties(of.repetition, of.presence, of.frequency)
         self._edits = penalties.Edits(of.num_edits, of.edit_ids, of.edit_adds, of.edit_untils)
 
-    def sample(self, hidden: Tensor, batch: ForwardBatch, step: StepColumns) -> None:
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         self.choose(hidden, batch)
 
-    def choose(self, hidden: Tensor, batch: ForwardBatch) -> None:
+    def choose(self, hidden: Tensor, batch: StepInputs) -> None:
         """A token for each of hidden [l, hidden], as kernels can: bias, min_tokens, penalties, temperature, top-k, top-p, min-p.
 
         Line i belongs to the request places[i] of the batch's columns, or i without places.

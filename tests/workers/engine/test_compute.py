@@ -11,7 +11,7 @@ from torch import Tensor
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.workers.batch import ForwardBatch
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.engine import triton_inputs
 from meshlm.workers.engine.changes import I32
@@ -54,7 +54,7 @@ class Model:
             torch.randn(LENGTH, HIDDEN, generator=dice),
         )
 
-    def __call__(self, batch: ForwardBatch, caches: object, attention: object, stream: object) -> Tensor:
+    def __call__(self, batch: StepInputs, caches: object, attention: object, stream: object) -> Tensor:
         return self.ids[batch.input_ids] + self.positions[batch.positions]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -83,10 +83,11 @@ def test_torch_and_the_kernels_prepare_the_same() -> None:
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
         assert found.num_decodes == expected.num_decodes
         lens = (step.starts + step.counts).tolist()
-        assert found.seq_lens.tolist() == lens
-        assert found.query_lens == tuple(step.counts[found.num_decodes :].tolist())
-        assert found.context_lens == tuple(lens[found.num_decodes :])
-        assert found.max_decode_len == max(lens[: found.num_decodes], default=0)
+        assert found.lens is not None
+        assert found.lens.seq_lens.tolist() == lens
+        assert found.lens.query_lens == tuple(step.counts[found.num_decodes :].tolist())
+        assert found.lens.context_lens == tuple(lens[found.num_decodes :])
+        assert found.lens.max_decode_len == max(lens[: found.num_decodes], default=0)
         width = -(-max(lens) // BLOCK)
         assert found.block_tables.tolist() == theirs.block_tables[step.rows.tolist(), :width].tolist()
 
