@@ -145,7 +145,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         Meta(description="inductor: torch.compile what stands between attention calls, instead of our fused kernels"),
     ] = "none"
     attention_backend: Annotated[
-        Literal["auto", "cpu", "torch", "triton"], Meta(description="attention implementation")
+        str, Meta(description="attention implementation: auto, cpu, torch, triton, or a plug-in's name")
     ] = "auto"
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     profiler_dir: Annotated[

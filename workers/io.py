@@ -5,6 +5,7 @@ completer (waits for a step's tokens without holding the interpreter). The engin
 """
 
 import asyncio
+import os
 import queue
 import sys
 import threading
@@ -27,7 +28,8 @@ from meshlm.protocol.step_edge import (
     WorkerReady,
     WorkerStats,
 )
-from meshlm.runtime.errors import LinkDown, MessageTooLong
+from meshlm.runtime import plugins
+from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
 from meshlm.workers.distributed.membership import Membership
@@ -60,9 +62,15 @@ def make_engine(config: MeshConfig, worker: int, membership: Membership, report:
         while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
             pass
         return FakeEngine(config, report)
+    from meshlm.workers.attention import backend
     from meshlm.workers.distributed.placement import WorkerPlacement
     from meshlm.workers.engine import make
 
+    try:
+        plugins.load_descriptions(os.environ)
+        plugins.load(plugins.BACKENDS, os.environ, backend.register)
+    except plugins.PluginError as error:
+        raise ProcessFatal(str(error)) from None
     return make.make_engine(config, report, WorkerPlacement.of(config, worker, membership))
 
 

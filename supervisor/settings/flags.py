@@ -104,6 +104,8 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
         if get_origin(each) is Literal:
             return {"nargs": "+", "choices": get_args(each)}
         return {"nargs": "+", "type": each, "metavar": metavar, "action": "extend" if "repeat" in extra else "store"}
+    if setting.name in VALUES:
+        return {"type": lambda text: vllm_flags.meant(setting.name, text), "metavar": metavar}
     return {"type": kind, "metavar": metavar}
 
 

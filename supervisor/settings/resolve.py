@@ -17,7 +17,7 @@ import msgspec
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import families
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.runtime import generation_config, model_files
+from meshlm.runtime import generation_config, model_files, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.supervisor.errors import StartError, UsageError
@@ -26,6 +26,7 @@ from meshlm.supervisor.settings import layout, parallel
 Device = Literal["cpu", "cuda", "fake"]
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
 MAX_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192, "fake": 8192}
+BACKENDS = ("auto", "cpu", "torch", "triton")  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -33,6 +34,9 @@ def resolve(config: MeshConfig) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file."""
     config = layout.settled(config)
     try:
+        plugins.check_names(os.environ)
+        plugins.load_descriptions(os.environ)
+        _check_backend(config.worker.attention_backend)
         files = model_files.resolve_model(
             config.model.model,
             tokenizer=config.model.tokenizer,
@@ -45,7 +49,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
             files.generation, config.model.generation_config, config.model.override_generation_config
         )
         generation = generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
-    except ModelFilesError as error:
+    except (ModelFilesError, plugins.PluginError) as error:
         raise UsageError(str(error)) from None
     for note in (*files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
@@ -112,6 +116,12 @@ def _check_quantization(config: MeshConfig, files: model_files.ModelFiles) -> No
         raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}; leave it out")
     if config.worker.compile == "inductor" and spec is not None:
         raise UsageError(f"--compile inductor: it is not there for weights quantised with {found}; use none")
+
+
+def _check_backend(name: str) -> None:
+    known = [*BACKENDS, *plugins.names(plugins.BACKENDS, os.environ)]
+    if name not in known:
+        raise UsageError(f"--attention-backend {name}: there are {', '.join(known)}")
 
 
 def _check_template_kwargs(text: str) -> None:

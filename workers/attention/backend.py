@@ -76,8 +76,17 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
-# By name, the one to prefer first. A plug-in adds itself here before the engine is made.
+# By name, the one to prefer first.
 BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "triton": _triton, "torch": _torch}
+
+
+def register(name: str, make: Callable[[], Backend]) -> None:
+    """Let --attention-backend name a plug-in's; auto does not choose it. ValueError: there is one of that name."""
+    if name in BACKENDS or name == "auto":
+        raise ValueError(f"--attention-backend {name} is taken already")
+    if not callable(make):
+        raise TypeError(f"something that makes a Backend expected, got {type(make).__name__}")
+    BACKENDS[name] = make
 
 
 def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> Backend:
@@ -89,7 +98,7 @@ def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype,
         if reason := backend.unsupported(spec, device, dtype, block_size):
             raise ProcessFatal(f"--attention-backend {name}: {reason}")
         return backend
-    order = ("cpu", "torch") if device.type == "cpu" else tuple(name for name in BACKENDS if name != "cpu")
+    order = ("cpu", "torch") if device.type == "cpu" else ("triton", "torch")
     for candidate in order:  # triton may not even be installed beside a CPU build of torch
         backend = BACKENDS[candidate]()
         if not backend.unsupported(spec, device, dtype, block_size):

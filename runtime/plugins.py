@@ -1,0 +1,83 @@
+"""Plug-ins: installed packages that add an architecture, a quantisation or an attention backend by an entry point.
+
+A process loads the groups that it reads before it reads them: the supervisor to resolve a model, the workers to compute it. An entry
+point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a `QuantizationFormat`, one of
+`meshlm.attention_backends` whatever makes a `Backend`; there its own name is the one for --attention-backend. MESHLM_PLUGINS names
+those to load (commas between); without it all are.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from meshlm.architectures import quantization, registry
+from meshlm.architectures.family import Family
+from meshlm.architectures.quantization import QuantizationFormat
+
+VARIABLE = "MESHLM_PLUGINS"
+ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantization", "meshlm.attention_backends"
+_loaded: set[tuple[str, str]] = set()  # group and name, in this process
+
+
+class PluginError(Exception):
+    """A plug-in cannot be used; one line that names its package and entry point."""
+
+
+def names(group: str, environment: Mapping[str, str]) -> list[str]:
+    """The plug-ins of this group that may be loaded."""
+    return [point.name for point in _chosen(group, environment)]
+
+
+def check_names(environment: Mapping[str, str]) -> None:
+    """PluginError for a name in MESHLM_PLUGINS that no installed package has."""
+    known = {point.name for group in (ARCHITECTURES, QUANTIZATION, BACKENDS) for point in entry_points(group=group)}
+    for name in _allowed(environment) or ():
+        if name not in known:
+            raise PluginError(f"{VARIABLE}: no installed package has a plug-in {name}; there are {sorted(known)}")
+
+
+def load_descriptions(environment: Mapping[str, str]) -> None:
+    """Architectures and quantisations, which the supervisor and the workers read alike. PluginError."""
+    load(ARCHITECTURES, environment, lambda name, found: registry.register(_of_type(found, Family)))
+    load(QUANTIZATION, environment, lambda name, found: quantization.register(_of_type(found, QuantizationFormat)))
+
+
+def load(group: str, environment: Mapping[str, str], register: Callable[[str, Any], None]) -> None:
+    """Give each plug-in of a group to `register`, once in a process. A ValueError or TypeError of that is said as the plug-in's."""
+    for point in _chosen(group, environment):
+        if (group, point.name) in _loaded:
+            continue
+        try:
+            register(point.name, point.load())
+        except Exception as error:  # a plug-in's module may raise anything, and the user must read whose it is
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise PluginError(f"plug-in {point.name} ({_package(point)}, group {group}): {what}") from None
+        _loaded.add((group, point.name))
+
+
+def _chosen(group: str, environment: Mapping[str, str]) -> list[EntryPoint]:
+    allowed = _allowed(environment)
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        if allowed is not None and point.name not in allowed:
+            continue
+        if (other := found.get(point.name)) is not None:
+            both = f"{_package(other)} and {_package(point)}"
+            raise PluginError(f"plug-in {point.name} (group {group}): two packages have one of this name: {both}")
+        found[point.name] = point
+    return list(found.values())
+
+
+def _allowed(environment: Mapping[str, str]) -> set[str] | None:
+    value = environment.get(VARIABLE)
+    return None if value is None else {name.strip() for name in value.split(",") if name.strip()}
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+
+
+def _of_type(found: Any, kind: type[Any]) -> Any:
+    if not isinstance(found, kind):
+        raise TypeError(f"{kind.__name__} expected, got {type(found).__name__}")
+    return found
