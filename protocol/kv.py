@@ -42,10 +42,10 @@ class KVGroup(Struct, frozen=True):
 def first_needed(spec: KVSpec, block_size: int, num_computed: int) -> int:
     """The first block that the token at position `num_computed`, or any after it, can see."""
     match spec:
+        case SlidingWindow():
+            return max(0, num_computed - spec.window + 1) // block_size
         case FullAttention():
             return 0
-        case SlidingWindow(window):
-            return max(0, num_computed - window + 1) // block_size
     assert_never(spec)
 
 

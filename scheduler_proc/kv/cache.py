@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
+from meshlm.protocol.kv import FullAttention, KVSpec, first_needed, longest_request, pages_of
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
@@ -99,14 +99,14 @@ class KVCache:
         return blocks
 
     def _free_unseen(self, request: Request) -> None:
-        num_freed = request.num_freed
+        num_freed, width = request.num_freed, self.num_groups
         if not num_freed:
             num_freed = request.num_freed = [0] * len(self._kinds)
-        width, blocks = self.num_groups, request.blocks
         num_computed = min(request.num_computed, len(request.tokens) - 1)
         for kind in self._freeing:
-            first, freed = kind.first_needed(num_computed), num_freed[kind.number]
+            first, freed = first_needed(kind.spec, self.block_size, num_computed), num_freed[kind.number]
             if first > freed:
+                blocks = request.blocks
                 unseen = blocks[freed * width + kind.begin : first * width : width]
                 for column in range(kind.begin + 1, kind.end):
                     unseen += blocks[freed * width + column : first * width : width]
@@ -139,14 +139,17 @@ class KVCache:
         """Its first `num_known` tokens are known, and computed by the steps that were sent: others may use the blocks full of them."""
         if not self.prefix_caching:
             return
+        full = num_known // self.block_size
+        if full <= request.num_cached_blocks:
+            return
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, num_known)
-        width, blocks, full = self.num_groups, request.blocks, num_known // self.block_size
+        width, blocks = self.num_groups, request.blocks
         for index in range(request.num_cached_blocks, full):
             block_hash, row = request.hashes[index], index * width
             for kind in self._kinds:
                 if not request.num_freed or index >= request.num_freed[kind.number]:
                     self.pool.cache_block(kind.key(block_hash), blocks[row + kind.begin : row + kind.end])
-        request.num_cached_blocks = max(request.num_cached_blocks, full)
+        request.num_cached_blocks = full
 
     def reset_prefix_cache(self, running: Sequence[Request]) -> None:
         """No block's content can be trusted any more, nor what these requests hold."""

@@ -193,7 +193,9 @@ def test_a_failed_step_makes_nothing_known_of_what_ran() -> None:
     device.kv.cache_full(first, 10)
     first.tokens.extend([1, 2])
     device.go_on(first, 2, 12)
-    assert device.kv.pool.find(first.hashes[2]) is None, "its third block was begun before"
+    late = request_of([*range(10), 1, 2, 3])
+    assert device.kv.match(late) == 0
+    assert device.kv.pool.find(late.hashes[2]) is None, "its third block was begun before"
 
 
 def test_what_was_given_back_before_its_tokens_were_known_is_not_cached() -> None:
