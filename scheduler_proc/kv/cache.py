@@ -34,6 +34,7 @@ class KVCache:
         self._specs, self._step_tokens = specs or (FullAttention(),), step_tokens
         self._kinds = kinds_of(self._specs, block_size)
         self.num_groups = len(self._specs)
+        self._matched: Request | None = None  # the last one
         self._freeing = [kind for kind in self._kinds if kind.spec != FullAttention()]
 
     @property
@@ -59,7 +60,10 @@ class KVCache:
         if not (self.prefix_caching and request.work.reads_prefix_cache):
             return 0
         usable = len(request.tokens) - 1
+        if not request.hashes:
+            request.hashes = self._hashes_of_twin(request)
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, usable)
+        self._matched = request
         found = request.hashes[: usable // self.block_size]
         at_most = -1
         while len(found) != at_most:  # until all kinds agree
@@ -69,6 +73,15 @@ class KVCache:
         if found:
             self._take_cached(request, found)
         return len(found) * self.block_size
+
+    def _hashes_of_twin(self, request: Request) -> list[bytes]:
+        """Those of its prompt, where the request before had the same: a prompt with many choices is hashed once."""
+        twin = self._matched
+        if twin is None or twin.extra_keys != request.extra_keys:
+            return []
+        if twin.work.prompt_token_ids != request.work.prompt_token_ids:
+            return []
+        return twin.hashes[: request.num_prompt // self.block_size]
 
     def _take_cached(self, request: Request, found: list[bytes]) -> None:
         columns: list[list[Sequence[BlockId]]] = []  # by kind, then by row

@@ -1,6 +1,7 @@
 """KVCache with one, two and three groups: who owns which page, what is given back, and that a hit holds its tokens."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow, first_needed, num_held
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.request import Request
 
@@ -230,3 +232,29 @@ def test_what_a_table_grows_by_is_told_row_by_row() -> None:
     assert device.kv.grow(request, 9) == [4, 5]
     assert request.capacity == 12
     assert first_needed(SlidingWindow(4), BLOCK, 9) == 1
+
+
+def test_choices_of_one_prompt_hash_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand choices that begin in one plan each hashed their prompt."""
+    known: list[int] = []
+    extend = hashes.extend
+
+    def spy(found: list[bytes], *rest: Any) -> None:
+        known.append(len(found))
+        extend(found, *rest)
+
+    monkeypatch.setattr(hashes, "extend", spy)
+    cache = KVCache(64, 4)
+    tokens = list(range(21))
+    requests = [
+        request_of(tokens),
+        request_of(tokens),
+        request_of(tokens, "salt"),
+        request_of([*tokens, 9]),
+        request_of(tokens),
+    ]
+    for request in requests:
+        cache.match(request)
+    assert known == [0, 5, 0, 0, 0]
+    alone = requests[0].hashes
+    assert requests[1].hashes == requests[4].hashes == alone != requests[2].hashes
