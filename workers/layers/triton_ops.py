@@ -26,6 +26,10 @@ class TritonOps(Composed):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
+    def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        """By the kernel: while kernels are compiled ahead, nobody has written the ids, and torch would stop at what stands there."""
+        return embed(ids, table)[0]
+
     def embed(
         self, ids: Tensor, table: Tensor, norm: tuple[Tensor, float], following: Tensor
     ) -> tuple[PartialSum, Tensor | None]:
