@@ -19,7 +19,7 @@ from meshlm.protocol.control_edge import GraphCounts, MeshStats, RankStats
 metrics = Metrics("the name of a model, as long as they are", 1 << 20, range(64))
 graphs = GraphCounts({"decode": 1, "mixed": 1}, dict.fromkeys("abcdefgh", 1), 1 << 60)
 for life in (1 << 60, 2 << 60):
-    ranks = tuple(RankStats(rank, 1, 0, 0.5, 0, 0, 4, 0, 0, graphs, life=life) for rank in range(64))
+    ranks = tuple(RankStats(rank, 1, 0, 0.5, 0, 0, 4, 0, 0, graphs, incarnation=life) for rank in range(64))
     metrics.mesh(MeshStats(True, ranks=ranks))
 assert b"num_requests_running" in exposition()
 """
