@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import machine
-from serving import Mesh, WeightSlice
+from serving import Mesh, Place
 from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, draw_asks, verdict
 
 ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
@@ -164,7 +164,7 @@ class Chaos:
             return "stuck"
         return "stop" if draw < self.arguments.stuck_share + self.arguments.stop_share else "kill"
 
-    async def _stop(self, place: WeightSlice, fault: Fault) -> None:
+    async def _stop(self, place: Place, fault: Fault) -> None:
         """SIGSTOP for a moment, or until the supervisor has replaced the process."""
         os.kill(place.pid, signal.SIGSTOP)
         if fault.kind == "stop":
@@ -180,7 +180,7 @@ class Chaos:
                 os.kill(place.pid, signal.SIGCONT)
                 return
 
-    async def _heal(self, place: WeightSlice, fault: Fault) -> None:
+    async def _heal(self, place: Place, fault: Fault) -> None:
         """Wait until most streams have had a token since (or do not, where it should hit the mesh while it heals)."""
         hasty = self.dice.random() < TOO_EARLY_SHARE
         hasty = hasty and not self.arguments.script
@@ -195,7 +195,7 @@ class Chaos:
                 return
             await asyncio.sleep(0.03)
 
-    async def _replaced(self, place: WeightSlice, fault: Fault) -> bool:
+    async def _replaced(self, place: Place, fault: Fault) -> bool:
         for other in await self.mesh.places():
             if other.name == place.name:
                 return other.state == "ready" and (other.pid != place.pid) == (fault.kind != "stop")
@@ -323,7 +323,7 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
     return report
 
 
-def asdict_of(place: WeightSlice) -> dict[str, Any]:
+def asdict_of(place: Place) -> dict[str, Any]:
     return {"process": place.name, "state": place.state, "restarts": place.restarts, "rss_bytes": place.rss_bytes}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import machine
-from serving import Mesh, WeightSlice
+from serving import Mesh, Place
 from streams import Ask, Stream
 
 ROLES = ("detokenizer", "scheduler", "coordinator", "worker", "frontend")
@@ -76,7 +76,7 @@ class Pauses:
                 return stream.last_at - begun
             await asyncio.sleep(0.02)
 
-    async def kill(self, place: WeightSlice) -> dict[str, float]:
+    async def kill(self, place: Place) -> dict[str, float]:
         at = time.monotonic()
         os.kill(place.pid, signal.SIGKILL)
         asked = asyncio.create_task(self.new_request())
@@ -94,7 +94,7 @@ class Pauses:
     def _flowing(self, since: float) -> bool:
         return len(self.streams) == self.arguments.streams and all(stream.last_at > since for stream in self.streams)
 
-    async def _replaced(self, place: WeightSlice) -> bool:
+    async def _replaced(self, place: Place) -> bool:
         places = {one.name: one for one in await self.mesh.places()}
         return place.name in places and places[place.name].state == "ready" and places[place.name].pid != place.pid
 

@@ -193,7 +193,7 @@ def test_long_lists_are_taken_once(client: httpx.Client) -> None:
     """A bias for the whole vocabulary is no misuse; and all of it is looked at."""
     with undisturbed(client):
         body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
-        lists = {"logit_bias": BIAS, "allowed_token_ids": ALL * 26}
+        lists = {"logit_bias": BIAS, "allowed_token_ids": ALL * 5}
         answer = client.post(COMPLETIONS, json={**body, **lists})
         assert answer.status_code == 200, answer.text[:200]
         assert answer.json()["choices"][0]["token_ids"] == reference([5, 6], 3)

@@ -1,5 +1,6 @@
 """The whole mesh with the fake device: every token is what the KV contents say it must be."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -326,7 +327,10 @@ def test_the_supervisor_takes_all_with_it() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_mesh_that_has_stopped_leaves_nothing(number: signal.Signals) -> None:
-    with serving("--device", "fake") as server:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored by all that is started below
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGHUP, before)
+        server = stack.enter_context(serving("--device", "fake"))
         server.process.send_signal(number)
         server.wait_for("stopping: up to 30 s", limit_s=10)
         assert server.process.wait(timeout=30) == 0
