@@ -26,7 +26,7 @@ _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class Timeouts(NamedTuple):
-    """Seconds that a client may keep its server waiting (protocol/config.py says for what)."""
+    """Seconds that a client may keep its server waiting (`ServerConfig` says for what)."""
 
     header: float
     body: float

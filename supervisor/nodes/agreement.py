@@ -1,6 +1,6 @@
 """What all nodes of a mesh must have in common, and in which words a difference is told.
 
-Pure but for reading samples of the weights. Settings marked PER_NODE in protocol/config.py may differ; all others of the
+Pure but for reading samples of the weights. Settings marked PER_NODE in protocol/config/ (`per_node.py`) may differ; all others of the
 sections below may not.
 """
 

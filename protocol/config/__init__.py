@@ -1,0 +1,51 @@
+"""The whole configuration as one frozen Struct tree, checked when it is built.
+
+The command line and the TOML file are generated from it: a field's flag is its name with dashes, its description the help
+text; `extra` may add a short flag ({"short": "-tp"}) or say that the value is a size ({"bytes": True}: 4G, 512M). The
+supervisor hands the resolved tree to every child in memory (JSON); a child reads only that.
+"""
+
+from msgspec import Struct
+
+from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
+from meshlm.protocol.config.model import ModelConfig
+from meshlm.protocol.config.parallel import NetworkConfig, Node, ParallelConfig
+from meshlm.protocol.config.per_node import PER_NODE
+from meshlm.protocol.config.resolved import Resolved
+from meshlm.protocol.config.run import RunConfig
+from meshlm.protocol.config.server import ServerConfig
+
+__all__ = [
+    "PER_NODE",
+    "CacheConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "Node",
+    "ParallelConfig",
+    "Resolved",
+    "RunConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "WorkerConfig",
+]
+
+
+class MeshConfig(Struct, frozen=True, kw_only=True):
+    """What every process reads at start."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    server: ServerConfig = ServerConfig()
+    network: NetworkConfig = NetworkConfig()
+    run: RunConfig = RunConfig()
+    resolved: Resolved | None = None  # set by the supervisor before any child starts
+    node: Node | None = None  # likewise; None: one node, no tcp
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the data-parallel ranks step together. Those of dense models never do."""
+        return self.worker.fake_lockstep

@@ -1,0 +1,97 @@
+"""How the model is computed: KV memory, batching and the workers."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from meshlm.protocol.config.per_node import PER_NODE
+
+
+class CacheConfig(Struct, frozen=True, kw_only=True):
+    """KV memory."""
+
+    block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block")] = 16
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache", extra=PER_NODE),
+    ] = 0.92
+    kv_cache_memory: (
+        Annotated[
+            int,
+            Meta(ge=1, description="bytes of KV cache, CPU or GPU; suffixes K M G", extra={"bytes": True, **PER_NODE}),
+        ]
+        | None
+    ) = None
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
+    prefix_caching_per_key: Annotated[
+        bool,
+        Meta(description="with several API keys: reuse those of the same key only, so that no key learns of another's"),
+    ] = True
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """Batching."""
+
+    max_num_seqs: (
+        Annotated[int, Meta(ge=1, le=8192, description="requests in one step at most (GPU 1024, CPU 64)")] | None
+    ) = None
+    max_num_batched_tokens: (
+        Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)", extra={"count": True})]
+        | None
+    ) = None
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="queued requests beyond which new ones get 503", extra=PER_NODE)
+    ] = 4096
+    async_depth: Annotated[int, Meta(ge=1, le=4, description="steps in flight; 1: plan only when the last is back")] = 2
+    enable_chunked_prefill: Annotated[bool, Meta(description="split prompts over steps")] = True
+    prefill_pace: Annotated[
+        Literal["even", "full"],
+        Meta(
+            description="even: spread prompts over steps, so that streams wait little for their next token; full: as many prompt "
+            "tokens in each step as it holds, as offline work wants it"
+        ),
+    ] = "even"
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True):
+    """The data plane."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda", "fake"], Meta(description="where the model runs")] = "auto"
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs")] = False
+    cudagraph_mode: Annotated[
+        Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"],
+        Meta(description="CUDA graph mode"),
+    ] = "FULL"
+    cudagraph_capture_sizes: Annotated[
+        tuple[int, ...], Meta(description="batch sizes to capture; default by max-num-seqs")
+    ] = ()
+    cudagraph_capture: Annotated[
+        Literal["behind", "start"],
+        Meta(
+            description="behind: a few CUDA graphs before the worker is ready, the others in idle time; start: all before"
+        ),
+    ] = "behind"
+    compile: Annotated[
+        Literal["none", "inductor"],
+        Meta(description="inductor: torch.compile what stands between attention calls, instead of our fused kernels"),
+    ] = "none"
+    attention_backend: Annotated[
+        str, Meta(description="attention implementation: auto, cpu, torch, triton, or a plug-in's name")
+    ] = "auto"
+    cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
+    profiler_dir: Annotated[
+        str,
+        Meta(
+            description="directory for profiler traces; with it POST /start_profile and /stop_profile work",
+            extra=PER_NODE,
+        ),
+    ] = ""
+    fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step", extra=PER_NODE)] = 0.0
+    fake_drafts: Annotated[
+        int, Meta(ge=0, le=64, description="device fake: tokens that it drafts in a step, at most", extra=PER_NODE)
+    ] = 0
+    fake_lockstep: Annotated[
+        bool, Meta(description="device fake: data-parallel ranks step together, as those that share experts do")
+    ] = False

@@ -1,0 +1,67 @@
+"""Which model is served, and how its files are read."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from meshlm.protocol.config.per_node import PER_NODE
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, and how to read it."""
+
+    model: Annotated[
+        str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct", extra=PER_NODE)
+    ] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="names that clients use; the first is shown", extra=PER_NODE)
+    ] = ()
+    tokenizer: Annotated[
+        str, Meta(description="folder or file of the tokenizer, where it is not the model's own", extra=PER_NODE)
+    ] = ""
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="name of one of the model's templates, a file with one, or the template itself", extra=PER_NODE
+        ),
+    ] = ""
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(
+            description="what templates get for a message's content: text, a list of parts, or what they are made for"
+        ),
+    ] = "auto"
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="'auto': sampling defaults from the model's generation_config.json; 'meshlm' (or 'vllm'): none; "
+            "or a folder with that file",
+            extra=PER_NODE,
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str, Meta(description='JSON object over those defaults: {"temperature": 0.5}', extra=PER_NODE)
+    ] = ""
+    revision: Annotated[str, Meta(description="of a hub name: branch, tag or commit", extra=PER_NODE)] = ""
+    download_dir: Annotated[str, Meta(description="where hub names are downloaded to", extra=PER_NODE)] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "half", "float"],
+        Meta(description="of weights and activations; auto: the model's on a GPU, float32 on the CPU"),
+    ] = "auto"
+    max_model_len: (
+        Annotated[
+            int, Meta(ge=1, description="context length, prompt + output; default: the model's", extra={"count": True})
+        ]
+        | None
+    ) = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "pt", "dummy"], Meta(description="format of the weights; dummy: random")
+    ] = "auto"
+    quantization: Annotated[
+        str,
+        Meta(description="how the weights must be quantised; empty: as the model's files say", extra={"short": "-q"}),
+    ] = ""
+    seed: (
+        Annotated[int, Meta(ge=0, description="of dummy weights, and of the seeds that requests without one get")]
+        | None
+    ) = None

@@ -1,0 +1,27 @@
+"""What the supervisor found out about the model before any other process started."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from meshlm.protocol.model import ModelSpec
+
+
+class Resolved(Struct, frozen=True, kw_only=True):
+    """What the supervisor found out once, so that no child has to: never a flag."""
+
+    spec: ModelSpec
+    model_path: str  # folder or .gguf file
+    tokenizer_path: str  # folder, tokenizer.json or .gguf file
+    chat_templates: dict[str, str]  # Jinja sources by name; none if the model has none
+    served_names: tuple[str, ...]
+    generation_defaults: dict[str, float | int]  # temperature, top_p, top_k, min_p, repetition_penalty, max_tokens
+    max_output_tokens: int | None = None  # that no request passes, by a generation config that the user gave
+    load_format: Literal["safetensors", "gguf", "pt", "dummy"]
+    device: Literal["cpu", "cuda", "fake"]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    digest: str  # of everything above and the flags: names a run's configuration in logs

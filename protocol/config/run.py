@@ -1,0 +1,41 @@
+"""How the group of processes is kept: start, restarts, shutdown and logs."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from meshlm.protocol.config.per_node import PER_NODE
+
+
+class RunConfig(Struct, frozen=True, kw_only=True):
+    """The process group."""
+
+    run_dir: Annotated[str, Meta(description="directory for sockets and state, mode 0700; default: one per port")] = ""
+    drain_timeout: Annotated[float, Meta(ge=0, description="seconds that SIGTERM lets running requests finish")] = 30.0
+    startup_timeout: Annotated[float, Meta(gt=0, description="seconds until all processes must be ready")] = 600.0
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="restarts of one process within a minute before all is given up (a request that kills what has it is "
+            "given up before that)",
+        ),
+    ] = 5
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds of silence until a process is replaced (six times that while it starts); 0: never",
+        ),
+    ] = 10.0
+    step_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that one step may take until its worker is replaced; 0: any time")
+    ] = 120.0
+    standby_roles: Annotated[
+        tuple[Literal["none", "frontend", "detokenizer", "coordinator", "scheduler", "worker"], ...],
+        Meta(description="roles of which a loaded process waits to take the place of one that dies", extra=PER_NODE),
+    ] = ("detokenizer", "coordinator")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="of the processes' logs")] = (
+        "info"
+    )
+    log_format: Annotated[Literal["console", "json"], Meta(description="of the processes' logs")] = "console"

@@ -1,0 +1,100 @@
+"""What HTTP clients meet: addresses, limits, time limits and the fields of answers."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True):
+    """HTTP."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
+    port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="clients must send one of these as Bearer token", extra={"repeat": True})
+    ] = ()
+    frontends: Annotated[
+        int,
+        Meta(ge=0, le=256, description="HTTP processes; 0: one for each rank, as far as there are 8 cores for each"),
+    ] = 0
+    detokenizers: Annotated[int, Meta(ge=0, le=256, description="text processes; 0: as many by the same rule")] = 0
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="larger bodies get 413", extra={"bytes": True})] = 32 << 20
+    max_incoming_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="bodies that a frontend is reading at once, beyond which 503",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
+    max_unsent_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="answers that a frontend's clients have not taken; beyond it, and a quarter for one, they are cut off",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
+    http_header_timeout: Annotated[
+        float, Meta(gt=0, description="seconds that a request's head may take to come; then 408")
+    ] = 60.0
+    http_body_timeout: Annotated[
+        float, Meta(gt=0, description="seconds that a request's body may be silent before its end; then 408")
+    ] = 60.0
+    http_send_timeout: Annotated[
+        float, Meta(gt=0, description="seconds in which a client must take some of its answer, or be cut off")
+    ] = 60.0
+    max_concurrent_requests: Annotated[
+        int, Meta(ge=1, description="open requests per frontend beyond which it answers 503")
+    ] = 8192
+    stream_interval: Annotated[
+        int, Meta(ge=1, description="tokens of a chunk of a stream; the first token and the end leave at once")
+    ] = 1
+    max_concurrent_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="bytes of open requests (prompts, times their choices) per frontend beyond which it answers 503",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
+    max_logprobs: Annotated[int, Meta(ge=-1, description="largest logprobs / top_logprobs; -1: the vocabulary")] = 20
+    return_tokens_as_token_ids: Annotated[
+        bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")
+    ] = False
+    enable_force_include_usage: Annotated[bool, Meta(description="streams tell their usage, asked for or not")] = False
+    fingerprint_mode: Annotated[
+        Literal["full", "hash", "custom", "none"],
+        Meta(description="what system_fingerprint of answers tells; hash: not how the model is divided"),
+    ] = "full"
+    fingerprint_value: Annotated[str, Meta(description="system_fingerprint with --fingerprint-mode custom")] = ""
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="requests may bring a chat_template, which can keep a detokenizer busy for ever")
+    ] = False
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="the model may call a request's tools; needs --tool-call-parser")
+    ] = False
+    tool_call_parser: Annotated[
+        Literal["", "hermes", "llama3_json"],
+        Meta(description="how the model writes tool calls; hermes: Qwen's models too"),
+    ] = ""
+    reasoning_parser: Annotated[
+        Literal["", "deepseek_r1", "qwen3"],
+        Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),
+    ] = ""
+    disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
+    server_dev_mode: Annotated[
+        bool, Meta(description="POST /reset_prefix_cache is there for every client (VLLM_SERVER_DEV_MODE)")
+    ] = False
+    default_chat_template_kwargs: Annotated[
+        str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")
+    ] = ""
+    allowed_origins: Annotated[tuple[str, ...], Meta(description="CORS origins", extra={"json": True})] = ("*",)
+    allowed_methods: Annotated[tuple[str, ...], Meta(description="CORS methods", extra={"json": True})] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Meta(description="CORS headers", extra={"json": True})] = ("*",)
+    allow_credentials: Annotated[bool, Meta(description="CORS: cookies and the like")] = False
+    retry_window: Annotated[
+        float,
+        Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
+    ] = 60.0
+    disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
