@@ -267,11 +267,12 @@ class Batching:
         return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
-        """Whether the step's messages stay short enough with it; the first one always may start."""
+        """Whether the step's messages stay short enough with it; the first one always may start. Where nearly all of many prompts is
+        cached, this and not the tokens to compute bounds what a step starts."""
         token_bytes = self._token_bytes + self._bytes_of_step(request)
         if self.running and token_bytes > sizes.MAX_STEP_BYTES and token_bytes > self._token_bytes:
             return False
-        return not builder.new_rows or builder.new_row_bytes + sizes.of_new_row(request) <= sizes.MAX_STEP_BYTES
+        return not builder.new_rows or builder.new_row_bytes + sizes.of_new_row(request) <= sizes.MAX_START_BYTES
 
     def _start(self, builder: PlanBuilder, request: Request, at: int, num_cached: int) -> None:
         """Give the request, which has its first blocks, a row."""

@@ -157,21 +157,20 @@ class Scheduler:
 
     def _refuse_unfit(self, request: Request, output: Output) -> None:
         """End it where these workers can never compute it."""
-        room = self.batching.kv.longest(request.max_len)
         if request.pool is not None and request.pool.kind not in self.batching.pool_kinds:
             text, param = f"the workers of this model cannot pool {request.pool.kind.value!r}", "task"
         elif self.batching.kv.holds(request.max_len):
             return
-        elif request.pool is not None:
-            text, param = f"the prompt has {request.num_prompt} tokens, and the KV cache holds {room}", "prompt"
         else:
-            text, param = (
-                (
+            room = self.batching.kv.longest(request.max_len)  # it takes as long as all the rest of an Assign
+            if request.pool is not None:
+                text, param = f"the prompt has {request.num_prompt} tokens, and the KV cache holds {room}", "prompt"
+            else:
+                text = (
                     f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
                     f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
-                ),
-                "max_tokens",
-            )
+                )
+                param = "max_tokens"
         self._finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID, param)
 
     def _finish(

@@ -87,10 +87,11 @@ class KVCache:
         columns: list[list[Sequence[BlockId]]] = []  # by kind, then by row
         for kind in self._kinds:
             first = kind.first_needed(len(found) * self.block_size)
-            cached = [self.pool.find(kind.key(block_hash)) or () for block_hash in found[first:]]
+            cached = [pages for pages in map(self.pool.find, kind.keys(found[first:])) if pages]  # all: match saw them
             columns.append([(_NO_BLOCK,) * kind.width] * first + cached)
             request.num_freed.append(first)
-        request.blocks = list(chain.from_iterable(chain.from_iterable(zip(*columns, strict=True))))
+        rows = chain.from_iterable(zip(*columns, strict=True)) if len(columns) > 1 else columns[0]
+        request.blocks = list(chain.from_iterable(rows))
         request.num_cached_blocks = len(found)
         request.capacity = len(found) * self.block_size
         self.pool.touch(self._held(request))

@@ -20,6 +20,10 @@ class Kind:
         """Of what this kind caches for these tokens; of the first kind, the hash itself."""
         return bytes((block_hash[0] ^ self.number,)) + block_hash[1:] if self.number else block_hash
 
+    def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Of several blocks."""
+        return [self.key(block_hash) for block_hash in hashes] if self.number else hashes
+
     def first_needed(self, num_computed: int) -> int:
         """The first block that tokens from position `num_computed` on can see."""
         return first_needed(self.spec, self.block_size, num_computed)
@@ -35,7 +39,8 @@ class Kind:
             if missing < 0:
                 return end
             end = missing
-        return next((i for i in range(end) if find(self.key(hashes[i])) is None), end)
+        found = list(map(find, self.keys(hashes[:end])))
+        return found.index(None) if None in found else end
 
 
 def kinds_of(specs: Sequence[KVSpec], block_size: int) -> list[Kind]:

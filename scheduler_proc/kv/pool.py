@@ -29,6 +29,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, Sequence[BlockId]] = {}
+        self.find = (
+            self._cached.get
+        )  # the pages that are cached under a key, or None; a hundred times for each request that starts
         self._changes: dict[BlockId, bytes | None] = {}  # of _key, since they were taken
         # A circular doubly linked list with a sentinel at index num_blocks.
         self._next = [*range(1, num_blocks + 1), 0]
@@ -67,10 +70,6 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._link(block, oldest=self._key[block] is None)
-
-    def find(self, key: bytes) -> Sequence[BlockId] | None:
-        """The pages that are cached under this key."""
-        return self._cached.get(key)
 
     def cache_block(self, key: bytes, blocks: Sequence[BlockId]) -> None:
         """These full pages hold this prefix. Others with the same content stay unknown."""

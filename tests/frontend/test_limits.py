@@ -132,7 +132,7 @@ def test_the_largest_requests_fit_into_their_messages() -> None:
         Tokenize(handles[0], submit.prompt),
         Admit(work, 1, tuple(SchedulerIncarnation(Identity(Role.SCHEDULER, rank), life) for rank in range(1024))),
         Assign(work, Identity(Role.DETOKENIZER, 1), life),
-        StepPlan(1 << 40, StepId(1 << 40), **no_rows, new_rows=[row] * 2),  # sizes.MAX_STEP_BYTES, and one more
+        StepPlan(1 << 40, StepId(1 << 40), **no_rows, new_rows=[row] * 2),  # sizes.MAX_START_BYTES, and one more
         Accepted(handles, CONTEXT, bytes(4 * CONTEXT), "x" * 8 * CONTEXT),
         AbortRequests(names * 32),
     ]

@@ -21,6 +21,7 @@ encode = msgspec.msgpack.encode
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "MAX_STEP_BYTES", MOST)
+    monkeypatch.setattr(sizes, "MAX_START_BYTES", MOST)
 
 
 class Sized(Bench):
@@ -57,6 +58,33 @@ def test_long_lists_of_ids_begin_in_several_steps() -> None:
     bench.check_all()
     assert max(len(encode(plan)) for plan in bench.seen) < MOST + 1000
     assert [len(plan.new_rows) for plan in bench.seen if plan.new_rows] == [1] * 8
+
+
+@pytest.mark.parametrize(("num_tokens", "num_plans"), [(48, 1), (4000, 2)])
+def test_a_step_starts_a_bounded_part_of_many_prompts_that_are_cached(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_plans: int
+) -> None:
+    """4,000 choices of a few prompts were a plan of 256 long rows each step, for which all who decoded waited."""
+    monkeypatch.undo()
+    bench = Bench(
+        limits(max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=8192), num_blocks=2000, block_size=16
+    )
+    prompt, params = pack_i32([token % 50 for token in range(num_tokens)]), SamplingParams(max_tokens=1)
+    bench.event(
+        Received(
+            COORDINATOR, LIFE, Assign(EngineRequest(RequestId("first"), Handle(1), prompt, params), DETOKENIZER, LIFE)
+        )
+    )
+    bench.finish()
+    for handle in range(2, 62):
+        work = EngineRequest(RequestId(f"r{handle}"), Handle(handle), prompt, params, arrival_s=handle)
+        bench.core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 1.0)
+    plans: list[StepPlan] = []
+    while sends := bench.core.plan(0):
+        plans += [send.message for send in sends if isinstance(send.message, StepPlan)]
+    assert sum(len(plan.new_rows) for plan in plans) == 60
+    assert len(plans) == num_plans
+    assert max(len(encode(plan)) for plan in plans) < sizes.MAX_START_BYTES * 1.1
 
 
 def test_one_that_is_larger_than_the_limit_starts_alone() -> None:
