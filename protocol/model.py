@@ -44,6 +44,26 @@ class QuantizationSpec(Struct, frozen=True, kw_only=True):
     weight_scale: str = "weight_scale"  # what files call the scales of weights
 
 
+class MoESpec(Struct, frozen=True, kw_only=True):
+    """A mixture of experts in the place of a layer's MLP. Names are Hugging Face's, where families agree on one."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int  # of one expert
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, in float32
+    norm_topk_prob: bool = False  # the chosen experts' weights are divided by their sum
+    routed_scaling_factor: float = 1.0  # and multiplied by this
+    n_group: int = 1  # groups of experts, of which the best topk_group may be chosen from
+    topk_group: int = 1
+    group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's, or the sum of its best two
+    correction_bias: bool = False  # e_score_correction_bias is added to scores for the choice, not for the weights
+    router_bias: bool = False  # of the router's product
+    shared_intermediate_size: int = 0  # of all experts together that every token goes to; 0: there are none
+    shared_gate: bool = False  # their output is multiplied by the sigmoid of a product of its own
+    moe_layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
+    local_experts: tuple[int, int] | None = None  # begin and end of those that a rank has; None: all
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """The shape of a decoder-only transformer. Field names are Hugging Face's."""
 
@@ -72,6 +92,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     final_logit_softcapping: float = 0.0
     dtype: str = "float32"
     quantization: QuantizationSpec | None = None
+    moe: MoESpec | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a mixture of experts stands in the place of this layer's MLP."""
+        return self.moe is not None and (not self.moe.moe_layers or self.moe.moe_layers[layer])
 
     @property
     def kv_bytes_per_token_f32(self) -> int:

@@ -22,6 +22,7 @@ class SummingOps:
         self._one_row = comm.one_row if whole else None
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
+        self.select_experts = base.select_experts
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import ModelSpec, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Shard:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1  # ranks that have some experts whole each; 1: tensor-parallel ranks have a part of each expert
 
     @classmethod
     def of(cls, parallel: ParallelConfig, worker: int) -> "Shard":
@@ -75,6 +77,15 @@ class Shard:
         each = size // self.tp_size
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
+    def experts(self, count: int) -> tuple[int, int]:
+        """Begin and end of the experts that this rank has, of so many."""
+        each = count // self.ep_size
+        return self.ep_rank * each, (self.ep_rank + 1) * each
+
+    def wide(self, size: int, *, of_expert: bool = False) -> tuple[int, int]:
+        """Begin and end of this rank's part of the columns between gate and down."""
+        return (0, size) if of_expert and self.ep_size > 1 else self.part(size)
+
     def vocab(self, vocab_size: int) -> tuple[int, int, int]:
         """Begin and end of this rank's rows of embedding and head, and how many rows a rank has, padding included."""
         rows = -(-vocab_size // self.tp_size)
@@ -93,6 +104,17 @@ class Shard:
             num_key_value_heads=last - first,
             intermediate_size=spec.intermediate_size // self.tp_size,
             sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
+            moe=None if spec.moe is None else self._local_moe(spec.moe, layers),
+        )
+
+    def _local_moe(self, moe: MoESpec, layers: range) -> MoESpec:
+        begin, end = self.wide(moe.moe_intermediate_size, of_expert=True)
+        return replace(
+            moe,
+            moe_intermediate_size=end - begin,
+            shared_intermediate_size=moe.shared_intermediate_size // self.tp_size,
+            moe_layers=moe.moe_layers and moe.moe_layers[layers.start : layers.stop],
+            local_experts=self.experts(moe.num_experts),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope
@@ -121,6 +122,12 @@ class Ops(Protocol):
         """
         ...
 
+    def select_experts(
+        self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of m tokens, int32 [m, k], and their weights, float32 [m, k]: kernels/moe_routing."""
+        ...
+
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
@@ -161,6 +168,11 @@ class Composed:
         inside = (ids >= begin) & (ids < end)
         found = self.rows(torch.where(inside, ids - begin, 0), table, norm[0].shape[0])
         return PartialSum(found.masked_fill_(~inside[:, None], 0.0), Kind.RANK), None
+
+    def select_experts(
+        self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return select_experts(logits, rule, correction_bias, slots)
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -22,6 +22,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.ops import ACTIVATIONS
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
@@ -67,6 +68,7 @@ class CompiledParts:
         )
         for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             out = _dynamic(layer.attention.attend(qkv, batch, model.rope, cache, attention, model.ops))
+            assert isinstance(layer.mlp, MLP)
             own = (
                 _weights(layer.attention.o),
                 layer.post_norm.weight,

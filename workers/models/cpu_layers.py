@@ -9,6 +9,7 @@ from meshlm.workers.attention.cpu_backend import CpuAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.cpu_ops import CpuOps
 from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 
@@ -50,6 +51,7 @@ class CpuLayers:
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, MLP)
     return LayerWeights(
         layer.input_norm.weight,
         layer.post_norm.weight,
@@ -69,6 +71,10 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
 def fuse(model: Decoder, backend: str) -> None:
     """Let a model that is whole, loaded and on the CPU compute this way, if its products and its attention are the kernels' too."""
     products = [module for layer in model.layers for module in layer.modules() if isinstance(module, Linear)]
-    fused = model.layer_type is DecoderLayer and all(product.fuses_norm and product.fuses_sum for product in products)
+    fused = (
+        model.layer_type is DecoderLayer
+        and model.spec.moe is None
+        and all(product.fuses_norm and product.fuses_sum for product in products)
+    )
     if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:
         model.parts = CpuLayers(model)

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: pre-norm attention and gated MLP.
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: pre-norm attention and gated MLP, or a mixture of experts.
 
 `StepInputs` says everything about a step, `Ops` how this device computes, `Shard` which heads, columns and layers are here. Query,
 key and value projections are one product, gate and up projections another; a layer has two sums over the tensor-parallel ranks.
@@ -18,10 +18,13 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.moe.registry import no_dispatch
 
 
 class Embedding(nn.Module):
@@ -107,35 +110,15 @@ class Attention(nn.Module):
         return attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window).flatten(1)
 
 
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self._act = spec.hidden_act
-
-    def forward(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> PartialSum:
-        """What the MLP adds to the residual, which has x in it then."""
-        hidden, residual = self.activated(x, norm, ops)
-        return self.down.row_parallel(hidden, residual, ops)
-
-    def activated(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
-        """act(gate) * up of the norm, before the down projection; and the residual with x in it."""
-        hidden, residual = self.gate_up.after_norm(x, norm, ops, gate=self._act == "silu")
-        return (hidden if self._act == "silu" else ops.act_mul(hidden, self._act)), residual
-
-
 class DecoderLayer(nn.Module):
-    """Attention and MLP. Each begins with a norm, which first adds to the residual what the block before it found."""
+    """Attention, and an MLP or a mixture of experts. Each begins with a norm, which first adds to the residual what came before."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = Attention(spec, layer)
         self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp: MLP | MoE = MoE(spec) if spec.has_experts(layer) else MLP(spec)
 
     def forward(
         self,
@@ -149,7 +132,7 @@ class DecoderLayer(nn.Module):
     ) -> PartialSum:
         """What the MLP adds to the residual, which has the rest in it then. normed: see `Attention.forward`."""
         x = self.attention(x, self.input_norm, batch, table, cache, attention, ops, normed)
-        found: PartialSum = self.mlp(x, self.post_norm, ops)
+        found: PartialSum = self.mlp(x, self.post_norm, batch, ops)
         return found
 
 
@@ -197,6 +180,9 @@ class Decoder(nn.Module):
                 module.prepare(self.ops)
             elif isinstance(module, Attention):
                 module.prepare()
+            elif isinstance(module, MoE):
+                module.router.prepare(self.ops)
+        self._use_dispatcher()
         if self.head is not None:
             self._head_weight = self.head.weight.data
         elif self.shard.is_last and self.embed is not None:
@@ -210,6 +196,13 @@ class Decoder(nn.Module):
             self.ops = SummingOps(self.ops, comm, whole=self.shard.pp_size == 1)
             if self.embed is not None:
                 self.embed.several = True
+            self._use_dispatcher()
+
+    def _use_dispatcher(self) -> None:
+        """Let experts have their tokens."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.use(no_dispatch(module.moe, self.shard.tp_size))
 
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None

@@ -12,6 +12,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
@@ -44,6 +45,7 @@ class GemmaLayer(DecoderLayer):
         own = table if self.own_table is None else self.own_table
         out = self.attention.attend(qkv, batch, own, cache, attention, ops)
         x = _normed(self.attention.o.row_parallel(out, None, ops), residual, self.attention_out_norm, ops)
+        assert isinstance(self.mlp, MLP)
         hidden, residual = self.mlp.activated(x, self.post_norm, ops)
         return _normed(self.mlp.down.row_parallel(hidden, None, ops), residual, self.mlp_out_norm, ops)
 

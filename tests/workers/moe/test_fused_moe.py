@@ -1,0 +1,146 @@
+"""All legal pairs of dispatchers and experts compute the same; other pairs are refused, with the reason."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
+from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
+from meshlm.workers.moe.experts.reference import ReferenceExperts
+from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
+from meshlm.workers.moe.parts import Dispatcher, Quantisation, Routing, WeightAndReduce, WorkspaceShape
+from meshlm.workers.moe.registry import EXPERTS, ExpertWeights, make_experts
+
+NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
+Ranks = list[tuple[int, int]]  # of each rank: its first expert, and how many
+DISPATCHERS: dict[str, Callable[[int, int], Dispatcher]] = {
+    "none": lambda first, count: NoDispatch(first, count, NUM, Kind.WHOLE if count == NUM else Kind.RANK),
+    "none, batched": lambda first, count: NoDispatchBatched(first, count, NUM),
+}
+
+
+def weights(first: int = 0, count: int = NUM) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(NUM, 2 * WIDE, HIDDEN, generator=generator) / HIDDEN**0.5
+    down = torch.randn(NUM, HIDDEN, WIDE, generator=generator) / WIDE**0.5
+    return ExpertWeights(gate_up[first : first + count], down[first : first + count], "silu")
+
+
+def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
+    return Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True), None, slots))
+
+
+def expected(x: Tensor, routing: Routing) -> Tensor:
+    """Token by token."""
+    gate_up, down, _ = weights()
+    out = torch.zeros_like(x)
+    for token, (experts, scale) in enumerate(zip(*routing, strict=True)):
+        for expert, weight in zip(experts.tolist(), scale, strict=True):
+            if expert >= 0:
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                out[token] += weight * (down[expert] @ (F.silu(gate) * up))
+    return out
+
+
+PAIRS = list(product(DISPATCHERS, EXPERTS))
+
+
+@pytest.mark.parametrize(("dispatcher", "experts"), PAIRS)
+@pytest.mark.parametrize("ranks", [[(0, NUM)], [(0, 2), (2, 2), (4, 2)]])
+def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks) -> None:
+    """The matrix: all ranks together, with padding among the tokens, one token, and none for some experts."""
+    for rows in (1, 2, 13):
+        slots = torch.arange(rows)
+        slots[rows // 2 + 1 :: 3] = -1
+        x, routing = torch.randn(rows, HIDDEN), routing_of(rows, slots)
+        total = torch.zeros_like(x)
+        for first, count in ranks:
+            kind, way = EXPERTS[experts], DISPATCHERS[dispatcher](first, count)
+            if kind.unsupported(weights(first, count)) is not None:
+                pytest.skip("not on this device")
+            made = kind.make(weights(first, count))
+            if way.format is not kind.format:
+                with pytest.raises(ProcessFatal, match=rf"dispatcher {way.name} and experts {made.name} do not fit"):
+                    FusedMoE(way, made)
+                return
+            found, beside = FusedMoE(way, made).forward(x, routing)
+            assert beside is None
+            total += found.value
+        torch.testing.assert_close(total, expected(x, routing), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("left", WeightAndReduce)
+def test_weighting_and_the_sum_are_done_by_one_of_the_two(left: WeightAndReduce) -> None:
+    experts = ReferenceExperts(*weights())
+    experts.leaves = (left,)
+    x, routing = torch.randn(5, HIDDEN), routing_of(5, torch.tensor([0, 1, -1, 2, 3]))
+    fused = FusedMoE(NoDispatch(0, NUM, NUM), experts)
+    assert fused.left is left
+    found, _ = fused.forward(x, routing)
+    assert found.kind is Kind.WHOLE
+    torch.testing.assert_close(found.value, expected(x, routing), atol=1e-5, rtol=1e-4)
+
+
+def test_many_rows_are_computed_some_at_a_time() -> None:
+    sizes: list[int] = []
+
+    class Counting(ReferenceExperts):
+        def workspaces(self, x: tuple[int, ...], num_topk: int) -> tuple[WorkspaceShape, ...]:
+            sizes.append(x[0])
+            return ()
+
+    x, routing = torch.randn(23, HIDDEN), routing_of(23)
+    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), Counting(*weights()), chunk=5).forward(x, routing)
+    torch.testing.assert_close(found.value, expected(x, routing), atol=1e-5, rtol=1e-4)
+    assert sizes == [5]
+
+
+def test_shared_experts_run_while_tokens_travel() -> None:
+    order: list[str] = []
+
+    class Travelling(NoDispatch):
+        def prepare_async(self, *given):  # type: ignore[no-untyped-def]
+            receive = super().prepare_async(*given)
+            order.append("sent")
+
+            def received():  # type: ignore[no-untyped-def]
+                order.append("received")
+                return receive()
+
+            return received
+
+    def shared() -> PartialSum:
+        order.append("shared")
+        return PartialSum(torch.ones(2, HIDDEN))
+
+    fused = FusedMoE(Travelling(0, NUM, NUM), ReferenceExperts(*weights()))
+    _, beside = fused.forward(torch.randn(2, HIDDEN), routing_of(2), shared)
+    assert beside is not None
+    assert order == ["sent", "shared", "received"]
+
+
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    contiguous, batched = ReferenceExperts(*weights()), make_experts(DISPATCHERS["none, batched"](0, NUM).format, weights())
+    assert "it gives batched activations, they take contiguous ones" in str(
+        refusal(NoDispatchBatched(0, NUM, NUM), contiguous)
+    )
+    batched.leaves = (WeightAndReduce.DONE,)
+    assert "they leave to be done: done, which it does not do" in str(refusal(NoDispatchBatched(0, NUM, NUM), batched))
+    contiguous.quantisation = Quantisation.FP8_TOKEN
+    plain = NoDispatch(0, NUM, NUM, quantisations=frozenset((Quantisation.NONE,)))
+    assert "fp8, a scale for each token, which it does not send" in str(refusal(plain, contiguous))
+
+
+def test_workspaces_are_parts_of_one_buffer() -> None:
+    a, b = workspaces(
+        (WorkspaceShape((3, 5), torch.float32), WorkspaceShape((7,), torch.bfloat16)), torch.device("cpu")
+    )
+    assert (a.shape, a.dtype, b.shape, b.dtype) == ((3, 5), torch.float32, (7,), torch.bfloat16)
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    assert b.data_ptr() - a.data_ptr() == 256

@@ -1,0 +1,120 @@
+"""A mixture of experts in the place of a layer's MLP: norm, router, experts, and those that every token goes to.
+
+    y = norm(x);  out = sum over the chosen e of w_e expert_e(y)  [+ sigmoid(y g) shared(y)]    (Shazeer et al. 2017; DeepSeekMoE 2024)
+
+How tokens get to experts and back is workers/moe/'s affair: the layer has the weights and asks for a pair of parts, once.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.kernels.moe_routing.reference import Rule
+from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.workers.batch import StepInputs
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
+from meshlm.workers.moe.fused_moe import FusedMoE
+from meshlm.workers.moe.parts import Dispatcher, Routing
+from meshlm.workers.moe.registry import ExpertWeights, make_experts
+
+
+class Router(nn.Module):
+    """Chooses a token's experts."""
+
+    def __init__(self, hidden: int, moe: MoESpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(moe.num_experts), requires_grad=False) if moe.router_bias else None
+        self.correction_bias: nn.Parameter | None = None
+        if moe.correction_bias:
+            self.correction_bias = nn.Parameter(torch.zeros(moe.num_experts, dtype=torch.float32), requires_grad=False)
+        self._num_experts, self.rule = moe.num_experts, rule_of(moe)
+
+    def prepare(self, ops: Ops) -> None:
+        self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
+
+    def forward(self, x: Tensor, slots: Tensor | None, ops: Ops) -> Routing:
+        """See `meshlm.workers.moe.parts.Router`."""
+        logits = ops.linear(x, self.weight, self.bias, self._num_experts)
+        return Routing(*ops.select_experts(logits, self.rule, self.correction_bias, slots))
+
+
+def rule_of(moe: MoESpec) -> Rule:
+    """As kernels take it."""
+    return Rule(
+        moe.num_experts_per_tok,
+        moe.scoring_func == "sigmoid",
+        moe.norm_topk_prob,
+        moe.routed_scaling_factor,
+        moe.n_group,
+        moe.topk_group,
+        moe.group_score == "top2",
+    )
+
+
+class GroupedLinear(nn.Module):
+    """The same product of each expert of this rank."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
+
+
+class ExpertLinears(nn.Module):
+    """The weights of this rank's experts, or of its part of all experts."""
+
+    def __init__(self, hidden: int, moe: MoESpec) -> None:
+        super().__init__()
+        begin, end = moe.local_experts or (0, moe.num_experts)
+        self.gate_up = GroupedLinear(end - begin, hidden, 2 * moe.moe_intermediate_size)
+        self.down = GroupedLinear(end - begin, moe.moe_intermediate_size, hidden)
+
+
+class MoE(nn.Module):
+    """See the module docstring."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        assert spec.moe is not None
+        self.moe, self._act = spec.moe, spec.hidden_act
+        self.router = Router(spec.hidden_size, spec.moe)
+        self.experts = ExpertLinears(spec.hidden_size, spec.moe)
+        self.shared = MLP(spec, spec.moe.shared_intermediate_size) if spec.moe.shared_intermediate_size else None
+        self.shared_gate = Linear(spec.hidden_size, 1, bias=False) if spec.moe.shared_gate else None
+        self._fused: FusedMoE | None = None
+
+    def use(self, dispatcher: Dispatcher) -> None:
+        """After loading: how tokens get to the experts. ProcessFatal where no experts fit it."""
+        weights = ExpertWeights(self.experts.gate_up.weight, self.experts.down.weight, self._act)
+        self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, weights))
+
+    @property
+    def fused(self) -> FusedMoE:
+        """For who interleaves its steps with those of another micro-batch."""
+        assert self._fused is not None
+        return self._fused
+
+    def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
+        """What the experts add to the residual, which has x in it then."""
+        y, residual = ops.norm(x, (norm.weight, norm.eps))
+        routing = self.router(y, batch.slot_mapping, ops)
+        found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
+        return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
+
+    def of_shared(self, y: Tensor, ops: Ops) -> PartialSum:
+        """What the experts give that every token goes to."""
+        assert self.shared is not None
+        found = self.shared.of_normed(y, ops)
+        if self.shared_gate is None:
+            return found
+        return found._replace(value=found.value * self.shared_gate(y, ops).sigmoid())
+
+
+def _added(a: PartialSum, b: PartialSum, dtype: torch.dtype, ops: Ops) -> PartialSum:
+    """The sum of two sums, neither of which has a residual."""
+    if a.kind is b.kind and a.kind in (Kind.WHOLE, Kind.RANK):
+        return PartialSum(a.value + b.value, a.kind)
+    return PartialSum(ops.finish_sum(a, dtype) + ops.finish_sum(b, dtype))

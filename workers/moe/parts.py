@@ -1,0 +1,143 @@
+"""The parts that a mixture of experts is made of, and what they hand to one another.
+
+    router      x [m, hidden]                    -> Routing: which experts each token goes to, and with which weights
+    dispatcher  x, Routing                       -> Dispatched: the rows that this rank's experts compute (quantised and sent to them)
+    experts     Dispatched                       -> their results (permute, gate and up, activation, down, unpermute)
+    dispatcher  results, Routing                 -> PartialSum [m, hidden] of this rank's own tokens
+
+Dispatchers and experts are written for one of two `ActivationFormat`s and do more or less of the weighting and the sum over a
+token's experts (`WeightAndReduce`). fused_moe.py puts a pair together, or says why it cannot. Nothing here waits for the device, and every shape
+follows from the number of rows that go in: so a step with experts is a CUDA graph like any other.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshlm.workers.layers.partial_sum import PartialSum
+
+NOWHERE = -1
+"""In the place of an expert: the row does not go to one (padding, or an expert of another rank)."""
+
+
+class ActivationFormat(Enum):
+    """How rows come to the experts."""
+
+    CONTIGUOUS = "contiguous"
+    """x [m, hidden], each row with the numbers of its experts."""
+    BATCHED = "batched"
+    """x [local experts, most tokens, hidden], and how many rows of each expert are real."""
+
+
+class WeightAndReduce(Enum):
+    """What is left to be done with the experts' results."""
+
+    DONE = "done"
+    """Nothing: contiguous [m, hidden]."""
+    SUM = "sum"
+    """They are weighted; the sum over a row's experts is left: contiguous [m, k, hidden]."""
+    WEIGHTED_SUM = "weighted sum"
+    """Both: contiguous [m, k, hidden], batched [local experts, most tokens, hidden]."""
+
+
+class Quantisation(Enum):
+    """What experts want of activations before they are sent to them: as they are, or 8-bit floats with scales."""
+
+    NONE = "none"
+    FP8_TOKEN = "fp8, a scale for each token"
+    FP8_GROUP = "fp8, a scale for each group of inputs"
+
+
+class Routing(NamedTuple):
+    """Of m tokens, k experts each."""
+
+    experts: Tensor  # int32 [m, k], NOWHERE for padding
+    weights: Tensor  # float32 [m, k]
+
+
+class Dispatched(NamedTuple):
+    """What a dispatcher hands to the experts of this rank. Numbers of experts are local ones here."""
+
+    x: Tensor  # [m, hidden] or [local experts, most tokens, hidden], maybe 8-bit floats
+    scales: Tensor | None  # float32 of x, where it is quantised: as x, but with one column for each group
+    routing: Routing | None  # contiguous: of the m rows; NOWHERE for experts of other ranks
+    num_tokens: Tensor | None  # batched: int32 [local experts]
+
+    @property
+    def format(self) -> ActivationFormat:
+        return ActivationFormat.BATCHED if self.routing is None else ActivationFormat.CONTIGUOUS
+
+
+class WorkspaceShape(NamedTuple):
+    """A buffer that experts need while they compute."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""x [m, hidden] -> what is sent of it, and its scales."""
+Receiver = Callable[[], Dispatched]
+"""Waits, on the device's stream, until what was dispatched is there."""
+Combined = Callable[[], PartialSum]
+"""The same for results: a sum without a residual."""
+
+
+class Router(Protocol):
+    """Chooses experts."""
+
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Routing:
+        """x [m, hidden]. slots int64 [m]: tokens whose slot is negative are padding and go nowhere."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Sends tokens to experts and results back. One for all layers of a model."""
+
+    name: str
+    format: ActivationFormat
+    finishes: frozenset[WeightAndReduce]
+    """What experts may leave to `combine`."""
+    quantisations: frozenset[Quantisation]
+    """What it can send."""
+
+    def most_tokens(self, tokens: int) -> int:
+        """Batched: the rows that an expert may get of steps with so many tokens a rank; contiguous: the rows in all."""
+        ...
+
+    def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
+        """Quantise and begin to send; what is computed before the receiver is called runs meanwhile."""
+        ...
+
+    def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
+        """Begin to send results back to the tokens that `routing`, as given to prepare_async, is of."""
+        ...
+
+
+class Experts(Protocol):
+    """Computes this rank's experts. One for each layer, since it has the layer's weights."""
+
+    name: str
+    format: ActivationFormat
+    leaves: tuple[WeightAndReduce, ...]
+    """What it may leave to the dispatcher; what it likes best comes first."""
+    quantisation: Quantisation
+    dtype: torch.dtype  # of the results
+    chunks: bool
+    """Whether rows may be computed some at a time."""
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Quantise`."""
+        ...
+
+    def workspaces(self, x: tuple[int, ...], num_topk: int) -> tuple[WorkspaceShape, ...]:
+        """The buffers that `apply` needs for activations of this shape."""
+        ...
+
+    def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
+        """Fill `out`, whose shape follows from `left`. A sum over experts has nothing of those that are NOWHERE; results of
+        single ones that are, and of batched rows that are not real, need not be written: nobody reads them."""
+        ...

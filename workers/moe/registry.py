@@ -1,0 +1,60 @@
+"""Which experts there are, and which a layer gets: the first of its format that this device, dtype and method of weights can have."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meshlm.protocol.model import MoESpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.layers.partial_sum import Kind
+from meshlm.workers.moe.dispatch.none import NoDispatch
+from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
+from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts
+
+
+class ExpertWeights(NamedTuple):
+    """Of one layer on one rank."""
+
+    gate_up: Tensor  # [local experts, 2 wide, hidden]
+    down: Tensor  # [local experts, hidden, wide]
+    act: str
+
+
+class ExpertsKind(NamedTuple):
+    """One implementation."""
+
+    format: ActivationFormat
+    unsupported: Callable[[ExpertWeights], str | None]  # why it cannot compute these; None: it can
+    make: Callable[[ExpertWeights], Experts]
+
+
+def _anywhere(weights: ExpertWeights) -> str | None:
+    return None
+
+
+EXPERTS: dict[str, ExpertsKind] = {
+    "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, lambda given: ReferenceExperts(*given)),
+    "reference, batched": ExpertsKind(
+        ActivationFormat.BATCHED, _anywhere, lambda given: ReferenceBatchedExperts(*given)
+    ),
+}
+"""By name, the fastest first."""
+
+
+def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
+    """The fastest for activations of this format. ProcessFatal says why there are none."""
+    reasons = []
+    for name, kind in EXPERTS.items():
+        if kind.format is format:
+            why = kind.unsupported(weights)
+            if why is None:
+                return kind.make(weights)
+            reasons.append(f"{name}: {why}")
+    raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")
+
+
+def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:
+    """Of a model whose tensor-parallel ranks, so many, have all tokens of a step."""
+    begin, end = moe.local_experts or (0, moe.num_experts)
+    return NoDispatch(begin, end - begin, moe.num_experts, Kind.RANK if num_ranks > 1 else Kind.WHOLE)
