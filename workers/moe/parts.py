@@ -6,8 +6,8 @@
     dispatcher  results, Routing                 -> PartialSum [m, hidden] of this rank's own tokens
 
 Dispatchers and experts are written for one of two `ActivationFormat`s and do more or less of the weighting and the sum over a
-token's experts (`WeightAndReduce`). fused_moe.py puts a pair together, or says why it cannot. Nothing here waits for the device, and every shape
-follows from the number of rows that go in: so a step with experts is a CUDA graph like any other.
+token's experts (`WeightAndReduce`). fused_moe.py puts a pair together, or says why it cannot. Nothing here waits for the
+device, and every shape follows from the number of rows that go in: so a step with experts is a CUDA graph like any other.
 """
 
 from collections.abc import Callable
