@@ -2,8 +2,9 @@
 
     dispatch(x, routing) -> receiver() -> compute(...) -> combine(...) -> receiver()
 
-`forward` does them one behind the other, with the shared experts between sending and receiving; two micro-batches may
-interleave the same steps. The workspaces of experts are parts of one buffer, which is given back when a layer is done: all layers have the same memory.
+`forward` does them one behind the other, with the shared experts between sending and receiving; two micro-batches may interleave
+the same steps. The workspaces of experts are parts of one buffer, which is given back when a layer is done, so all layers have the
+same memory.
 """
 
 import math
