@@ -126,7 +126,10 @@ def test_shared_experts_run_while_tokens_travel() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
-    contiguous, batched = ReferenceExperts(*weights()), make_experts(DISPATCHERS["none, batched"](0, NUM).format, weights())
+    contiguous, batched = (
+        ReferenceExperts(*weights()),
+        make_experts(DISPATCHERS["none, batched"](0, NUM).format, weights()),
+    )
     assert "it gives batched activations, they take contiguous ones" in str(
         refusal(NoDispatchBatched(0, NUM, NUM), contiguous)
     )
