@@ -215,7 +215,10 @@ def errors(
         for row in range(num_sequences):
             exact[name, row] = forward(theirs, name, row)
             wanted[name].append((torch.stack(runs[name].logits[row]).float(), exact[name, row]))
+    kept = {name: buffer.clone() for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")}
     rounded = theirs.bfloat16()
+    for name, buffer in kept.items():  # a model that is loaded in bfloat16 has these in float32
+        setattr(rounded.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], buffer)
     first = next(iter(runs))
     for row in range(num_sequences):
         wanted["transformers bfloat16"].append((forward(rounded, first, row), exact[first, row]))

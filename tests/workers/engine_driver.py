@@ -1,10 +1,8 @@
-"""A CUDA engine with a small model, stepped as a scheduler would, and transformers' own logits for it: for cuda/test_engine.py.
-
-Import it only where there is a CUDA device.
-"""
+"""An engine with a small model, stepped as a scheduler would, on any device; and transformers' own logits for it."""
 
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -16,6 +14,7 @@ from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
+from meshlm.workers.output.head import TorchHead
 from meshlm.workers.output.logits_sampler import LogitsSampler
 
 BLOCK = 16
@@ -56,31 +55,60 @@ def engine(folder: Path, news: list[str] | None = None, **settings: object) -> M
     return make_engine(resolve.resolve(flags.build(values, None)), lambda phase, *_: phases.append(phase))
 
 
+class Seen(NamedTuple):
+    """Logits of one row [vocab], float32, after so many of its tokens."""
+
+    row: int
+    length: int
+    logits: torch.Tensor
+
+
 class Driver:
     """Rows 0 .. n - 1 with prompts of their own, stepped as a scheduler would."""
 
     def __init__(self, made: ModelEngine, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.engine, self.prompts = made, prompts
+        self.engine, self.prompts, self.params = made, prompts, params
         self.strict = False  # no step may wait for the device
         self.computed = [0] * len(prompts)
         self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.seen: list[Seen] = []
         self.step_id = 0
+        self._removed: list[int] = []
+        self._new = [self._row(row, prompt) for row, prompt in enumerate(prompts)]
+        self._torch_logits = torch.empty(0)
+        if isinstance(made.head, TorchHead):
+            self._listen(made.head)
+
+    def _row(self, row: int, tokens: list[int]) -> NewRow:
         blocks = 1024 // BLOCK
-        self._new = [
-            NewRow(
-                Row(row),
-                np.array(prompt, np.int32).tobytes(),
-                len(prompt),
-                np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32).tobytes(),
-                params,
-            )
-            for row, prompt in enumerate(prompts)
-        ]
+        own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
+        told = np.array(tokens, np.int32).tobytes()
+        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params)
+
+    def _listen(self, head: TorchHead) -> None:
+        """This head keeps no logits: note them as it makes them."""
+        sample = head.sample
+
+        def noted(hidden: torch.Tensor, batch: Any, step: Any) -> None:
+            self._torch_logits = self.engine.model.logits(hidden).float().clone()
+            sample(hidden, batch, step)
+
+        setattr(head, "sample", noted)  # noqa: B010 - mypy lets nobody assign a method
+
+    def again(self, row: int, cached: int) -> None:
+        """The row begins anew with all tokens that it has by now: preempted, or behind a cached prefix of so many tokens."""
+        self._removed.append(row)
+        self._new.append(self._row(row, self.prompts[row] + self.tokens[row]))
+        self.computed[row] = cached
+
+    def length(self, row: int) -> int:
+        """Tokens that are known."""
+        return len(self.prompts[row]) + len(self.tokens[row])
 
     def step(self, counts: dict[int, int]) -> torch.Tensor:
         """Compute so many tokens of these rows (decodes first); logits of those that sample, float32."""
         order = sorted(counts, key=lambda row: counts[row] != 1)
-        known = [len(self.prompts[row]) + len(self.tokens[row]) for row in order]
+        known = [self.length(row) for row in order]
         samples = [self.computed[row] + counts[row] == length for row, length in zip(order, known, strict=True)]
         self.step_id += 1
         plan = StepPlan(
@@ -91,31 +119,54 @@ class Driver:
             np.array([counts[row] for row in order], np.int32).tobytes(),
             b"" if all(samples) else bytes(samples),
             sum(counts.values()),
-            new_rows=[new for new in self._new if new.row in counts],
+            np.array(self._removed, np.int32).tobytes(),
+            [new for new in self._new if new.row in counts],
         )
-        self._new = [new for new in self._new if new.row not in counts]
-        torch.cuda.set_sync_debug_mode("error" if self.strict else "default")
+        self._removed, self._new = [], [new for new in self._new if new.row not in counts]
+        cuda = self.engine.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_sync_debug_mode("error" if self.strict else "default")
         try:
             self.result = self.engine.step(plan, 0).wait()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            if cuda:
+                torch.cuda.set_sync_debug_mode("default")
         found = np.frombuffer(self.result.token_ids, np.int32).tolist()
         for row in order:
             self.computed[row] += counts[row]
         sampling = [row for row, does in zip(order, samples, strict=True) if does]
         for row, token in zip(sampling, found, strict=True):
             self.tokens[row].append(token)
-        by_row = np.argsort(sampling)
+        logits = self._logits(len(sampling))
+        lengths = [length for length, does in zip(known, samples, strict=True) if does]
+        self.seen += [Seen(*each) for each in zip(sampling, lengths, logits, strict=False)]
+        return logits[torch.from_numpy(np.argsort(sampling)).to(logits.device)] if len(logits) else logits
+
+    def _logits(self, count: int) -> torch.Tensor:
+        """Of the last step's rows, in the order in which they stood; none where they were made in several chunks."""
         head = self.engine.head
+        if isinstance(head, TorchHead):
+            return self._torch_logits[:count]
         assert isinstance(head, LogitsSampler)
-        if len(sampling) > len(head.logits):
-            return torch.empty(0)  # they were made in several chunks
-        return head.logits[: len(sampling)].float().clone()[torch.from_numpy(by_row).cuda()]
+        return head.logits[:count].float().clone() if count <= len(head.logits) else torch.empty(0)
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
     generator = np.random.default_rng(0)
     return [generator.integers(0, MODEL["vocab_size"], length).tolist() for length in lengths]  # type: ignore[call-overload]
+
+
+def in_bfloat16(theirs: Any) -> Any:
+    """A transformers model in bfloat16 as one that is loaded so: the frequencies of its rotation stay what they are.
+
+    `Module.bfloat16` alone would round them as well, and positions some hundred tokens away would be turned by other angles.
+    """
+    kept = {name: buffer.clone() for name, buffer in theirs.named_buffers() if name.endswith("inv_freq")}
+    theirs.bfloat16()
+    for name, buffer in kept.items():
+        owner, _, last = name.rpartition(".")
+        setattr(theirs.get_submodule(owner), last, buffer)
+    return theirs
 
 
 def reference(made: ModelEngine, tokens: list[int]) -> torch.Tensor:
@@ -145,5 +196,5 @@ def reference(made: ModelEngine, tokens: list[int]) -> torch.Tensor:
         }
     theirs.load_state_dict({key: value.float() for key, value in state.items()}, strict=False)
     exact = theirs(torch.tensor([tokens]).cuda()).logits[0]
-    rounded = theirs.bfloat16()(torch.tensor([tokens]).cuda()).logits[0]
+    rounded = in_bfloat16(theirs)(torch.tensor([tokens]).cuda()).logits[0]
     return torch.stack((exact, rounded.float()))

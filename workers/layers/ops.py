@@ -211,11 +211,11 @@ class TorchOps(Composed):
         return F.linear(x, packed, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return _rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
-        return F.rms_norm(residual, weight.shape, weight, eps)
+        return _rms_norm(residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -229,12 +229,8 @@ class TorchOps(Composed):
         both, value = lines[:, :split], lines[:, split:]
         if heads.norms is not None:
             query, key = both[:, : heads.num_heads], both[:, heads.num_heads :]
-            shape = (heads.head_dim,)
-            query, key = (
-                F.rms_norm(query, shape, heads.norms[0], heads.eps),
-                F.rms_norm(key, shape, heads.norms[1], heads.eps),
-            )
-            both = torch.cat((query, key), dim=1)
+            query_norm, key_norm = heads.norms
+            both = torch.cat((_rms_norm(query, query_norm, heads.eps), _rms_norm(key, key_norm, heads.eps)), dim=1)
         angles = table[batch.positions].to(qkv.dtype)
         half = angles.shape[1] // 2
         both = apply_rope(both, angles[:, None, :half], angles[:, None, half:])
@@ -242,6 +238,13 @@ class TorchOps(Composed):
         keys.index_copy_(0, batch.slot_mapping, both[:, heads.num_heads :])
         values.index_copy_(0, batch.slot_mapping, value)
         return both[:, : heads.num_heads]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The weight may be float32 where x is not (Gemma): then the product is rounded once, at the end."""
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:

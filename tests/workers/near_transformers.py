@@ -1,0 +1,85 @@
+"""How far an engine's logits are from float32, beside transformers' own in bfloat16: prompts in chunks, cached, preempted."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_driver import MODEL, Driver, ModelEngine, in_bfloat16, prompts_of
+
+from meshlm.protocol.sampling import SamplingParams
+
+LENGTHS = [333, 40]
+SIZES: dict[str, Any] = {
+    "vocab_size": MODEL["vocab_size"],
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 2048,
+    "sliding_window": 100,
+    "initializer_range": 0.05,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2Config",
+        {"num_hidden_layers": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 7}),
+    "gemma3 with windows that hold everything": ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 2048}),
+}
+
+
+def gemma(name: str, folder: Path, **changes: object) -> Any:
+    """transformers' model with random weights that bfloat16 can hold, saved to the folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    kind, settings = GEMMA[name]
+    config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith("norm.weight"):
+            parameter.data += torch.randn_like(parameter) * 0.1
+        parameter.data = parameter.data.bfloat16().float()
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def history(made: ModelEngine) -> Driver:
+    """A prompt in two chunks beside another one's decodes, decodes of both, one behind a cached prefix, one preempted."""
+    driver = Driver(made, prompts_of(LENGTHS), SamplingParams(max_tokens=16, temperature=0.0))
+    driver.step({1: 40})
+    driver.step({0: 200, 1: 1})
+    driver.step({0: 133, 1: 1})
+    for _ in range(4):
+        driver.step({0: 1, 1: 1})
+    driver.again(0, 320)
+    driver.step({0: driver.length(0) - 320, 1: 1})
+    driver.again(1, 0)
+    driver.step({0: 1, 1: driver.length(1)})
+    driver.step({0: 1, 1: 1})
+    return driver
+
+
+def expected(theirs: Any, driver: Driver) -> torch.Tensor:
+    """What transformers gives where the driver has seen logits, float32 [seen, vocab]."""
+    device = driver.engine.device
+    theirs.to(device)
+    with torch.no_grad():
+        found = [
+            theirs(torch.tensor([prompt + tokens], device=device)).logits[0].float()
+            for prompt, tokens in zip(driver.prompts, driver.tokens, strict=True)
+        ]
+    return torch.stack([found[seen.row][seen.length - 1] for seen in driver.seen])
+
+
+def errors(theirs: Any, driver: Driver) -> tuple[float, float]:
+    """Mean distance from float32: the engine's, and that of transformers in bfloat16, which the model is left in."""
+    exact = expected(theirs, driver)
+    rounded = expected(in_bfloat16(theirs), driver)
+    ours = torch.stack([seen.logits for seen in driver.seen])
+    return float((ours - exact).abs().mean()), float((rounded - exact).abs().mean())
