@@ -86,7 +86,7 @@ class SchedulerApp:
         assert self._mesh is not None and self._core is not None  # noqa: PT018
         match effect.message:
             case TokenDeltas():
-                self._send(self._core.too_long(effect.to, effect.message, text))
+                self._send(self._core.table.too_long(effect.to, effect.message, text))
             case StepPlan():  # rows and blocks that it was to bring would be missing: begin anew with the workers
                 self._mesh.drop(effect.to, text)
 

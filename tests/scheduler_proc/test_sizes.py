@@ -154,7 +154,7 @@ def test_rows_that_could_not_be_sent_end_where_they_were() -> None:
         for send in bench.core.handle(Received(WORKER, LIFE, result), 1.0)
         if isinstance(send.message, TokenDeltas)
     ]
-    bench.take(bench.core.too_long(DETOKENIZER, lost, "too long"))
+    bench.take(bench.core.table.too_long(DETOKENIZER, lost, "too long"))
     ended = set(ints(lost.handles))
     assert ended
     assert bench.ended == dict.fromkeys(ended, FinishReason.ERROR)

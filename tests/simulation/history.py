@@ -215,7 +215,7 @@ def leftovers(process: Process) -> str:
             kept = {
                 "requests": rank.requests,
                 "inflight": rank.inflight,
-                "early": rank._detokenizers._early,
+                "early": rank.table.detokenizers._early,
                 "ended": rank.load.ended,
             }
             kept["operations"] = rank.operations.pending

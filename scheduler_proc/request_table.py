@@ -1,0 +1,161 @@
+"""The requests of this rank, from their Assign to their end: the table owns them, and says which may wait for a step.
+
+Pure; owned by core.py, which calls it for each event that concerns requests. It knows nothing of steps: `batching` plans them,
+and results.py brings their tokens. Whatever ends here is told to the coordinator through `load`.
+"""
+
+from collections.abc import Collection, Container
+
+from meshlm.protocol.admit_edge import Assign, GiveBack, Readmit
+from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.token_edge import AttachTokens, Ended, StillThere, TokenDeltas
+from meshlm.runtime.events import Send
+from meshlm.scheduler_proc.batching import Batching, tokens_of
+from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
+from meshlm.scheduler_proc.limits import Limits
+from meshlm.scheduler_proc.load_reporter import LoadReporter
+from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.workers import Workers
+
+
+class RequestTable:
+    """`batching` is another object after each start of the workers; `workers` are only read."""
+
+    def __init__(self, limits: Limits, workers: Workers) -> None:
+        self._limits, self._workers = limits, workers
+        self.by_id: dict[RequestId, Request] = {}
+        self.batching = Batching(limits, 0, 1, 0)
+        self.detokenizers = Detokenizers()
+        self.load = LoadReporter()
+
+    def assign(self, assign: Assign, output: Output) -> None:
+        work = assign.work
+        reach = self.detokenizers.meet(assign)
+        if reach is not Reach.HERE:
+            if reach is Reach.GONE:
+                self.load.ended.append(work.request_id)
+            return
+        known = self.by_id.get(work.request_id)
+        if known is not None:
+            if known.work.attempt >= work.attempt and known.incarnation == assign.incarnation:
+                return  # a repetition
+            self.drop(known)
+        request = Request(
+            work, self.detokenizers.the(assign.detokenizer), assign.incarnation, self._limits.max_model_len
+        )
+        request.arrived_ns = output.now_ns
+        self.by_id[work.request_id] = request
+        self.batching.enqueue(request)
+        if len(request.tokens) >= request.max_len and request.pool is None:
+            self.finish(request, output, FinishReason.LENGTH)
+        elif self._workers.serving:
+            self.refuse_unfit(request, output)
+
+    def refuse_unfit(self, request: Request, output: Output) -> None:
+        """End it where these workers can never compute it."""
+        if request.pool is not None and request.pool.kind not in self.batching.pool_kinds:
+            text, param = f"the workers of this model cannot pool {request.pool.kind.value!r}", "task"
+        elif self.batching.kv.holds(request.max_len):
+            return
+        else:
+            room = self.batching.kv.longest(request.max_len)  # it takes as long as all the rest of an Assign
+            if request.pool is not None:
+                text, param = f"the prompt has {request.num_prompt} tokens, and the KV cache holds {room}", "prompt"
+            else:
+                text = (
+                    f"this request may need {request.max_len} tokens of KV cache (prompt {request.num_prompt} + max_tokens), and the "
+                    f"cache holds {room}: at most {max(0, room - request.num_prompt)} max_tokens fit"
+                )
+                param = "max_tokens"
+        self.finish(request, output, FinishReason.ERROR, text, ErrorKind.INVALID, param)
+
+    def finish(
+        self,
+        request: Request,
+        output: Output,
+        reason: FinishReason,
+        message: str = "",
+        kind: ErrorKind = ErrorKind.INTERNAL,
+        param: str = "",
+    ) -> None:
+        """End it with a terminal row of its own."""
+        output.end(request, reason, message, kind, param)
+        self.drop(request)
+
+    def too_long(self, detokenizer: Identity, deltas: TokenDeltas, text: str) -> list[Send]:
+        """No frame holds these rows of ours: their requests end where they were before."""
+        starts = unpack_i32(deltas.starts)
+        rows: dict[int, int] = {}  # handle -> its first token that was not told
+        for handle, start in zip(unpack_i32(deltas.handles), starts, strict=True):
+            rows.setdefault(handle, start)
+        for request in [r for r in self.by_id.values() if r.detokenizer == detokenizer and r.handle in rows]:
+            self.drop(request)
+        ended = [Ended(row, FinishReason.ERROR, message=text) for row in range(len(rows))]
+        told = TokenDeltas(
+            pack_i32(rows), pack_i32(rows.values()), pack_i32([0] * len(rows)), token_ids=b"", ended=ended
+        )
+        return [Send(detokenizer, told)]
+
+    def drop(self, request: Request) -> None:
+        """Forget a request and free what it holds; steps in flight may still carry it."""
+        self.remove(request)
+        self.load.ended.append(request.work.request_id)
+
+    def abort(self, request_ids: Collection[RequestId]) -> None:
+        """Nobody waits for these requests any more."""
+        for request_id in request_ids:
+            if (request := self.by_id.get(request_id)) is not None:
+                self.drop(request)
+        early = self.detokenizers.take_early(request_ids)  # counts in the coordinator's ledger too
+        self.load.ended += [one.work.request_id for one in early]
+
+    def disown(self, detokenizer: Identity, handles: Container[int]) -> None:
+        """The detokenizer does not know these handles of ours."""
+        for request in [r for r in self.by_id.values() if r.detokenizer == detokenizer]:
+            if request.handle in handles:
+                self.drop(request)
+
+    def detokenizer_lost(self, identity: Identity, incarnation: Incarnation) -> None:
+        """Its requests end here; its next incarnation admits them again."""
+        self.detokenizers.lost(identity, incarnation)
+        for request in list(self.by_id.values()):
+            if request.detokenizer == identity and request.incarnation == incarnation:
+                self.drop(request)
+
+    def remove(self, request: Request) -> None:
+        """Like `drop`, but the coordinator is not told that it ended."""
+        self.batching.remove(request)
+        request.move(RequestState.FINISHED)
+        del self.by_id[request.work.request_id]
+        self.load.live_tokens -= len(request.tokens) - request.num_given
+
+    def give_back(self, ask: GiveBack) -> None:
+        """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
+        leaving = (RequestState.WAITING,) if self._workers.serving else (RequestState.WAITING, RequestState.PREEMPTED)
+        for request_id in list(self.by_id) if ask.everything else ask.request_ids:
+            request = self.by_id.get(request_id)
+            if request is not None and request.state in leaving:
+                num_crashes = request.num_crashes if request.crashed_at == len(request.tokens) else 0
+                self.load.give_back(request.work, request.detokenizer, request.incarnation, num_crashes)
+                self.remove(request)
+        for one in self.detokenizers.take_early(None if ask.everything else ask.request_ids):
+            self.load.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
+
+    def still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
+        """It admits again what is not here: given back, and the coordinator may not have lived to say so."""
+        here = {r.handle for r in self.by_id.values() if r.detokenizer == detokenizer}
+        gone = tuple(Handle(handle) for handle in unpack_i32(asked.handles) if handle not in here)
+        return [Send(detokenizer, Readmit(gone))] if gone else []
+
+    def expire(self, wall_s: float, output: Output) -> None:
+        late = [request for request in self.by_id.values() if 0 < request.work.deadline_s <= wall_s]
+        for request in late:
+            self.finish(request, output, FinishReason.ERROR, "the request's timeout passed", ErrorKind.TIMEOUT)
+
+    def attach(self, attach: AttachTokens, output: Output) -> None:
+        for request in self.by_id.values():
+            if request.work.handle == attach.handle:
+                known = tokens_of(request, attach.from_index)
+                output.of(request.detokenizer).row(attach.handle, attach.from_index, known)

@@ -1,0 +1,120 @@
+"""What the workers computed: takes the tokens, log-probabilities and vectors of a finished step into its requests and the output.
+
+Pure; owned by core.py, which knows which step in flight a result belongs to. It plans nothing.
+"""
+
+from itertools import repeat
+
+from meshlm.protocol.admit_edge import Started
+from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.ids import FinishReason, Identity
+from meshlm.protocol.step_edge import StepResult
+from meshlm.protocol.token_edge import Ended
+from meshlm.scheduler_proc.output import Output, of_position
+from meshlm.scheduler_proc.plan import Inflight
+from meshlm.scheduler_proc.request import Request, RequestState
+from meshlm.scheduler_proc.request_table import RequestTable
+
+
+class Results:
+    """`table` has the requests; they end there."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._last_done_ns = 0
+
+    def begin(self) -> None:
+        """Other workers compute from now on: no step of theirs has ended yet."""
+        self._last_done_ns = 0
+
+    def take(self, record: Inflight, result: StepResult, output: Output) -> None:
+        """`record` is the step that this is the result of."""
+        self._learn(record, result)
+        self._table.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
+        tokens = unpack_i32(result.token_ids)
+        if record.samples or record.num_drafts or result.counts or result.logprobs or result.prompt_logprobs:
+            self._tokens_with_details(record, result, tokens, output)
+        else:
+            self._tokens(record.batch, tokens, output)
+
+    def _tokens(self, batch: list[Request], tokens: "memoryview[int]", output: Output) -> None:
+        """One token for each entry of the batch, where a request may stand several times. The hot loop of a result: everything
+        rare is in a branch."""
+        batching, load, drop = self._table.batching, self._table.load, self._table.drop
+        block_size = batching.block_size
+        detokenizer: Identity | None = None
+        box = None
+        finished = RequestState.FINISHED
+        num_dead = 0
+        for request, token in zip(batch, tokens, strict=True):
+            if request.state is finished:
+                num_dead += 1  # it ended while this step was in flight
+                continue
+            if box is None or request.detokenizer is not detokenizer:
+                detokenizer = request.detokenizer
+                box = output.of(detokenizer)
+            known = request.tokens
+            known.append(token)
+            request.num_output_placeholders -= 1
+            length = len(known)
+            row = box.token(request.handle, length - 1 - request.num_prompt, token)
+            if request.num_cached >= 0:
+                load.started.append(Started(request.work.request_id, request.num_cached))
+                box.first(row, request)
+            if length % block_size == 1:
+                batching.appended(request, length)
+            if token in request.stop_ids:
+                box.ended.append(Ended(row, FinishReason.STOP, token))
+                drop(request)
+            elif length >= request.max_len:
+                box.ended.append(Ended(row, FinishReason.LENGTH))
+                drop(request)
+        load.generation_tokens += len(batch)
+        load.live_tokens += len(batch) - num_dead
+
+    def _tokens_with_details(
+        self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
+    ) -> None:
+        """A step with unfinished prompts, logprobs or several tokens a row, request by request."""
+        samples = record.samples or b"\x01" * len(record.batch)
+        counts = iter(unpack_i32(result.counts)) if result.counts else repeat(1)
+        at = 0
+        for place, request in enumerate(record.batch):
+            alive = request.state is not RequestState.FINISHED
+            if place in result.prompt_logprobs and alive:
+                if place in record.firsts:  # perhaps again, after a preemption or the worker's death
+                    request.prompt_logprobs.clear()
+                request.prompt_logprobs.append(result.prompt_logprobs[place])
+            if place in result.pooled and alive:
+                if request.num_cached >= 0:
+                    self._table.load.started.append(Started(request.work.request_id, request.num_cached))
+                output.vector(request, result.pooled[place])
+                self._table.drop(request)
+            if not samples[place]:
+                continue
+            count = next(counts)
+            if alive:
+                self._not_given(request, 1 + (record.num_drafts[place] if record.num_drafts else 0) - count)
+                for nth in range(count):
+                    output.seal(request.detokenizer)
+                    if place in result.logprobs and request.state is not RequestState.FINISHED:
+                        output.of(request.detokenizer).next_logprobs(of_position(result.logprobs[place], nth))
+                    self._tokens([request], tokens[at + nth : at + nth + 1], output)
+            at += count
+
+    def _not_given(self, request: Request, count: int) -> None:
+        """So many tokens less came than the step might have given: drafts that were refused. What comes next is computed again."""
+        request.num_output_placeholders -= count
+        if request.state is RequestState.RUNNING:
+            request.num_computed -= count
+
+    def _learn(self, record: Inflight, result: StepResult) -> None:
+        """The device's time for this step: its own word, or from launch or the end of the step before, whichever was later."""
+        begun = max(result.launched_ns, self._last_done_ns)
+        gap_ns = result.gap_ns if result.gpu_ns else begun - (self._last_done_ns or begun)
+        self._last_done_ns = result.done_ns
+        duration_ns = result.gpu_ns or result.done_ns - begun
+        load = self._table.load
+        self._table.batching.budget.learn(record.num_tokens, record.num_decode_tokens, duration_ns / 1e9)
+        load.busy_ns += duration_ns
+        load.idle_ns += gap_ns if record.goes_on else 0
