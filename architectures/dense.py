@@ -1,6 +1,6 @@
 """What dense decoders have in common: the sizes that their files give, and the weights of attention, gated MLP and embeddings."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshlm.architectures.config_values import boolean, integer, number, shown
@@ -121,10 +121,23 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, norm_plus: float = 0.0) -> Iterator[Weight]:
     """Every tensor of a decoder with these norms in a layer. norm_plus: see Weight.plus, of all norms."""
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from attention_weights(spec)
+        yield from mlp_weights(spec, spec.intermediate_size)
+        yield from norm_weights(spec, norms, norm_plus)
+
+    return decoder_weights(spec, in_layer, norm_plus)
+
+
+def decoder_weights(
+    spec: ModelSpec, in_layer: Callable[[int], Iterator[Weight]], norm_plus: float = 0.0
+) -> Iterator[Weight]:
+    """Embeddings, layers, the last norm and the head. in_layer: the tensors of a layer, by their names within it."""
     table = (spec.vocab_size, spec.hidden_size)
     yield Weight("model.embed_tokens.weight", "token_embd.weight", "embed.weight", table, Split.VOCABULARY)
     for layer in range(spec.num_hidden_layers):
-        for weight in _in_layer(spec, norms, norm_plus):
+        for weight in in_layer(layer):
             yield weight._replace(
                 name=f"model.layers.{layer}.{weight.name}", gguf=f"blk.{layer}.{weight.gguf}", layer=layer
             )
@@ -133,9 +146,9 @@ def dense_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, norm_plus: float = 
         yield Weight("lm_head.weight", "output.weight", "head.weight", table, Split.VOCABULARY)
 
 
-def _in_layer(spec: ModelSpec, norms: Norms, plus: float) -> Iterator[Weight]:
-    """The products first, then the norms."""
-    hidden, wide = spec.hidden_size, spec.intermediate_size
+def attention_weights(spec: ModelSpec) -> Iterator[Weight]:
+    """The products of a layer's attention."""
+    hidden = spec.hidden_size
     query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     for name, gguf, split, rows in (
         ("q", "attn_q", _QUERY, query),
@@ -146,14 +159,28 @@ def _in_layer(spec: ModelSpec, norms: Norms, plus: float) -> Iterator[Weight]:
             f"self_attn.{name}_proj", gguf, "attention.qkv", (rows, hidden), split, bias=spec.attention_bias
         )
     yield from _rows("self_attn.o_proj", "attn_output", "attention.o", (hidden, query), _QUERY, bias=spec.output_bias)
+
+
+def mlp_weights(spec: ModelSpec, wide: int, names: tuple[str, str, str] = ("mlp", "ffn_{}", "mlp")) -> Iterator[Weight]:
+    """A gated MLP. names: what stands before gate_proj, llama.cpp's name of "gate" and its like, and the module."""
+    stem, gguf, module = names
+    hidden = spec.hidden_size
     for name in ("gate", "up"):
-        yield from _columns(f"mlp.{name}_proj", f"ffn_{name}", "mlp.gate_up", (wide, hidden), _WIDE, bias=spec.mlp_bias)
-    yield from _rows("mlp.down_proj", "ffn_down", "mlp.down", (hidden, wide), _WIDE, bias=spec.mlp_bias)
+        yield from _columns(
+            f"{stem}.{name}_proj", gguf.format(name), f"{module}.gate_up", (wide, hidden), _WIDE, bias=spec.mlp_bias
+        )
+    yield from _rows(
+        f"{stem}.down_proj", gguf.format("down"), f"{module}.down", (hidden, wide), _WIDE, bias=spec.mlp_bias
+    )
+
+
+def norm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS, plus: float = 0.0) -> Iterator[Weight]:
+    """The norms of a layer, of its heads too."""
     for name in ("q", "k") if spec.qk_norm else ():
         stem, gguf = f"self_attn.{name}_norm", f"attn_{name}_norm"
         yield Weight(f"{stem}.weight", f"{gguf}.weight", f"attention.{name}_norm.weight", (spec.head_dim,), plus=plus)
     for name, gguf, parameter in norms:
-        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (hidden,), plus=plus)
+        yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (spec.hidden_size,), plus=plus)
 
 
 def _columns(

@@ -20,6 +20,7 @@ class Split(Enum):
     QUERY_HEADS = "query_heads"
     KV_HEADS = "kv_heads"
     INTERMEDIATE = "intermediate"
+    EXPERT = "expert"  # an expert's own INTERMEDIATE, which is whole where each rank has some of the experts
 
 
 class Weight(NamedTuple):
@@ -36,6 +37,7 @@ class Weight(NamedTuple):
     dim: int = 0  # the dimension that is split
     plus: float = 0.0  # what the parameter has more than the tensor; a .gguf file holds the sum
     layer: int | None = None
+    expert: int | None = None  # the parameter has this matrix for each expert; llama.cpp's tensor holds those of all
 
 
 class GGUFMetadata(NamedTuple):
@@ -64,6 +66,7 @@ class GGUFFamily(NamedTuple):
     kind: str  # general.architecture
     spec: Callable[[GGUFMetadata, str], ModelSpec]  # the name of the architecture goes in too
     keys: frozenset[str] = frozenset()  # that it honours beyond those of all families, without the kind before them
+    experts: bool = False  # its files have an expert_count; another family of this kind has files without
     interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
 
 

@@ -1,8 +1,21 @@
 """Model families by the name of their architecture. A plug-in adds its own with `register`."""
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
-from meshlm.architectures import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from meshlm.architectures import (
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from meshlm.architectures.family import Family, Weight
 from meshlm.protocol.model import ModelSpec
 
@@ -35,11 +48,20 @@ def gguf_families() -> dict[str, Family]:
     return found
 
 
+def gguf_family(fields: Mapping[str, Any]) -> Family | None:
+    """The family of a file with this metadata: its kind may be that of dense models and of mixtures of experts."""
+    kind = fields.get("general.architecture")
+    of_kind = [(family, family.gguf) for family in _FAMILIES.values() if family.gguf and family.gguf.kind == kind]
+    experts = bool(fields.get(f"{kind}.expert_count"))
+    alike = [family for family, described in of_kind if described.experts == experts]
+    return next(iter(alike or [family for family, _ in of_kind]), None)
+
+
 @cache
 def weights_of(spec: ModelSpec) -> dict[str, Weight]:
     """All tensors of a model, by Hugging Face's names."""
     return {weight.name: weight for weight in _FAMILIES[spec.architecture].weights(spec)}
 
 
-for _family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gemma2.FAMILY, gemma3.FAMILY, phi3.FAMILY):
-    register(_family)
+for _module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, mixtral, qwen2_moe, qwen3_moe):
+    register(_module.FAMILY)

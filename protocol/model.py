@@ -98,6 +98,15 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Whether a mixture of experts stands in the place of this layer's MLP."""
         return self.moe is not None and (not self.moe.moe_layers or self.moe.moe_layers[layer])
 
+    def wide_sizes(self, *, whole_experts: bool = False) -> tuple[int, ...]:
+        """Columns between gate and down that tensor-parallel ranks split. whole_experts: they split those of none."""
+        if self.moe is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if not all(map(self.has_experts, range(self.num_hidden_layers))) else ()
+        own = () if whole_experts else (self.moe.moe_intermediate_size,)
+        shared = (self.moe.shared_intermediate_size,) if self.moe.shared_intermediate_size else ()
+        return dense + own + shared
+
     @property
     def kv_bytes_per_token_f32(self) -> int:
         """Bytes of K and V of one token over all layers in float32."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from meshlm.architectures import gguf_keys
 from meshlm.architectures.family import GGUFMetadata, MetadataError
-from meshlm.architectures.registry import gguf_families
+from meshlm.architectures.registry import gguf_families, gguf_family
 from meshlm.protocol.model import ModelSpec
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -135,10 +135,10 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any], tuple[str, ...]]:
 
 
 def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) -> ModelSpec:
-    kind, known = fields.get("general.architecture"), gguf_families()
-    if not isinstance(kind, str) or kind not in known:
-        raise GGUFError(f"{path}: architecture {kind!r} is not supported; supported: {', '.join(sorted(known))}")
-    family = known[kind]
+    kind, family = fields.get("general.architecture"), gguf_family(fields)
+    if not isinstance(kind, str) or family is None:
+        known = ", ".join(sorted(gguf_families()))
+        raise GGUFError(f"{path}: architecture {kind!r} is not supported; supported: {known}")
     assert family.gguf is not None
     shapes = {name: tuple(reversed(tensor.shape)) for name, tensor in tensors.items()}
     try:
@@ -151,8 +151,8 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     """GGUFError for what would change the model's answers, or cannot be read."""
     kind = fields["general.architecture"]
     try:
-        family = gguf_families()[kind].gguf
-        notes = gguf_keys.check(fields, kind, family.keys if family is not None else frozenset())
+        family = gguf_family(fields)
+        notes = gguf_keys.check(fields, kind, family.gguf.keys if family and family.gguf else frozenset())
     except ValueError as error:
         raise GGUFError(f"{path}: {error}") from None
     same = {

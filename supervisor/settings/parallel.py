@@ -25,8 +25,12 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int) -> 
 
 def _check_tensor(size: int, spec: ModelSpec) -> None:
     flag = f"--tensor-parallel-size {size}"
-    heads, kv_heads, wide = spec.num_attention_heads, spec.num_key_value_heads, spec.intermediate_size
-    fit = [n for n in range(1, heads + 1) if heads % n == 0 and wide % n == 0 and not (kv_heads % n and n % kv_heads)]
+    heads, kv_heads, wide = spec.num_attention_heads, spec.num_key_value_heads, spec.wide_sizes()
+    fit = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and not any(each % n for each in wide) and not (kv_heads % n and n % kv_heads)
+    ]
     if size in fit:
         return
     can = f"this model can be split over {', '.join(map(str, fit))}"
@@ -34,7 +38,8 @@ def _check_tensor(size: int, spec: ModelSpec) -> None:
         raise UsageError(f"{flag}: does not divide the model's {heads} attention heads; {can}")
     if kv_heads % size and size % kv_heads:
         raise UsageError(f"{flag}: neither divides the model's {kv_heads} key-value heads nor is a multiple; {can}")
-    raise UsageError(f"{flag}: does not divide the model's intermediate size {wide}; {can}")
+    size_left = next(each for each in wide if each % size)
+    raise UsageError(f"{flag}: does not divide the model's intermediate size {size_left}; {can}")
 
 
 def _divisors(number: int) -> str:

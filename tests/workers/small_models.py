@@ -34,6 +34,23 @@ SMALL: dict[str, Any] = {
 
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "initializer_range": 0.2}
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "initializer_range": 0.2,
+}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 60, "num_key_value_heads": 2}
+MOE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "initializer_range": 0.2}),
+    "mixtral-sliding": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | SHARED),
+    "qwen2-moe-some": ("Qwen2MoeConfig", EXPERTS | SHARED | {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-sparse": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2}),
+}
+"""Mixtures of experts: the class of transformers' configuration, and what it gets beside SMALL."""
+
 
 def resolved(path: Path, load_format: str = "auto") -> Resolved:
     files = resolve_model(str(path), load_format=load_format)

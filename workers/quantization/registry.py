@@ -6,6 +6,7 @@ from meshlm.architectures.quantization import formats, scheme_of
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.moe import GroupedLinear, Router
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.method import LinearMethod
 from meshlm.workers.weights.slices import WeightSlice, slices_of
@@ -28,6 +29,8 @@ def use_methods(model: Decoder) -> None:
                 for stem in stems[path]:
                     _check_split(stem, slices[f"{stem}.weight"], scheme)
                 module.use(_method(spec, scheme))
+        elif isinstance(module, GroupedLinear | Router) and any(scheme_of(spec, stem) for stem in stems[path]):
+            raise ProcessFatal(f"quantization_config: {stems[path][0]} cannot be quantised here")
 
 
 def _common(spec: QuantizationSpec, stems: list[str]) -> QuantizationScheme | None:

@@ -6,6 +6,7 @@ Parts are cut out before anything is decoded where the quantisation's blocks all
 import math
 import re
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlm.architectures.family import Weight
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.kernels.cpu.packed import Rows
 from meshlm.protocol.model import ModelSpec
@@ -41,6 +43,20 @@ class GGUFTensorSource:
             raise ProcessFatal(f"{path}: cannot be read, perhaps cut short (a tensor ends at byte {end})")
         self._data = torch.from_numpy(mapped[tensor.offset : end]).view(*lines, row_bytes)  # uint8
         self._block_bytes = block_bytes
+
+    def of_expert(self, number: int) -> "GGUFTensorSource":
+        """One of the matrices of a tensor that holds those of all experts."""
+        one = copy(self)
+        one.shape, one._data = self.shape[1:], self._data[number]
+        return one
+
+    def like(self, shape: tuple[int, ...]) -> "GGUFTensorSource":
+        """A vector as a matrix of one row, where that is its shape."""
+        if shape != (1, *self.shape):
+            return self
+        one = copy(self)
+        one.shape, one._data = shape, self._data[None]
+        return one
 
     def cuts(self, dim: int, begin: int, end: int) -> bool:
         """Whether that part is made of whole blocks."""
@@ -102,17 +118,26 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
         mapped: np.memmap[Any, Any] = np.memmap(path, np.uint8, mode="c")  # torch wants to be allowed to write
     except (GGUFError, OSError, ValueError) as error:
         raise ProcessFatal(f"{path}: cannot be read, perhaps cut short ({error})") from None
-    names = {weight.gguf: weight for weight in weights_of(spec).values()}
+    names: dict[str, list[Weight]] = {}
+    for weight in weights_of(spec).values():
+        names.setdefault(weight.gguf, []).append(weight)
     family = family_of(spec.architecture)
     interleaved = family is not None and family.gguf is not None and family.gguf.interleaved_heads
-    found = []
+    found: list[tuple[str, GGUFTensorSource]] = []
     for name, tensor in tensors.items():
-        weight = names.get(name)
-        if weight is None and _NEEDLESS.fullmatch(name):
+        weights = names.get(name, [])
+        if not weights and _NEEDLESS.fullmatch(name):
             continue
-        turned = interleaved and weight is not None and weight.gguf.partition(".attn_")[2].startswith(("q.", "k."))
+        turned = interleaved and bool(weights) and name.partition(".attn_")[2].startswith(("q.", "k."))
         source = GGUFTensorSource(path, mapped, tensor, spec.head_dim if turned else 0)
-        found.append((name if weight is None else weight.name, source))
+        if not weights or weights[0].expert is None:
+            found.append((weights[0].name if weights else name, source.like(weights[0].shape) if weights else source))
+            continue
+        if source.shape[:1] != (len(weights),) or len(source.shape) != 3:
+            raise ProcessFatal(
+                f"{path}: tensor {name} has shape {source.shape}; it must have a matrix for {len(weights)} experts"
+            )
+        found += [(weight.name, source.of_expert(nth)) for nth, weight in enumerate(weights)]
     yield from found
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.checkpoint_files import SCALE_OF_KV_CACHE
@@ -19,7 +19,7 @@ from meshlm.workers.quantization.registry import use_methods
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
-from meshlm.workers.weights.slices import place
+from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.sources import Source, sources
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -89,7 +89,7 @@ def _fill(
             continue
         if scale is not None:
             found = found._replace(parameter=found.parameter.removesuffix("weight") + scale.parameter)
-            slot = slots[found.parameter]
+            slot = _slot(slots, found)
             end = found.row + (found.end - found.begin if found.dim == 0 else found.shape[0])
             slot[found.row : end] = scale_rows(name, source.whole(), scale, found)
             taken = slot[found.row : end].numel()
@@ -97,20 +97,27 @@ def _fill(
             slot = slots[found.parameter]
             taken = kept[found.parameter].take(slot, source, found)
         else:
-            slot = slots[found.parameter]
+            slot = _slot(slots, found)
             tensor = source.part(found.dim, found.begin, found.end)
             rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
             if found.plus and resolved.load_format != "gguf":
                 rows += found.plus
             taken = tensor.numel()
         missing[found.parameter] -= taken
-        done += slot.numel() * slot.element_size() * taken / expected[found.parameter]
+        parameter = slots[found.parameter]
+        done += parameter.numel() * parameter.element_size() * taken / expected[found.parameter]
         progress(round(done), total)
     incomplete = [name for name, left in missing.items() if left]
     if incomplete:
         raise ProcessFatal(
             f"{resolved.model_path}: the files changed while {', '.join(sorted(incomplete)[:3])} ... were read"
         )
+
+
+def _slot(slots: dict[str, nn.Parameter], found: WeightSlice) -> Tensor:
+    """The parameter, or the matrix of one expert."""
+    whole = slots[found.parameter]
+    return whole if found.expert is None else whole[found.expert]
 
 
 def _take_kv_scale(name: str, source: Source, model: Decoder) -> bool:

@@ -48,7 +48,7 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Pac
             found = place(name, model.spec, model.shard)
         except KeyError:
             continue  # load.py will say it
-        if found is None or found.shape != source.shape or len(found.shape) != 2:
+        if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
             continue
         rows = found.end - found.begin if found.dim == 0 else found.shape[0]
         if rows and found.begin < found.end:

@@ -19,6 +19,7 @@ class WeightSlice(NamedTuple):
     end: int
     row: int = 0
     plus: float = 0.0  # see Weight.plus
+    expert: int | None = None  # which of the parameter's matrices it is a part of; None: the parameter is one
 
 
 def place(name: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
@@ -31,16 +32,20 @@ def place(name: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
 def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
     """What this worker reads. Weights of one parameter follow one another in its rows."""
     found: dict[str, WeightSlice] = {}
-    rows: dict[str, int] = {}
+    rows: dict[tuple[str, int | None], int] = {}
+    first, last = (0, 0) if spec.moe is None else shard.experts(spec.moe.num_experts)
     mine = shard.layers(spec.num_hidden_layers)
     for weight in weights_of(spec).values():
+        if weight.expert is not None and not first <= weight.expert < last:
+            continue
         if weight.layer in mine if weight.layer is not None else _needed(weight, spec, shard):
             prefix = "" if weight.layer is None else f"layers.{weight.layer - mine.start}."
             parameter = prefix + weight.parameter
             begin, end = _range(weight, spec, shard)
-            row = rows.get(parameter, 0)
-            rows[parameter] = row + (end - begin if weight.dim == 0 else weight.shape[0])
-            found[weight.name] = WeightSlice(parameter, weight.shape, weight.dim, begin, end, row, weight.plus)
+            expert = None if weight.expert is None else weight.expert - first
+            row = rows.get((parameter, expert), 0)
+            rows[parameter, expert] = row + (end - begin if weight.dim == 0 else weight.shape[0])
+            found[weight.name] = WeightSlice(parameter, weight.shape, weight.dim, begin, end, row, weight.plus, expert)
     return found
 
 
@@ -63,6 +68,8 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
             return shard.vocab(spec.vocab_size)[:2]
         case Split.INTERMEDIATE:
             return shard.part(size)
+        case Split.EXPERT:
+            return shard.wide(size, of_expert=True)
         case Split.QUERY_HEADS | Split.KV_HEADS:
             first, last = shard.heads(spec) if weight.split is Split.QUERY_HEADS else shard.kv_heads(spec)
             return first * spec.head_dim, last * spec.head_dim
