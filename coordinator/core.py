@@ -6,14 +6,12 @@
 import sys
 from collections.abc import Iterable
 
-from msgspec import Struct
-
+from meshlm.coordinator.frontends import Frontends
+from meshlm.coordinator.held import Held, hold
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
-from meshlm.coordinator.questions import Questions
-from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
@@ -26,7 +24,6 @@ from meshlm.protocol.admit_edge import (
     RankLost,
     Readmit,
     Refused,
-    ReportLoad,
     Returned,
     Routed,
     SchedulerIncarnation,
@@ -35,21 +32,6 @@ from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, R
 from meshlm.protocol.lockstep import JointReport
 from meshlm.protocol.operations import Operation, OperationDone
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
-
-HOLD_S = 60.0  # a request waits so long for a rank that is starting
-RESUME_HOLD_S = 600.0  # and one that ran already, since its client reads: a large model loads for minutes
-
-
-class _Held(Struct, frozen=True):
-    sender: Identity
-    incarnation: Incarnation
-    admit: Admit
-    until: float
-
-
-def _patience_s(admit: Admit) -> float:
-    return RESUME_HOLD_S if admit.work.attempt or admit.work.output_token_ids else HOLD_S
-
 
 Event = Received | PeerLost | Tick
 
@@ -76,14 +58,12 @@ class Coordinator:
         self.epoch = 0
         self.router = Router(policy, prefix_caching, places)
         self.owner: dict[RequestId, Identity] = {}
-        self.held: dict[RequestId, _Held] = {}  # no rank that they may have serves, in the order of arrival
+        self.held: dict[RequestId, Held] = {}  # no rank that they may have serves, in the order of arrival
         self.moving = Moves(self.router)
-        self.gate = QueueGate()
-        self.questions = Questions()
+        self.frontends = Frontends(self.members, self.router, self.held, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
         self._seen_changes = 0
-        self._serving = False
 
     @property
     def ranks(self) -> dict[Identity, Rank]:
@@ -102,16 +82,14 @@ class Coordinator:
                     *self._drained(),
                     *self.operations.expire(now),
                     *(self.lockstep.tick() if self.lockstep is not None else ()),
-                    *self._stats(),
-                    *(self._tell_frontends(control.QueueFull(True)) if self.gate.shut else ()),
+                    *self.frontends.tick(),
                 ]
         if self.router.changes != self._seen_changes:
             self._seen_changes = self.router.changes
             self.moving.look_again(now)
             effects += [*self._release(), *self.moving.rebalance(now)]
-        if self.gate.due(now) and not self._full():
-            self.gate.open()
-            effects += self._tell_frontends(control.QueueFull(False))
+        if self.frontends.gate.due(now) and not self._full():
+            effects += self.frontends.queue_open()
         return effects + self.moving.rescue(now)
 
     def _received(self, event: Received, now: float) -> list[Send]:
@@ -127,7 +105,7 @@ class Coordinator:
             case control.Leave():
                 return self._lost(PeerLost(event.sender, event.incarnation), now)
             case control.AskStats():
-                return self._ask_stats(event.sender)
+                return self.frontends.ask(event.sender)
             case JointReport() as report if self.lockstep is not None:
                 rank = self.ranks.get(event.sender)
                 here = rank is not None and rank.incarnation == event.incarnation
@@ -152,12 +130,7 @@ class Coordinator:
         self.members[member.identity] = member
         if member.identity.role is Role.SCHEDULER and member.identity not in self.ranks:
             self.router.add(Rank(member.identity, member.incarnation, retiring=member.identity.index >= self.num_ranks))
-        news = self._announce() + self._serving_change()
-        if member.identity.role is Role.FRONTEND and not any(isinstance(s.message, control.MeshStats) for s in news):
-            news += [
-                send for send in self._stats() if send.to == member.identity
-            ]  # it can serve, and need not wait a second
-        return effects + news
+        return [*effects, *self._announce(), *self.frontends.joined(member.identity)]
 
     def _announce(self) -> list[Send]:
         self.epoch += 1
@@ -172,7 +145,7 @@ class Coordinator:
         if member is None or member.incarnation != lost.incarnation:
             return []
         del self.members[lost.identity]
-        told = self._answer(self.questions.lost(lost.identity)) + self.operations.lost(lost.identity)
+        told = self.frontends.lost(lost.identity) + self.operations.lost(lost.identity)
         if lost.identity.role is Role.SCHEDULER:
             self.moving.lost(lost.identity)
             told += self.lockstep.lost(lost.identity) if self.lockstep is not None else []
@@ -183,8 +156,9 @@ class Coordinator:
             rank_lost = RankLost(SchedulerIncarnation(lost.identity, lost.incarnation))
             told += [Send(identity, rank_lost) for identity in self.members if identity.role is Role.DETOKENIZER]
         elif lost.identity.role is Role.DETOKENIZER:
-            self.held = {name: held for name, held in self.held.items() if held.sender != lost.identity}
-        return told + self._announce() + self._serving_change()
+            for request_id in [name for name, held in self.held.items() if held.sender == lost.identity]:
+                del self.held[request_id]
+        return told + self._announce() + self.frontends.serving_change()
 
     def _set_ranks(self, num_ranks: int) -> list[Send]:
         """Ranks are added or removed. One that is removed gives back what it has not started and ends the rest."""
@@ -208,11 +182,11 @@ class Coordinator:
         self.held.pop(admit.work.request_id, None)
         refused = self._refusal(admit)
         if refused is not None:
-            shut = refused.kind is ErrorKind.OVERLOADED and self.gate.refused(now)
-            return [Send(sender, refused), *(self._tell_frontends(control.QueueFull(True)) if shut else ())]
+            overloaded = refused.kind is ErrorKind.OVERLOADED
+            return [Send(sender, refused), *(self.frontends.queue_full(now) if overloaded else ())]
         choice = self._choose(admit)
         if choice is None:
-            self.held[admit.work.request_id] = _Held(sender, incarnation, admit, now + _patience_s(admit))
+            self.held[admit.work.request_id] = hold(sender, incarnation, admit, now)
             return []
         return self._dispatch(choice, sender, incarnation, admit)
 
@@ -304,8 +278,8 @@ class Coordinator:
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now
             effects += [Send(sender, GiveBack((), everything=True))] if first or lost else self._drained()
-        effects += self._serving_change() if rank.serving is not self._serving else []
-        return effects + self._answer(self.questions.answered(sender, load.answers))
+        effects += self.frontends.serving_change() if rank.serving is not self.frontends.serving else []
+        return effects + self.frontends.answered(sender, load.answers)
 
     def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
@@ -335,56 +309,10 @@ class Coordinator:
         self.moving.expire(now)
         effects: list[Send] = []
         for request_id, held in list(self.held.items()):
-            handle = held.admit.work.handle
-            if 0 < held.admit.work.deadline_s <= wall_s:
-                refused = Refused(handle, ErrorKind.TIMEOUT, "the request's timeout passed")
-            elif held.until <= now:
-                missing = "no scheduler" if held.admit.dp_rank == -1 else f"no scheduler of rank {held.admit.dp_rank}"
-                refused = Refused(
-                    handle, ErrorKind.OVERLOADED, f"{missing} was ready within {_patience_s(held.admit):.0f} s"
-                )
-            else:
-                continue
-            del self.held[request_id]
-            effects.append(Send(held.sender, refused))
+            if (refused := held.refusal(now, wall_s)) is not None:
+                del self.held[request_id]
+                effects.append(Send(held.sender, refused))
         return effects
-
-    # --- what frontends are told ---
-
-    def _serving_change(self) -> list[Send]:
-        serving = self._reason() == ""
-        if serving == self._serving:
-            return []
-        self._serving = serving
-        return self._stats()
-
-    def _reason(self) -> str:
-        """What is missing before requests can be served; "" when nothing is."""
-        if not any(rank.serving for rank in self.ranks.values()):
-            return "no scheduler with ready workers"
-        if not any(m.ready for m in self.members.values() if m.identity.role is Role.DETOKENIZER):
-            return "no detokenizer"
-        return ""
-
-    def _ask_stats(self, frontend: Identity) -> list[Send]:
-        """Of the ranks first, that have said something: one that is starting has no requests."""
-        ranks = [rank.identity for rank in self.ranks.values() if rank.load is not None]
-        told = self._answer(self.questions.ask(frontend, ranks))
-        return told + [Send(rank, ReportLoad(self.questions.number)) for rank in ranks]
-
-    def _answer(self, frontends: list[Identity]) -> list[Send]:
-        return [Send(frontend, self._figures(asked=True)) for frontend in frontends]
-
-    def _stats(self) -> list[Send]:
-        return self._tell_frontends(self._figures())
-
-    def _figures(self, *, asked: bool = False) -> control.MeshStats:
-        ranks = tuple(rank.stats(self.first_rank) for rank in self.ranks.values() if rank.load is not None)
-        reason = self._reason()
-        return control.MeshStats(reason == "", reason, ranks, len(self.held), asked)
-
-    def _tell_frontends(self, message: Struct) -> list[Send]:
-        return [Send(identity, message) for identity in self.members if identity.role is Role.FRONTEND]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

@@ -3,7 +3,7 @@
 import msgspec
 from coordinator_bench import D0, D1, F0, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
-from meshlm.coordinator.core import HOLD_S
+from meshlm.coordinator.held import HOLD_S
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,

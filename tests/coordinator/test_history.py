@@ -6,7 +6,7 @@ from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S
+from meshlm.coordinator.held import HOLD_S, RESUME_HOLD_S
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import (
     AbortRequests,

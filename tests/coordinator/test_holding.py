@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from coordinator_bench import D0, S0, S1, WALL_S, Bench, admit, assigned, load, only
 
-from meshlm.coordinator.core import HOLD_S, RESUME_HOLD_S
+from meshlm.coordinator.held import HOLD_S, RESUME_HOLD_S
 from meshlm.protocol.admit_edge import (
     AbortRequests,
     Assign,

@@ -128,8 +128,7 @@ def test_a_rank_may_stay_after_all() -> None:
 
 
 def test_ranks_may_be_numbered_from_another_mesh_on() -> None:
-    bench = Bench(F0, D0, S0, S1)
-    bench.core.num_ranks, bench.core.first_rank = 2, 4
+    bench = Bench(F0, D0, S0, S1, num_ranks=2, first_rank=4)
     assert assigned(bench, admit("a", dp_rank=5)) == S1
     (refused,) = bench.says(D0, admit("b", dp_rank=1))
     assert isinstance(refused.message, Refused)

@@ -1,0 +1,98 @@
+"""What frontends are told: whether the mesh serves, the figures of its ranks, and that its queue is full. Pure; owned by core.py."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from meshlm.coordinator.held import Held
+from meshlm.coordinator.questions import Questions
+from meshlm.coordinator.queue_gate import QueueGate
+from meshlm.coordinator.routing import Router
+from meshlm.protocol import control_edge as control
+from meshlm.protocol.admit_edge import ReportLoad
+from meshlm.protocol.ids import Identity, RequestId, Role
+from meshlm.runtime.events import Send
+
+
+class Frontends:
+    """`members`, `router` and `held` are the core's; they are only read. `serving` is what frontends know."""
+
+    def __init__(
+        self,
+        members: Mapping[Identity, control.Member],
+        router: Router,
+        held: Mapping[RequestId, Held],
+        first_rank: int,
+    ) -> None:
+        self._members, self._router, self._held, self._first_rank = members, router, held, first_rank
+        self._questions = Questions()
+        self.gate = QueueGate()
+        self.serving = False
+
+    def tick(self) -> list[Send]:
+        """Everything anew, for a frontend that a message did not reach."""
+        return [*self._stats(), *(self._tell(control.QueueFull(True)) if self.gate.shut else ())]
+
+    def joined(self, member: Identity) -> list[Send]:
+        """A process is a member now. A frontend gets the figures at once: it can serve, and need not wait a second."""
+        told = self.serving_change()
+        if member.role is Role.FRONTEND and not told:
+            return [Send(member, self._figures())]
+        return told
+
+    def lost(self, identity: Identity) -> list[Send]:
+        """A rank or a frontend is gone, so that nobody waits for it."""
+        return self._answer(self._questions.lost(identity))
+
+    # --- figures ---
+
+    def serving_change(self) -> list[Send]:
+        """The figures, where the mesh begins or ceases to serve."""
+        serving = self._reason() == ""
+        if serving == self.serving:
+            return []
+        self.serving = serving
+        return self._stats()
+
+    def _reason(self) -> str:
+        """What is missing before requests can be served; "" when nothing is."""
+        if not any(rank.serving for rank in self._router.ranks.values()):
+            return "no scheduler with ready workers"
+        if not any(m.ready for m in self._members.values() if m.identity.role is Role.DETOKENIZER):
+            return "no detokenizer"
+        return ""
+
+    def ask(self, frontend: Identity) -> list[Send]:
+        """It wants figures as of now. The ranks that have sent a Load are asked first; one that is starting has no requests."""
+        ranks = [rank.identity for rank in self._router.ranks.values() if rank.load is not None]
+        told = self._answer(self._questions.ask(frontend, ranks))
+        return told + [Send(rank, ReportLoad(self._questions.number)) for rank in ranks]
+
+    def answered(self, rank: Identity, number: int) -> list[Send]:
+        """A rank's Load came; `number` is the newest question that it knows."""
+        return self._answer(self._questions.answered(rank, number))
+
+    def _answer(self, frontends: list[Identity]) -> list[Send]:
+        return [Send(frontend, self._figures(asked=True)) for frontend in frontends]
+
+    def _stats(self) -> list[Send]:
+        return self._tell(self._figures())
+
+    def _figures(self, *, asked: bool = False) -> control.MeshStats:
+        ranks = tuple(rank.stats(self._first_rank) for rank in self._router.ranks.values() if rank.load is not None)
+        reason = self._reason()
+        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked)
+
+    # --- the queue ---
+
+    def queue_full(self, now: float) -> list[Send]:
+        """A request was refused since the queue is full."""
+        return self._tell(control.QueueFull(True)) if self.gate.refused(now) else []
+
+    def queue_open(self) -> list[Send]:
+        """The queue has room again."""
+        self.gate.open()
+        return self._tell(control.QueueFull(False))
+
+    def _tell(self, message: Struct) -> list[Send]:
+        return [Send(identity, message) for identity in self._members if identity.role is Role.FRONTEND]
