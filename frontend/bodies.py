@@ -1,12 +1,16 @@
 """A request body to its Struct of schema.py. Pure; HttpError says what is wrong with the JSON, or names the field at fault.
 
 Called by server.py. Numbers and truths are read as pydantic reads them for vLLM, of which msgspec has nearly the same rules.
+
+A large body is read in a thread beside the loop, but a thread waits for nobody while it is inside msgspec. So nothing here decodes, or
+frees, millions of values in one call: fields are looked at before they are decoded, and the prompts of a list are decoded one by one.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import ASKS_FOR_NOTHING, NEEDLESS, NOT_SUPPORTED, StreamOptions
@@ -14,30 +18,21 @@ from meshlm.frontend.schema import ASKS_FOR_NOTHING, NEEDLESS, NOT_SUPPORTED, St
 Body = TypeVar("Body", bound=Struct)
 
 # What a body may hold, so that nobody waits long for its decoding: 0.2 µs for an array or object, 0.1 for a text, 0.02 for a number.
-MAX_CONTAINERS = 1 << 18
-MAX_TEXTS = 1 << 19  # names of fields too
+MAX_CONTAINERS = 1 << 17
+MAX_TEXTS = 300_000  # names of fields too
 MAX_VALUES = 6_000_000
 MAX_FIELDS = 1024
 BEGINNINGS = (4 << 20, 12 << 20)  # most bodies that have too many have so already here
+LARGE_BYTES = 1 << 18  # a longer body is not read by the loop
 
 _OTHERS = bytes(set(range(256)) - set(b'[{,"'))
 
 
-def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-    """The body as its Struct, and the names of fields that nobody knows."""
-    check_counts(body)
-    try:
-        raw = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise HttpError(400, f"the body is not valid JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {_bad_byte(body)}") from None
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply") from None
-    if not isinstance(raw, dict):
-        raise HttpError(400, f"the body must be a JSON object, got {type(raw).__name__}")
-    if len(raw) > MAX_FIELDS:
-        raise HttpError(400, f"the body has {len(raw)} fields; at most {MAX_FIELDS} are taken")
+def decode(
+    body: bytes, kind: type[Body], check: Callable[[Mapping[str, Raw]], None] = lambda fields: None
+) -> tuple[Body, tuple[str, ...]]:
+    """The body as its Struct, and the names of fields that nobody knows. `check` sees the fields of a large one undecoded."""
+    raw = fields_of(body, check)
     try:
         value = msgspec.convert(raw, kind, strict=False)  # 16.0 and "16" are numbers here, as for vLLM
     except msgspec.ValidationError as error:
@@ -50,6 +45,37 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         if isinstance(given := raw.get(name), str) and getattr(value, name) is None:
             raise HttpError(400, f"{name}: the text {given!r} is no null", name)
     return value, _unknown(raw, kind)
+
+
+def fields_of(body: bytes, check: Callable[[Mapping[str, Raw]], None] = lambda fields: None) -> dict[str, Any]:
+    """The JSON object that the body is. HttpError when it is none."""
+    check_counts(body)
+    is_large, where = len(body) > LARGE_BYTES, ""
+    try:
+        found = msgspec.json.decode(body, type=dict[str, Raw] if is_large else dict[str, Any])
+        if len(found) > MAX_FIELDS:
+            raise HttpError(400, f"the body has {len(found)} fields; at most {MAX_FIELDS} are taken")
+        if is_large:
+            check(found)
+            for name, value in found.items():
+                where = f" of the field {name[:40]!r}"
+                found[name] = _in_pieces(memoryview(value))
+    except msgspec.DecodeError as error:
+        if str(error).startswith("Expected `object`"):
+            raise HttpError(400, f"the body must be a JSON object: {error}") from None
+        raise HttpError(400, f"the body is not valid JSON: {error}{where}") from None
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is not valid UTF-8: {error.reason} at byte {_bad_byte(body)}") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply") from None
+    return found
+
+
+def _in_pieces(value: memoryview) -> Any:
+    """A field's value, in several calls where it is long: each prompt of many, and each message, is one."""
+    if len(value) > LARGE_BYTES and bytes(value[:64]).translate(None, b" \n\r\t").startswith((b"[[", b"[{")):
+        return [msgspec.json.decode(item) for item in msgspec.json.decode(value, type=list[Raw])]
+    return msgspec.json.decode(value)
 
 
 def check_counts(body: bytes) -> None:

@@ -7,6 +7,8 @@ Pure; called by parse.py and server.py. HttpError names the field and its limit.
 
 from collections.abc import Iterable, Mapping, Sized
 
+from msgspec import Raw
+
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.sampling import SamplingParams
@@ -17,8 +19,31 @@ MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times t
 # Of one prompt's text, or of a chat's messages, tools and template. A longer context allows more, so much for each of its tokens: a
 # tokenizer takes a hundred times a text's bytes, and seconds for a megabyte.
 MIN_PROMPT_BYTES, BYTES_PER_TOKEN = 1 << 20, 16
-MAX_PROMPT_IDS = 1 << 22  # of one prompt that is to be truncated
+MAX_PROMPT_IDS = 1 << 20  # of one prompt that is to be truncated; or as many as the context holds
 MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is more
+
+LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
+
+
+def check_raw(fields: Mapping[str, Raw], resolved: Resolved) -> None:
+    """Of a large generation request, before its fields are decoded: lists of numbers that are too long whatever is in them."""
+    for name in LISTS:
+        if (count := _num_values(fields.get(name))) > MAX_LISTED_IDS:
+            _refuse(name, f"{count} token ids", MAX_LISTED_IDS)
+    prompt = bytes(memoryview(fields.get("prompt", b""))[:64])
+    if prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit():
+        truncates = bytes(fields.get("truncate_prompt_tokens", b"null")) not in (b"null", b"0")
+        check_num_ids(_num_values(fields["prompt"]), truncates, resolved)
+
+
+def check_raw_tokens(fields: Mapping[str, Raw], resolved: Resolved) -> None:
+    """The same of POST /detokenize."""
+    check_detokenize(_num_values(fields.get("tokens")), resolved)
+
+
+def _num_values(value: Raw | None) -> int:
+    """Of an array or object of numbers."""
+    return 0 if value is None else bytes(value).count(b",") + 1
 
 
 def check_lists(lists: Mapping[str, Sized], num_sequences: int) -> None:
@@ -41,7 +66,7 @@ def check(
 ) -> None:
     """Of a generation request."""
     num_ids = 0
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+    for name in LISTS:
         num_ids += len(getattr(sampling, name))
         if num_ids * num_sequences > MAX_LISTED_IDS:
             _refuse(name, f"{num_ids} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
@@ -56,7 +81,7 @@ def check(
 
 def check_num_ids(count: int, truncates: bool, resolved: Resolved) -> None:
     """Of one prompt that came as token ids."""
-    most = MAX_PROMPT_IDS if truncates else resolved.max_model_len
+    most = max(MAX_PROMPT_IDS, resolved.max_model_len) if truncates else resolved.max_model_len
     if count > most:
         text = f"{count} tokens; this model's maximum context length is {resolved.max_model_len} tokens"
         _refuse("prompt", text, most)

@@ -39,7 +39,13 @@ def of_completion(prompt: Any, add_special: bool, resolved: Resolved, truncates:
     for item in items:
         if isinstance(item, list):
             limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
-    return [_prompt(item, add_special, resolved.spec.vocab_size) for item in items]
+    items.reverse()
+    found = []
+    while (
+        items
+    ):  # each is freed as soon as it is read: to free millions of numbers at once takes as long as to make them
+        found.append(_prompt(items.pop(), add_special, resolved.spec.vocab_size))
+    return found
 
 
 def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:

@@ -4,7 +4,10 @@ Everything here belongs to one request; state across requests is request_tracker
 """
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,10 +29,13 @@ from meshlm.frontend.operations import HTML, METRICS, Operation, served
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
 
 BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
+
+Asked = TypeVar("Asked")
+Parsed = tuple[parse.ParsedRequest, str, retry.IdempotencyKey | None]  # with the model's name
 
 
 class Routes:
@@ -38,6 +44,7 @@ class Routes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._incoming = ByteBudget(backend.config.server.max_incoming_bytes)
+        self._reads_large = asyncio.Lock()
         self._generation = Generation(backend)
         self.unsent = self._generation.unsent
 
@@ -131,11 +138,8 @@ class Routes:
         return _json({"server_load": await self._backend.load()})
 
     async def tokenize(self, request: Request) -> HttpResponse | None:
-        body, unknown = bodies.decode(await self._body(request), TokenizeRequest)
+        body, unknown, prompt = await self._read(request, self._tokenize)
         self._backend.ignored(unknown, request.url.path)
-        self._check_model(body.model)
-        prompt = prompts.of_tokenize(body, self._backend.config.server)
-        limits.check_prompt(prompt, False, self._backend.resolved)
         question = Tokenize(self._backend.new_handle(), prompt, bool(body.return_token_strs))
         if (reply := await self._ask(request, question)) is None:
             return None
@@ -144,16 +148,27 @@ class Routes:
         strings = list(reply.strings) if body.return_token_strs else None
         return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
 
-    async def detokenize(self, request: Request) -> HttpResponse | None:
-        body, unknown = bodies.decode(await self._body(request), DetokenizeRequest)
-        self._backend.ignored(unknown, request.url.path)
+    def _tokenize(self, request: Request, raw: bytes) -> tuple[TokenizeRequest, tuple[str, ...], Prompt]:
+        body, unknown = bodies.decode(raw, TokenizeRequest)
         self._check_model(body.model)
-        limits.check_detokenize(len(body.tokens), self._backend.resolved)
-        question = Detokenize(self._backend.new_handle(), pack_i32(body.tokens))
-        if (reply := await self._ask(request, question)) is None:
+        prompt = prompts.of_tokenize(body, self._backend.config.server)
+        limits.check_prompt(prompt, False, self._backend.resolved)
+        return body, unknown, prompt
+
+    async def detokenize(self, request: Request) -> HttpResponse | None:
+        unknown, ids = await self._read(request, self._detokenize)
+        self._backend.ignored(unknown, request.url.path)
+        if (reply := await self._ask(request, Detokenize(self._backend.new_handle(), ids))) is None:
             return None
         assert isinstance(reply, DetokenizeReply)
         return _json({"prompt": reply.text})
+
+    def _detokenize(self, request: Request, raw: bytes) -> tuple[tuple[str, ...], bytes]:
+        check = partial(limits.check_raw_tokens, resolved=self._backend.resolved)
+        body, unknown = bodies.decode(raw, DetokenizeRequest, check)
+        self._check_model(body.model)
+        limits.check_detokenize(len(body.tokens), self._backend.resolved)
+        return unknown, pack_i32(body.tokens)
 
     async def _ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
         """The tokenizer's answer; None when the client left before."""
@@ -174,22 +189,26 @@ class Routes:
     # --- generation ---
 
     async def completions(self, request: Request) -> HttpResponse | None:
-        raw = await self._body(request)
-        body, unknown = bodies.decode(raw, CompletionRequest)
-        model = self._check_model(body.model)
-        ask = parse.completion(body, unknown, self._backend.resolved, self._backend.config.server)
-        again = self._again(request, raw)
-        del raw, body  # they may be large, and the answer may take long
+        ask, model, again = await self._read(request, self._completion)
         return await self._generation.answer(request, ask, model, "cmpl-", again)
 
-    async def chat(self, request: Request) -> HttpResponse | None:
-        raw = await self._body(request)
-        body, unknown = bodies.decode(raw, ChatRequest)
+    def _completion(self, request: Request, raw: bytes) -> Parsed:
+        resolved = self._backend.resolved
+        body, unknown = bodies.decode(raw, CompletionRequest, partial(limits.check_raw, resolved=resolved))
         model = self._check_model(body.model)
-        ask = parse.chat(body, unknown, self._backend.resolved, self._backend.config.server)
-        again = self._again(request, raw)
-        del raw, body  # they may be large, and the answer may take long
+        ask = parse.completion(body, unknown, resolved, self._backend.config.server)
+        return ask, model, self._again(request, raw)
+
+    async def chat(self, request: Request) -> HttpResponse | None:
+        ask, model, again = await self._read(request, self._chat)
         return await self._generation.answer(request, ask, model, "chatcmpl-", again)
+
+    def _chat(self, request: Request, raw: bytes) -> Parsed:
+        resolved = self._backend.resolved
+        body, unknown = bodies.decode(raw, ChatRequest, partial(limits.check_raw, resolved=resolved))
+        model = self._check_model(body.model)
+        ask = parse.chat(body, unknown, resolved, self._backend.config.server)
+        return ask, model, self._again(request, raw)
 
     def _again(self, request: Request, body: bytes) -> retry.IdempotencyKey | None:
         headers = request.headers
@@ -204,8 +223,18 @@ class Routes:
             raise HttpError(404, text, "model", "not_found_error")
         return model or names[0]
 
-    async def _body(self, request: Request) -> bytes:
-        """The body, refused as soon as it is too long."""
+    async def _read(self, request: Request, read: Callable[[Request, bytes], Asked]) -> Asked:
+        """What `read`, which changes nothing here, makes of the body. Of a large one in a thread, so that no stream waits for it; one
+        after the other."""
+        async with self._body(request) as raw:
+            if len(raw) <= bodies.LARGE_BYTES:
+                return read(request, raw)
+            async with self._reads_large:
+                return await asyncio.to_thread(read, request, raw)
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """The body, refused as soon as it is too long. It counts as incoming until it is read."""
         limit = self._backend.config.server.max_body_bytes
         message = f"the body exceeds {limit} bytes (--max-body-bytes)"
         announced = request.headers.get("content-length", "")
@@ -224,7 +253,9 @@ class Routes:
                 parts.append(part)
                 if size - len(part) < bodies.BEGINNINGS[0] <= size:
                     bodies.check_counts(b"".join(parts))  # before all the rest is read
-            return b"".join(parts)
+            raw = b"".join(parts)
+            parts.clear()
+            yield raw
         finally:
             self._incoming.give(held)
 
