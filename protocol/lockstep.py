@@ -111,14 +111,19 @@ class StepAgreement(Struct, frozen=True):
     num_tokens: int  # padded: as many as the largest has
     graph: bool  # a CUDA graph is replayed, if all can
     micro_batches: bool  # the step is split in two, if all can
+    uniform: bool = True  # nobody has more than one token of a request: the graph is one of decodes
+    num_requests: int = 0  # of the one that has the most, for a graph's size
 
     def columns(self) -> tuple[int, ...]:
-        return self.step, -self.step, self.num_tokens, not self.graph, not self.micro_batches
+        """In this order `of` reads them."""
+        refused = (not self.graph, not self.micro_batches, not self.uniform)
+        return self.step, -self.step, self.num_tokens, *refused, self.num_requests
 
     @classmethod
     def of(cls, columns: Iterable[tuple[int, ...]]) -> "StepAgreement":
         """Out of those of all workers. ValueError: they are not at the same step."""
-        last, first, num_tokens, eager, whole = (max(column) for column in zip(*columns, strict=True))
+        largest = (max(column) for column in zip(*columns, strict=True))
+        last, first, num_tokens, eager, whole, mixed, num_requests = largest
         if last != -first:
             raise ValueError(f"a group is at step {-first} and at step {last}")
-        return cls(last, num_tokens, not eager, not whole)
+        return cls(last, num_tokens, not eager, not whole, not mixed, num_requests)

@@ -133,6 +133,8 @@ class FakeEngine:
         if self._exchange is not None:
             self._exchange.close()
         self._exchange, self._num_together = exchange, 0
+        if exchange is not None:
+            exchange.connect()
 
     def idle(self) -> bool:
         return False

@@ -183,13 +183,11 @@ class WorkerApp:
     def _begin(self, engine: Engine, reset: Reset) -> bool:
         """Forget all rows, and meet the workers of other ranks if these step together. False: another Reset follows."""
         exchange = self._exchanges.pop(reset.session, None)
-        if isinstance(engine, LockstepEngine):
-            engine.join(exchange)
         engine.reset()
         try:
-            if exchange is not None:
+            if isinstance(engine, LockstepEngine):
                 self._phase = "waiting for the other ranks"
-                exchange.connect()
+                engine.join(exchange)
         except StepAborted:
             return False
         return True

@@ -21,14 +21,16 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def proposal(step: int, num_tokens: int = 1, graph: bool = True, micro_batches: bool = True) -> StepAgreement:
-    return StepAgreement(step, num_tokens, graph, micro_batches)
+def proposal(step: int, num_tokens: int = 1, graph: bool = True, uniform: bool = True, n: int = 1) -> StepAgreement:
+    return StepAgreement(step, num_tokens, graph, True, uniform, n)
 
 
 def test_what_is_agreed() -> None:
     own, other = proposal(4, 3), proposal(4, 8, graph=False)
     assert StepAgreement.of([own.columns(), other.columns()]) == proposal(4, 8, graph=False)
     assert StepAgreement.of([own.columns()]) == own, "an agreement is a proposal of one"
+    mixed = proposal(4, uniform=False, n=5)
+    assert StepAgreement.of([own.columns(), mixed.columns()]) == proposal(4, 3, uniform=False, n=5)
     with pytest.raises(ValueError, match="at step 4 and at step 5"):
         StepAgreement.of([own.columns(), proposal(5).columns()])
 

@@ -4,6 +4,7 @@ import torch
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.membership import Meeting, Membership, meet
 from meshlm.workers.distributed.shard import WHOLE, Shard
 
@@ -20,7 +21,10 @@ class WorkerPlacement:
         interface: str | None = None,
         *,
         custom_all_reduce: bool = True,
+        data_parallel: tuple[int, int] = (0, 1),
     ) -> None:
+        """data_parallel: its rank, and how many there are."""
+        self._data_parallel = data_parallel
         self.shard, self._number, self._membership, self._meeting = shard, number, membership, meeting
         self._interface = interface  # by which the other hosts of its group are reached; None: all of it is here
         self._custom_all_reduce = custom_all_reduce
@@ -32,18 +36,24 @@ class WorkerPlacement:
         shard = Shard.of(parallel, worker)
         number = worker - (node.workers[0] if node else 0)
         rank = worker // parallel.workers_per_rank
-        peers = not parallel.disable_custom_all_reduce
+        peers, ranks = not parallel.disable_custom_all_reduce, (rank, parallel.data_parallel_size)
         if node is None or len(parallel.nodes_of(rank)) == 1:
             meeting = Meeting(shard.rank, config.run.run_dir)
-            return cls(shard, number, membership, meeting, custom_all_reduce=peers)
+            return cls(shard, number, membership, meeting, custom_all_reduce=peers, data_parallel=ranks)
         meeting = Meeting(shard.rank, config.run.run_dir, (parallel.master_addr, parallel.master_port + rank))
-        return cls(shard, number, membership, meeting, node.interface, custom_all_reduce=peers)
+        return cls(
+            shard, number, membership, meeting, node.interface, custom_all_reduce=peers, data_parallel=ranks
+        )  # fmt: skip
 
     def take_gpu(self) -> torch.device:
         """This thread computes on the placement's GPU from now on (of those that CUDA_VISIBLE_DEVICES shows)."""
         device = torch.device("cuda", self._number % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
+
+    def experts(self, device: torch.device) -> ExpertGroup:
+        """The workers with which this one shares experts across data-parallel ranks; they meet later (LockstepEngine.join)."""
+        return ExpertGroup(*self._data_parallel, str(self.shard.tp_rank), device)
 
     def connect(self, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> Communicator:
         """Meet the other workers of the group. Blocks; collective. What is summed is [up to `tokens`, hidden]."""

@@ -41,6 +41,10 @@ class Compute:
             self._head.sample(hidden[batch.logits_indices], batch, step)
         return hidden
 
+    def idle(self) -> None:
+        """A step without tokens, of a rank that steps together with others: its experts compute what the others send."""
+        self._model.idle()
+
     def forward(self, batch: StepInputs) -> Tensor:
         """This stage's part of the model; what it passes on is in the stream afterwards."""
         stream = self._stream[: len(batch.input_ids)]

@@ -7,6 +7,7 @@ kernels. Used by the stepper thread only (workers/io.py).
 """
 
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from meshlm.protocol.tasks import PoolKind
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
+from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.engine.columns import StepColumns, columns_of
@@ -28,7 +30,8 @@ from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
 from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
-from meshlm.workers.graphs.dispatcher import MIXED_TOKENS
+from meshlm.workers.engine.together import Together
+from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.pooler import PooledVectors
@@ -61,6 +64,7 @@ class ModelEngine:
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         self.model.join(self.comm)
+        self.together = Together(placement.experts(device)) if config.lockstep else None
         self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
         if not (self.shard.is_first and self.shard.is_last):
             self._stream = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
@@ -78,7 +82,9 @@ class ModelEngine:
         self.compute.caches = self.make_caches(count)
         report("KV cache", count, count, "blocks")
         kit.warm_up(self)
-        if self.shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
+        if self.together is not None:  # its graphs are captured when it has met the other ranks (join)
+            pass
+        elif self.shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self.captures.all(report)
         else:
             self.captures.first(report, everything=config.worker.cudagraph_capture == "start")
@@ -132,7 +138,7 @@ class ModelEngine:
 
     def idle(self) -> bool:
         """Capture a graph, unless steps are on their way."""
-        if self.graphs.complete or self.shard.size > 1:
+        if self.graphs.complete or self.shard.size > 1 or self.together is not None:
             return False
         if self._last.query():
             self.captures.in_idle_time()
@@ -143,22 +149,43 @@ class ModelEngine:
             return GraphCounts()
         return GraphCounts(dict(self.graphs.replays), dict(self.graphs.misses))
 
-    def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
+    def join(self, exchange: StepExchange | None) -> None:
+        """See `LockstepEngine`. CUDA graphs hold the communicator of the experts: those of an earlier group are gone."""
+        if self.together is None:
+            return
+        self.graphs.forget()
         with torch.inference_mode():
-            return self._step(plan, received_ns)
+            self.together.join(exchange)
+            if exchange is not None:
+                self.captures.all(lambda *progress: None)
+
+    def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
+        with torch.inference_mode(), ExitStack() as unless_done:
+            if self.together is not None:
+                unless_done.callback(self.together.leave)
+            pending = self._step(plan, received_ns)
+            unless_done.pop_all()
+            return pending
+
+    def _find_graph(self, step: StepColumns, why_not: str) -> Key | None:
+        """The one that the step is replayed with, if any; of ranks that step together the one that all replay."""
+        if why_not:
+            self.graphs.miss(why_not)
+        if self.together is None:
+            return None if why_not else self.graphs.find(step.t, step.n, uniform=step.uniform)
+        agreed = self.together.agree(step, graph=not why_not)
+        if not (agreed.graph and agreed.num_tokens):
+            return None
+        return self.graphs.find(agreed.num_tokens, agreed.num_requests, uniform=agreed.uniform)
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()
         changes, segments = self.rows.changes(plan)
         step = StepColumns(plan)
         places = step.places()
-        key = None
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         last_tokens = self.rows.last_tokens(step)
-        if len(wanted) or last_tokens:
-            self.graphs.miss("prompt_logprobs" if len(wanted) else "pooling")
-        else:
-            key = self.graphs.find(step.t, step.n, uniform=step.uniform)
+        key = self._find_graph(step, "prompt_logprobs" if len(wanted) else "pooling" if last_tokens else "")
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self._stream[: step.t])
@@ -169,6 +196,8 @@ class ModelEngine:
         pooled: PooledVectors | None = None
         if key is not None:
             self.graphs.replay(key)
+        elif not step.n:
+            self.compute.idle()
         else:
             hidden = self.compute.eager(step)
             if self.shard.is_last:

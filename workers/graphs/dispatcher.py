@@ -185,6 +185,11 @@ class Dispatcher:
                     self.make(key)
                     return
 
+    def forget(self) -> None:
+        """All that are captured: what they hold is of no use any more. None is replayed now."""
+        self._graphs.clear()
+        self._missed.clear()
+
     def abandon(self, error: torch.OutOfMemoryError) -> None:
         """Capture no more: steps of other sizes are launched kernel by kernel."""
         _log.warning("no memory for more CUDA graphs", captured=len(self._graphs), error=str(error)[:100])

@@ -229,6 +229,9 @@ class Decoder(nn.Module):
             return ops.norm(x, (self.norm.weight, self.norm.eps))[0]
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
 
+    def idle(self) -> None:
+        """Compute a step without tokens: nothing, but for experts that compute what other ranks send them."""
+
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """What the first layer gets; see `Embedding.forward`."""
         first = self.layers[0]

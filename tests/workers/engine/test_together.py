@@ -1,0 +1,122 @@
+"""Engines whose ranks step together: one agreement a step, an idle rank steps along, and nobody waits for one that is gone."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from test_cpu_engine import MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
+
+from meshlm.protocol.ids import Epoch, StepId
+from meshlm.protocol.lockstep import StepGroup
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import StepPlan
+from meshlm.supervisor.settings import flags, resolve
+from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted
+from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.make import make_engine
+from meshlm.workers.engine.together import Together
+
+LIMIT_S = 30
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ModelEngine]]:
+    """Two engines of one dense model: what they agree on is the same for models with experts."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    values: dict[str, object] = {"model": str(folder), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
+    values |= {"max_model_len": 128, "max_num_seqs": 4, "cpu_threads": 1}
+    config = resolve.resolve(flags.build(values, None))
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    engines = []
+    for rank in range(2):
+        placement = WorkerPlacement(data_parallel=(rank, 2))
+        engine = make_engine(config, lambda *progress: None, placement)
+        engine.together = Together(placement.experts(engine.device))
+        engines.append(engine)
+    yield engines
+    torch.set_grad_enabled(grad)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def both(pool: ThreadPoolExecutor, what: list[Callable[[], object]]) -> list[object]:
+    futures: list[Future[object]] = [pool.submit(one) for one in what]
+    return [future.result(LIMIT_S) for future in futures]
+
+
+def join(ranks: list[ModelEngine], folder: Path, pool: ThreadPoolExecutor, epoch: int = 1) -> list[SocketExchange]:
+    exchanges = [SocketExchange(str(folder), StepGroup(Epoch(epoch), 2), member) for member in range(2)]
+    for engine in ranks:
+        engine.reset()
+    both(pool, [lambda e=e, x=x: e.join(x) for e, x in zip(ranks, exchanges, strict=True)])  # type: ignore[misc]
+    return exchanges
+
+
+def empty(engine: ModelEngine) -> list[int]:
+    return tokens_of(engine.step(StepPlan(1, StepId(1), b"", b"", b"", b"", 0), 0).wait())
+
+
+def decode(engine: ModelEngine, prompt: list[int]) -> list[int]:
+    """Greedy tokens, a step each."""
+    tokens = tokens_of(step(engine, [(0, 0, len(prompt), True)], [new(0, prompt, GREEDY)]))
+    while len(tokens) < OUTPUT:
+        tokens += tokens_of(step(engine, [(0, len(prompt) + len(tokens) - 1, 1, True)], []))
+    return tokens
+
+
+def test_an_idle_rank_steps_along(ranks: list[ModelEngine], tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    for engine in ranks:
+        engine.join(None)
+    expected = alone(ranks[0], PROMPTS[1], GREEDY)
+    join(ranks, tmp_path, pool)
+    idle: Callable[[], object] = lambda: [empty(ranks[1]) for _ in range(OUTPUT)]  # noqa: E731
+    found, nothing = both(pool, [lambda: decode(ranks[0], PROMPTS[1]), idle])
+    assert found == expected
+    assert nothing == [[]] * OUTPUT
+    assert ranks[1].together is not None
+    assert ranks[1].together.experts.num_tokens == 1, "as many as the other rank's last step had"
+
+
+def test_a_rank_that_fails_in_the_middle_lets_no_other_wait(
+    ranks: list[ModelEngine], tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(ranks, tmp_path, pool)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of order"):
+        patched.setattr(ranks[0].compute, "eager", fail)
+        both(pool, [lambda: decode(ranks[0], PROMPTS[0]), lambda: empty(ranks[1])])
+    with pytest.raises(StepAborted):
+        empty(ranks[1])
+    join(ranks, tmp_path, pool, epoch=2)
+    found, nothing = both(pool, [lambda: empty(ranks[0]), lambda: empty(ranks[1])])
+    assert found == nothing == [], "they have met again"
+
+
+def test_a_group_that_is_made_anew_before_all_have_come(
+    ranks: list[ModelEngine], tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    alone_here = SocketExchange(str(tmp_path), StepGroup(Epoch(5), 2), 0)
+    waiting = pool.submit(ranks[0].join, alone_here)
+    alone_here.abort()
+    with pytest.raises(StepAborted):
+        waiting.result(LIMIT_S)
+    with pytest.raises(StepAborted):
+        empty(ranks[0])
+    join(ranks, tmp_path, pool, epoch=6)
+    assert both(pool, [lambda: empty(ranks[0]), lambda: empty(ranks[1])]) == [[], []]

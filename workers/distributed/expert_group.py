@@ -1,0 +1,92 @@
+"""The ranks that share experts: how a worker's layers send tokens to the experts of others, and their results back.
+
+A worker has one such group for all its layers and as long as it lives; what connects it to the others is made anew in each epoch of the
+ranks that step together (`connect`) and given up when one of them is lost (`close`). Members are the data-parallel ranks' workers of
+one tensor-parallel rank, which have a part of the experts each; the sum over the tensor-parallel ranks is their stage's own affair.
+
+Used by the stepper thread. All members make the same calls in the same order, in tensors of the same shapes: those of `num_tokens`, which
+they have agreed on. While it is not connected (dummy steps at the start) the group says what came from this rank as if all had sent it.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.ids import Epoch
+from meshlm.workers.distributed.lockstep import StepAborted
+
+MEET = timedelta(seconds=60)  # all members have said that they are here before any waits for another
+TIMEOUT = timedelta(minutes=10)  # of one collective; a member that is gone is noticed at once, when its sockets close
+
+
+class ExpertGroup:
+    """`rank` of `size` members; `name` tells apart groups of one epoch."""
+
+    def __init__(self, rank: int, size: int, name: str, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.num_tokens = 0  # of the step: as many as the member with the most has
+        self._name = name
+        self._group: Any = None  # torch's
+
+    def connect(self, folder: str, epoch: Epoch) -> None:
+        """Meet the other members, who do so at the same time. StepAborted."""
+        self.close()
+        if self.size == 1:
+            return
+        store = torch.distributed.FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)
+        store.set_timeout(MEET)
+        self._say(lambda: self._make(store))
+
+    def _make(self, store: Any) -> None:
+        if self.device.type == "cpu":
+            self._group = torch.distributed.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+            return
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        self._group = torch.distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+        self._group.allreduce([torch.zeros(1, device=self.device)]).wait()  # it connects when it is first used
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave: who waits for this rank learns it."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()
+
+    def _say(self, call: Callable[[], object]) -> None:
+        """A collective. StepAborted when a member is gone; then so is this one, since others may wait for it."""
+        try:
+            call()
+        except RuntimeError as error:  # what torch's backends and stores raise when a connection ends
+            self.close()
+            raise StepAborted(f"the ranks that share experts lost one: {next(iter(str(error).splitlines()), '')}") from None
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[m, ...] of each member -> [size m, ...], in the order of ranks."""
+        out = torch.empty(self.size * x.shape[0], *x.shape[1:], dtype=x.dtype, device=x.device)
+        if self._group is None:
+            out.view(self.size, *x.shape)[:] = x
+        else:
+            self._say(lambda: self._group._allgather_base(out, x.contiguous()).wait())
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size m, ...] of each member -> [m, ...]: the sum over members of what they have for this rank."""
+        out = torch.empty(x.shape[0] // self.size, *x.shape[1:], dtype=x.dtype, device=x.device)
+        if self._group is None:
+            out.copy_(x[: len(out)])
+        else:
+            self._say(lambda: self._group._reduce_scatter_base(out, x.contiguous()).wait())
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[size m, ...]: m for each member -> the same, m from each."""
+        if self._group is None:
+            return x
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._say(lambda: self._group.alltoall_base(out, x.contiguous(), [], []).wait())
+        return out
