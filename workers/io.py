@@ -199,8 +199,9 @@ class WorkerApp:
             self._mesh.call_soon_threadsafe(self._mesh.fatal, f"the GPU failed: {text.splitlines()[0]}")
             return
         self._log_failure(text)
-        if self._shard.size > 1:  # the other ranks are in the middle of the same step, and wait for this one
-            assert self._mesh is not None
+        assert self._mesh is not None
+        if self._shard.size > 1 or self._mesh.config.lockstep:
+            # the other ranks are in the middle of the same step, and wait for this one
             self._mesh.call_soon_threadsafe(self._mesh.fatal, f"a step of the group failed: {text.splitlines()[0]}")
             return
         self._say(StepFailed(plan.session, plan.step, text.splitlines()[0]))

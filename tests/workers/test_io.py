@@ -11,7 +11,7 @@ import structlog
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Role, StepId
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
-from meshlm.protocol.step_edge import Reset, StepFailed, StepResult, WorkerReady, WorkerStats
+from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, StepResult, WorkerReady, WorkerStats
 from meshlm.runtime.errors import MessageTooLong
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
@@ -139,4 +139,18 @@ async def test_a_result_that_no_frame_holds_is_a_step_that_failed(
     assert isinstance(failed, StepFailed)
     assert (failed.session, failed.step) == (5, 7)
     assert "too long for the mesh" in failed.message
+    await app.stop()
+
+
+async def test_a_failed_step_of_ranks_that_step_together_ends_the_process(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in the middle of it: only a new incarnation of this worker makes them meet again."""
+    app, mesh = await start(smollm2, monkeypatch, None)
+    plan = StepPlan(5, StepId(7), b"", b"", b"", b"", 0)
+    app._failed(plan, ValueError("a bug\nof ours"))
+    assert await asyncio.wait_for(mesh.said.get(), 10) == StepFailed(5, StepId(7), "ValueError: a bug")
+    mesh.config = resolve.resolve(flags.build({"model": str(smollm2), "device": "fake", "fake_lockstep": True}, None))
+    app._failed(plan, ValueError("a bug\nof ours"))
+    assert await asyncio.wait_for(mesh.said.get(), 10) == "a step of the group failed: ValueError: a bug"
     await app.stop()

@@ -4,17 +4,17 @@ A worker has one such group for all its layers and as long as it lives; what con
 ranks that step together (`connect`) and given up when one of them is lost (`close`). Members are the data-parallel ranks' workers of
 one tensor-parallel rank, which have a part of the experts each; the sum over the tensor-parallel ranks is their stage's own affair.
 
-Used by the stepper thread. All members make the same calls in the same order, in tensors of the same shapes: those of `num_tokens`, which
-they have agreed on. While it is not connected (dummy steps at the start) the group says what came from this rank as if all had sent it.
+Used by the stepper thread. All members make the same calls in the same order, with tensors of the same shapes: those of `num_tokens`,
+on which they have agreed. While it is not connected (dummy steps at the start) what this rank sends stands for what all send.
 """
 
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from meshlm.protocol.ids import Epoch
 from meshlm.workers.distributed.lockstep import StepAborted
@@ -37,7 +37,7 @@ class ExpertGroup:
         self.close()
         if self.size == 1:
             return
-        store = torch.distributed.FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)
+        store = FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)
         store.set_timeout(MEET)
         self._say(lambda: self._make(store))
 
@@ -63,7 +63,9 @@ class ExpertGroup:
             call()
         except RuntimeError as error:  # what torch's backends and stores raise when a connection ends
             self.close()
-            raise StepAborted(f"the ranks that share experts lost one: {next(iter(str(error).splitlines()), '')}") from None
+            raise StepAborted(
+                f"the ranks that share experts lost one: {next(iter(str(error).splitlines()), '')}"
+            ) from None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[m, ...] of each member -> [size m, ...], in the order of ranks."""

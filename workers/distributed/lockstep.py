@@ -1,8 +1,8 @@
 """What workers of ranks that step together agree on before each step.
 
 `StepExchange` is what an engine needs of it: an elementwise maximum of `StepAgreement.columns` over all workers of the group.
-`SocketExchange` finds it over Unix sockets: the first worker gathers what all propose and answers with what is agreed. That is between
-the hosts' threads alone, while the devices compute the step before; it takes 30 µs, and `abort` ends it at once, as no collective can be.
+`SocketExchange` finds it over Unix sockets: the first worker gathers what all propose and answers with what is agreed. Only the hosts'
+threads take part, while the devices compute the step before; and `abort` ends it at once, as no collective can be ended.
 """
 
 import contextlib

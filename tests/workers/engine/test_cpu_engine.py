@@ -8,33 +8,13 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
 
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.step_edge import NewRow, StepPlan, StepResult
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
-
-VOCAB, BLOCK, LENGTH, OUTPUT = 211, 16, 128, 6
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": LENGTH,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}
-PROMPTS = [[3 + (31 * n + 7 * i) % 200 for i in range(5 + 20 * n)] for n in range(3)]
 
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])
@@ -49,33 +29,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield make_engine(resolve.resolve(flags.build(values, None)), lambda *progress: None)
     torch.set_grad_enabled(grad)
     torch.set_num_threads(threads)
-
-
-def new(row: int, prompt: list[int], params: SamplingParams) -> NewRow:
-    blocks = np.arange(row * LENGTH // BLOCK, (row + 1) * LENGTH // BLOCK, dtype=np.int32)
-    return NewRow(Row(row), np.array(prompt, np.int32).tobytes(), len(prompt), blocks.tobytes(), params)
-
-
-def step(made: ModelEngine, parts: list[tuple[int, int, int, bool]], news: list[NewRow]) -> StepResult:
-    """parts: (row, start, count, samples), decodes first."""
-    rows, starts, counts = (np.array([part[at] for part in parts], np.int32).tobytes() for at in range(3))
-    samples = bytes(part[3] for part in parts)
-    plan = StepPlan(1, StepId(1), rows, starts, counts, samples, sum(part[2] for part in parts), new_rows=news)
-    return made.step(plan, 7).wait()
-
-
-def tokens_of(result: StepResult) -> list[int]:
-    found: list[int] = np.frombuffer(result.token_ids, np.int32).tolist()
-    return found
-
-
-def alone(made: ModelEngine, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Each token from a prompt that is computed anew as a whole: no step reads what an earlier one wrote."""
-    tokens = list(prompt)
-    for _ in range(OUTPUT):
-        row = NewRow(Row(3), np.array(tokens, np.int32).tobytes(), len(prompt), new(3, [], params).block_ids, params)
-        tokens += tokens_of(step(made, [(3, 0, len(tokens), True)], [row]))
-    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
