@@ -14,6 +14,7 @@ class PoolKind(Enum):
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all tokens'
+    CLS = "cls"  # the first token's, which models that look both ways are trained to read from
 
 
 class Pool(Struct, frozen=True, tag="pool"):
@@ -24,7 +25,7 @@ class Pool(Struct, frozen=True, tag="pool"):
     @property
     def needs_all_tokens(self) -> bool:
         """Tokens whose KV is in the prefix cache have no hidden state any more, and so all are computed."""
-        return self.kind is PoolKind.MEAN
+        return self.kind is not PoolKind.LAST
 
 
 ALONE_BYTES = 64 << 10  # a longer vector travels in a message of its own, so that tokens do not wait for it

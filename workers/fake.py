@@ -58,7 +58,7 @@ def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
         states.append(state)
     vectors = _vectors(np.array(states, np.uint64))
-    found = vectors[-1] if kind is PoolKind.LAST else vectors.sum(0) / len(tokens)
+    found = {PoolKind.LAST: vectors[-1], PoolKind.MEAN: vectors.sum(0) / len(tokens), PoolKind.CLS: vectors[0]}[kind]
     return [float(value) for value in found.astype(np.float32)]
 
 
@@ -114,7 +114,7 @@ class FakeEngine:
             VECTOR_BYTES,
             specs,
         )
-        self._sums = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # of the tokens computed so far, by row
+        self._so_far = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # the vectors of prompts, by row
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
@@ -178,15 +178,21 @@ class FakeEngine:
 
     def _pool(self, plan: StepPlan, arrays: StepArrays) -> dict[int, bytes]:
         """The vectors of prompts that are computed now, made of what their slots hold."""
-        self._sums[[new.row for new in plan.new_rows]] = 0
         found = {}
         for pooling in self._rows.pooling(arrays):
-            vectors = _vectors(self._state[arrays.slots[pooling.begin : pooling.end, 0]])
-            self._sums[pooling.row] += vectors.sum(0)
+            vectors, row = _vectors(self._state[arrays.slots[pooling.begin : pooling.end, 0]]), pooling.row
+            if pooling.is_first:
+                self._so_far[row] = 0
+            match pooling.kind:
+                case PoolKind.LAST:
+                    self._so_far[row] = vectors[-1]
+                case PoolKind.MEAN:
+                    self._so_far[row] += vectors.sum(0)
+                case PoolKind.CLS if pooling.is_first:
+                    self._so_far[row] = vectors[0]
             if pooling.is_last:
-                mean = self._sums[pooling.row] / int(self._rows.num_prompt[pooling.row])
-                vector = vectors[-1] if pooling.kind is PoolKind.LAST else mean
-                found[pooling.place] = vector.astype(np.float32).tobytes()
+                divisor = pooling.num_prompt if pooling.kind is PoolKind.MEAN else 1
+                found[pooling.place] = (self._so_far[row] / divisor).astype(np.float32).tobytes()
         return found
 
     def _draft(self, plan: StepPlan) -> I32 | None:

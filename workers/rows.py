@@ -38,7 +38,35 @@ class Pooling(NamedTuple):
     kind: PoolKind
     begin: int  # its tokens in the step's flat arrays
     end: int
-    is_last: bool  # the prompt is computed with this step
+    start: int  # the position of the first of them
+    num_prompt: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The prompt is computed with this step."""
+        return self.start + self.end - self.begin == self.num_prompt
+
+    @property
+    def takes_states(self) -> bool:
+        """Whether this step's hidden states are part of the vector, or the step gives it."""
+        return self.is_last or self.kind is PoolKind.MEAN or (self.kind is PoolKind.CLS and self.is_first)
+
+
+def pooling(kinds: dict[int, PoolKind], rows: I32, starts: I32, counts: I32, num_prompt: NDArray[Any]) -> list[Pooling]:
+    """The rows of a step that want a vector; few steps have any. kinds: by row, of all rows that want one."""
+    if not kinds:
+        return []
+    ends = np.cumsum(counts)
+    found = []
+    for place, row in enumerate(rows.tolist()):
+        if (kind := kinds.get(row)) is not None:
+            end, count = int(ends[place]), int(counts[place])
+            found.append(Pooling(place, row, kind, end - count, end, int(starts[place]), int(num_prompt[row])))
+    return found
 
 
 class RowTable:
@@ -119,16 +147,8 @@ class RowTable:
         return StepArrays(rows, starts, counts, samples, query_start, token_rows, positions, slots, token_ids)
 
     def pooling(self, arrays: StepArrays) -> list[Pooling]:
-        """The rows of a step that want a vector; few steps have any."""
-        if not self.pools:
-            return []
-        found = []
-        for place, row in enumerate(arrays.rows.tolist()):
-            if (kind := self.pools.get(row)) is not None:
-                begin, end = int(arrays.query_start[place]), int(arrays.query_start[place + 1])
-                is_last = int(arrays.starts[place] + arrays.counts[place]) == int(self.num_prompt[row])
-                found.append(Pooling(place, row, kind, begin, end, is_last))
-        return found
+        """See `pooling`."""
+        return pooling(self.pools, arrays.rows, arrays.starts, arrays.counts, self.num_prompt)
 
     def slots(self, rows: NDArray[Any], positions: I64) -> I64:
         """Where each group has these positions: of the arrays' common shape, and [groups] behind."""

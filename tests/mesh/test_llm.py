@@ -141,7 +141,7 @@ def kill_all():
             while any(process.pid == pid or process.state != "ready" for process in llm._supervisor.status().processes):
                 time.sleep(0.01)
 kinds = list(PoolKind)
-asked = [([300 + number] + list(range(300, 811 - number)), kinds[number % 2]) for number in range(30)]
+asked = [([300 + number] + list(range(300, 811 - number)), kinds[number % len(kinds)]) for number in range(30)]
 assert len(asked[0][0]) == 512
 killer = threading.Thread(target=kill_all, daemon=True)
 killer.start()

@@ -11,8 +11,8 @@ from meshlm.protocol.token_edge import TokenDeltas
 from meshlm.runtime.events import PeerLost, PeerUp, Received
 from meshlm.scheduler_proc import sizes
 
-LAST, MEAN = Pool(PoolKind.LAST), Pool(PoolKind.MEAN)
-KINDS = pytest.mark.parametrize("task", [LAST, MEAN])
+LAST, MEAN, CLS = Pool(PoolKind.LAST), Pool(PoolKind.MEAN), Pool(PoolKind.CLS)
+KINDS = pytest.mark.parametrize("task", [LAST, MEAN, CLS])
 PROMPT = list(range(20, 39))
 
 
@@ -36,14 +36,14 @@ def test_a_prompt_may_fill_the_context() -> None:
     assert bench.pooled == {1: pooled_reference(PROMPT, PoolKind.LAST)}
 
 
-def test_the_last_token_s_vector_reads_the_prefix_cache_and_the_mean_does_not() -> None:
+def test_the_last_token_s_vector_reads_the_prefix_cache_and_no_other_does() -> None:
     bench = Bench(limits(), 32, 4)
-    for handle, task in enumerate((LAST, LAST, MEAN), 1):
+    for handle, task in enumerate((LAST, LAST, MEAN, CLS), 1):
         bench.assign(handle, PROMPT, 5, task=task)
         bench.finish()
         assert bench.pooled[handle] == pooled_reference(PROMPT, task.kind)
-    assert bench.cached == {1: 0, 2: 16, 3: 0}
-    assert bench.started == {"r1": 0, "r2": 16, "r3": 0}
+    assert bench.cached == {1: 0, 2: 16, 3: 0, 4: 0}
+    assert bench.started == {"r1": 0, "r2": 16, "r3": 0, "r4": 0}
 
 
 @KINDS
@@ -166,7 +166,7 @@ def test_among_others(data: st.DataObject) -> None:
         action = draw(st.sampled_from(["assign", "assign", "step", "step", "step", "death"]))
         if action == "assign":
             prompt = list(range(draw(st.integers(0, 20)))) + draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
-            task = draw(st.sampled_from([None, LAST, MEAN]))
+            task = draw(st.sampled_from([None, LAST, MEAN, CLS]))
             asked[handle] = (prompt, task)
             bench.assign(handle, prompt, 3, **({} if task is None else {"task": task}))
         elif action == "death" and deaths < 3:

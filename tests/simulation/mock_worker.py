@@ -35,8 +35,9 @@ def reference(prompt: Iterable[int], num_tokens: int) -> list[int]:
 
 
 def vector_of(states: list[int], kind: PoolKind) -> bytes:
-    """Eight bytes that only the right states give: of the last token, or of all."""
-    return (states[-1] if kind is PoolKind.LAST else sum(states) % (1 << 61)).to_bytes(8, "little")
+    """Eight bytes that only the right states give: of the last token, of all, or of the first."""
+    number = {PoolKind.LAST: states[-1], PoolKind.MEAN: sum(states) % (1 << 61), PoolKind.CLS: states[0]}[kind]
+    return number.to_bytes(8, "little")
 
 
 def pooled_reference(prompt: Iterable[int], kind: PoolKind) -> bytes:

@@ -210,7 +210,7 @@ def test_vectors_come_once_although_processes_die() -> None:
     for seed in range(FIRST, FIRST + 100):
         scenario = make(seed, (Kind.KILL_WORKER, Kind.KILL_FRONTEND, *OTHER_DEATHS))
         kinds = tuple(PoolKind)
-        asks = tuple(replace(ask, pool=kinds[ask.number % 2], stop_ids=(), stops=()) for ask in scenario.asks)
+        asks = tuple(replace(ask, pool=kinds[ask.number % len(kinds)], stop_ids=(), stops=()) for ask in scenario.asks)
         with simulated():
             history = History(replace(scenario, asks=asks))
             history.play()

@@ -11,6 +11,7 @@ import torch
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.protocol.tasks import GENERATE, Pool
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
@@ -66,12 +67,16 @@ class Seen(NamedTuple):
 class Driver:
     """Rows 0 .. n - 1 with prompts of their own, stepped as a scheduler would."""
 
-    def __init__(self, made: ModelEngine, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.engine, self.prompts, self.params = made, prompts, params
+    def __init__(
+        self, made: ModelEngine, prompts: list[list[int]], params: SamplingParams, tasks: dict[int, Pool] | None = None
+    ) -> None:
+        """tasks: of the rows that want a vector instead of tokens."""
+        self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}
         self.strict = False  # no step may wait for the device
         self.computed = [0] * len(prompts)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.seen: list[Seen] = []
+        self.pooled: dict[int, bytes] = {}  # by row
         self.step_id = 0
         self._removed: list[int] = []
         self._new = [self._row(row, prompt) for row, prompt in enumerate(prompts)]
@@ -83,7 +88,8 @@ class Driver:
         blocks = 1024 // BLOCK
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
-        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params)
+        task = self.tasks.get(row, GENERATE)
+        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, task)
 
     def _listen(self, head: TorchHead) -> None:
         """This head keeps no logits: note them as it makes them."""
@@ -109,7 +115,10 @@ class Driver:
         """Compute so many tokens of these rows (decodes first); logits of those that sample, float32."""
         order = sorted(counts, key=lambda row: counts[row] != 1)
         known = [self.length(row) for row in order]
-        samples = [self.computed[row] + counts[row] == length for row, length in zip(order, known, strict=True)]
+        samples = [
+            self.computed[row] + counts[row] == length and row not in self.tasks
+            for row, length in zip(order, known, strict=True)
+        ]
         self.step_id += 1
         plan = StepPlan(
             1,
@@ -134,6 +143,9 @@ class Driver:
         found = np.frombuffer(self.result.token_ids, np.int32).tolist()
         for row in order:
             self.computed[row] += counts[row]
+        for place, vector in self.result.pooled.items():
+            assert order[place] not in self.pooled, "a second vector"
+            self.pooled[order[place]] = vector
         sampling = [row for row, does in zip(order, samples, strict=True) if does]
         for row, token in zip(sampling, found, strict=True):
             self.tokens[row].append(token)

@@ -58,21 +58,27 @@ def shards(tp: int, pp: int) -> list[Shard]:
     return [Shard(rank, tp, stage, pp) for stage in range(pp) for rank in range(tp)]
 
 
-def together(models: list[Decoder], work: Callable[[Decoder, Threads], Tensor]) -> list[Tensor]:
-    """Every shard's `work` at the same time, with a communicator."""
-    tp, pp = models[0].shard.tp_size, models[0].shard.pp_size
+def communicators(ranks: list[Shard]) -> list[Threads]:
+    """One for each rank of a group; each belongs to a thread of its own."""
+    tp, pp = ranks[0].tp_size, ranks[0].pp_size
     tables: dict[int, list[Any]] = {stage: [None] * tp for stage in range(pp)}
     barriers = [threading.Barrier(tp) for _ in range(pp)]
-    links: dict[int, Queue[Tensor]] = {model.shard.rank: Queue() for model in models}
-
-    def one(model: Decoder) -> Tensor:
-        comm = Threads(model.shard, tables, barriers)
+    links: dict[int, Queue[Tensor]] = {shard.rank: Queue() for shard in ranks}
+    found = [Threads(shard, tables, barriers) for shard in ranks]
+    for comm in found:
         comm.links = links
+    return found
+
+
+def together(models: list[Decoder], work: Callable[[Decoder, Threads], Tensor]) -> list[Tensor]:
+    """Every shard's `work` at the same time, with a communicator."""
+
+    def one(model: Decoder, comm: Threads) -> Tensor:
         model.join(comm)
         return work(model, comm)
 
     with ThreadPoolExecutor(len(models)) as pool:
-        return list(pool.map(one, models))
+        return list(pool.map(one, models, communicators([model.shard for model in models])))
 
 
 def logits_of(model: Decoder, comm: Threads, tokens: list[int]) -> Tensor:

@@ -34,7 +34,7 @@ from meshlm.workers.engine.together import Together
 from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.output.details import Details, prompt_logprobs
-from meshlm.workers.output.pooler import PooledVectors
+from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 
 MB = 1 << 20
@@ -71,6 +71,7 @@ class ModelEngine:
         rows, samples = resolved.max_num_seqs, self.shard.is_last
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device)
         self.inputs = kit.inputs(self.rows, samples=samples)
+        self.pooler = Pooler()
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._stream
@@ -92,7 +93,7 @@ class ModelEngine:
         gib = weight_bytes(self.model) / 2**30
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
-        self.facts = replace(facts, pool_kinds=(PoolKind.LAST,), pooled_bytes=4 * hidden)
+        self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * hidden)
 
     # --- memory ---
 
@@ -184,8 +185,8 @@ class ModelEngine:
         step = StepColumns(plan)
         places = step.places()
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
-        last_tokens = self.rows.last_tokens(step)
-        key = self._find_graph(step, "prompt_logprobs" if len(wanted) else "pooling" if last_tokens else "")
+        pooling = self.rows.pooling(step)
+        key = self._find_graph(step, "prompt_logprobs" if len(wanted) else "pooling" if pooling else "")
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self._stream[: step.t])
@@ -202,7 +203,7 @@ class ModelEngine:
             hidden = self.compute.eager(step)
             if self.shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
-                pooled = PooledVectors(hidden, last_tokens) if last_tokens else None
+                pooled = self.pooler.pool(hidden, pooling)
         if not self.shard.is_last:
             self.comm.send(self._stream[: step.t])
         found: list[Details] = []

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.protocol.tasks import Pool
+from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.memory import zeros
 from meshlm.workers.output.sampler import SampleRows
 from meshlm.workers.output.table import EDITS, SamplingTable, edits
+from meshlm.workers.rows import Pooling, pooling
 
 NOTHING = np.empty(0, np.int32)
 ALIGN = 16  # ints; Triton compiles another variant for pointers that are less aligned
@@ -85,7 +86,7 @@ class DeviceRows:
         self.num_prompt = np.zeros(rows, np.int64)
         self.table = SamplingTable(rows)
         self._num_blocks = np.zeros(rows, np.int64)
-        self.pools: set[int] = set()  # rows that want a vector
+        self.pools: dict[int, PoolKind] = {}  # rows that want a vector
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -118,7 +119,8 @@ class DeviceRows:
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """What a plan changes, as changes.py packs it, and its number of segments."""
         if self.pools and plan.removed_rows:
-            self.pools.difference_update(np.frombuffer(plan.removed_rows, np.int32).tolist())
+            for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
+                self.pools.pop(row, None)
         if not (plan.new_rows or plan.block_rows or plan.input_ids):
             return NOTHING, 0
         changes = Changes()
@@ -138,7 +140,7 @@ class DeviceRows:
         row, sampling = new.row, new.sampling
         self.table.set(row, sampling)
         if isinstance(new.task, Pool):
-            self.pools.add(row)
+            self.pools[row] = new.task.kind
         blocks = np.frombuffer(new.block_ids, np.int32)
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
@@ -170,15 +172,10 @@ class DeviceRows:
         self._num_blocks[rows[first]] += lengths
         return places
 
-    def last_tokens(self, step: StepColumns) -> dict[int, int]:
-        """Places of the requests whose vector this step gives, and where the last tokens of their prompts are in it."""
-        if not self.pools:
-            return {}
-        ends = step.starts + step.counts == self.num_prompt[step.rows]
-        last = np.cumsum(step.counts) - 1
-        return {
-            place: int(last[place]) for place in np.flatnonzero(ends).tolist() if int(step.rows[place]) in self.pools
-        }
+    def pooling(self, step: StepColumns) -> list[Pooling]:
+        """The requests whose vectors are made of this step's hidden states."""
+        wanted = pooling(self.pools, step.rows, step.starts, step.counts, self.num_prompt)
+        return [each for each in wanted if each.takes_states]
 
     def sample_rows(self, step: StepColumns, places: NDArray[np.int64]) -> SampleRows:
         """The requests at these places, which sample."""
