@@ -3,6 +3,8 @@
 from array import array
 from typing import Protocol
 
+from msgspec import Struct
+
 from meshlm.protocol.ids import ErrorKind, Handle, Identity
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs, Submit
 from meshlm.protocol.token_edge import First
@@ -56,24 +58,26 @@ class Choice:
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
 
 
+class RowDetails(Struct, frozen=True):
+    """What few rows have beside tokens and text."""
+
+    finished: Finished | None = None
+    logprobs: list[PositionLogprobs] | None = None  # one for each token of the row
+    prompt_logprobs: PromptLogprobs | None = None
+    first: First | None = None
+
+
+NO_DETAILS = RowDetails()
+
+
 class ResponseSink(Protocol):
     """What an HTTP request does with news of its choices (responses.py)."""
 
     choices: list[Choice]  # all of them
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-        first: First | None,
-    ) -> None: ...
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
-        """A row that is nothing but tokens and text, as nearly all are."""
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        """So many tokens more, the last of `choice.token_ids`. Nearly all rows have no details."""
         ...
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...

@@ -3,19 +3,18 @@
 Pure. generation.py puts one between a streamed answer's choices and the answer. The first row and the end pass at once, as in vLLM.
 """
 
-from array import array
+from msgspec.structs import replace
 
-from meshlm.frontend.choice import Choice, ResponseSink
+from meshlm.frontend.choice import NO_DETAILS, Choice, ResponseSink, RowDetails
 from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
-from meshlm.protocol.token_edge import First
+from meshlm.protocol.text_edge import Accepted, PositionLogprobs
 
 
 class _Held:
     """Rows of one choice that wait for more."""
 
     def __init__(self) -> None:
-        self.token_ids, self.texts = array("i"), [""]
+        self.num_tokens, self.texts = 0, [""]
         self.logprobs: list[PositionLogprobs] | None = None
 
 
@@ -30,40 +29,26 @@ class Interval:
     def accepted(self, choice: Choice, accepted: Accepted) -> None:
         self._answer.accepted(choice, accepted)
 
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-        first: First | None,
-    ) -> None:
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         begun = choice.index in self._held
         held = self._held.setdefault(choice.index, _Held())
-        held.token_ids.extend(token_ids)
+        held.num_tokens += num_tokens
         held.texts.append(text)
-        if logprobs is not None:
-            held.logprobs = (held.logprobs or []) + logprobs
+        details = details or NO_DETAILS
+        if details.logprobs is not None:
+            held.logprobs = (held.logprobs or []) + details.logprobs
         retry = choice.submit.retry
         cut = retry.cuts[0] if retry is not None and retry.cuts else 0
-        waits = begun and finished is None and prompt_logprobs is None and first is None
-        if (
-            waits and len(held.token_ids) < self._num_tokens and len(choice.token_ids) != cut
-        ):  # what a client has ends an event
+        waits = begun and not (details.finished or details.prompt_logprobs or details.first)
+        # What a client has ends an event.
+        if waits and held.num_tokens < self._num_tokens and len(choice.token_ids) != cut:
             return
         self._held[choice.index] = _Held()
-        ids, text = memoryview(held.token_ids), "".join(held.texts)
-        self._answer.row(choice, ids, text, finished, held.logprobs, prompt_logprobs, first)
-
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
-        self.row(choice, token_ids, text, None, None, None, None)
+        self._answer.row(choice, held.num_tokens, "".join(held.texts), replace(details, logprobs=held.logprobs))
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         """The client gets what there was."""
         held = self._held.pop(choice.index, None)
-        if held is not None and held.token_ids:
-            ids, text = memoryview(held.token_ids), "".join(held.texts)
-            self._answer.row(choice, ids, text, None, held.logprobs, None, None)
+        if held is not None and held.num_tokens:
+            self._answer.row(choice, held.num_tokens, "".join(held.texts), RowDetails(logprobs=held.logprobs))
         self._answer.failed(choice, kind, message, param)

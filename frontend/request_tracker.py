@@ -4,10 +4,12 @@ One `Choice` per request of the mesh, grouped in an `ResponseSink` per HTTP requ
 follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by io.py.
 """
 
+from collections import defaultdict
+
 import msgspec
 
-from meshlm.frontend.choice import Choice
-from meshlm.protocol.columns import unpack_i32
+from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import (
     Abort,
@@ -34,7 +36,7 @@ class EngineCounts:
     __slots__ = ("intervals", "num_tokens")
 
     def __init__(self) -> None:
-        self.intervals: dict[float, int] = {}  # seconds between tokens -> how often
+        self.intervals: defaultdict[float, int] = defaultdict(int)  # seconds between tokens -> how often
         self.num_tokens = 0
 
 
@@ -252,56 +254,60 @@ class RequestTracker:
 
     def deltas(self, message: TextDeltas, sender: Identity, now: float) -> list[Send]:
         """A batch of new text, in rows, that came at `now`."""
-        plain = not (message.finished or message.logprobs or message.prompt_logprobs or message.first)
-        handles, starts, tokens = unpack_i32(message.handles), unpack_i32(message.starts), unpack_i32(message.token_ids)
-        counts = unpack_i32(message.counts) if message.counts else None
         finished = {end.row: end for end in message.finished}
-        logprobs, prompt_logprobs, first = message.logprobs, message.prompt_logprobs, message.first
+        detailed = {*finished, *message.logprobs, *message.prompt_logprobs, *message.first}
+        handles, starts, tokens = ints(message.handles), ints(message.starts), message.token_ids
+        counts = ints(message.counts) if message.counts else [1] * len(handles)
         gaps: list[Send] = []
-        by_handle, texts = self.by_handle, message.texts
+        by_handle = self.by_handle
         engine: str | None = None
         counted = EngineCounts()  # of `engine`
-        at = 0
-        for row, handle in enumerate(handles):
-            count = 1 if counts is None else counts[row]
+        end = 0  # of the row's tokens, in bytes
+        for row, (handle, start, count, text) in enumerate(zip(handles, starts, counts, message.texts, strict=True)):
+            begin, end = end, end + 4 * count
             choice = by_handle.get(handle)
-            if choice is not None:
-                have, start = len(choice.token_ids), starts[row]
-                end = None if plain else finished.get(row)
-                if start == have:
-                    ids = tokens[at : at + count]
-                    choice.token_ids.extend(ids)
-                    if row in first:
-                        choice.engine = str(first[row].dp_rank)
-                    if choice.engine != engine:
-                        engine, counted = choice.engine, self._counts_of(choice.engine)
-                    counted.num_tokens += count if have >= choice.num_told else max(0, have + count - choice.num_told)
-                    if count:  # an end may come without tokens
-                        if have < choice.num_told:
-                            choice.first_at = choice.first_at or now  # told once more
-                        elif choice.last_at:
-                            interval = now - choice.last_at
-                            counted.intervals[interval] = counted.intervals.get(interval, 0) + 1
-                        else:
-                            choice.first_at = now
-                            self.begun.append(choice)
-                        choice.last_at = now
-                    if row in logprobs and choice.submit.retry is not None:
-                        choice.logprobs += logprobs[row]
-                    if end is not None:
-                        self._forget(choice)
-                        choice.finished = end
-                        choice.pooled = message.pooled.get(row, b"")
-                    if plain:
-                        choice.sink.text(choice, ids, texts[row])
-                    else:
-                        choice.sink.row(
-                            choice, ids, texts[row], end, logprobs.get(row), prompt_logprobs.get(row), first.get(row)
-                        )
-                elif start > have:
+            if choice is None:
+                continue
+            have = len(choice.token_ids)
+            if start != have:
+                if start > have:
                     gaps.append(Send(sender, Attach(choice.handle, choice.submit.request_ids[0], have)))
-            at += count
+                continue
+            choice.token_ids.frombytes(tokens[begin:end])
+            details = None
+            if row in detailed:
+                details = self._details(choice, message, row, finished.get(row))
+            if choice.engine != engine:
+                engine, counted = choice.engine, self._counts_of(choice.engine)
+            if count:  # an end may come without tokens
+                if have < choice.num_told:  # told once more
+                    counted.num_tokens += max(0, have + count - choice.num_told)
+                    choice.first_at = choice.first_at or now
+                else:
+                    counted.num_tokens += count
+                    if choice.last_at:
+                        counted.intervals[now - choice.last_at] += 1
+                    else:
+                        choice.first_at = now
+                        self.begun.append(choice)
+                choice.last_at = now
+            choice.sink.row(choice, count, text, details)
         return gaps
+
+    def _details(self, choice: Choice, message: TextDeltas, row: int, finished: Finished | None) -> RowDetails:
+        """What this row has beside tokens and text, of which the choice notes what outlasts the row."""
+        details = RowDetails(
+            finished, message.logprobs.get(row), message.prompt_logprobs.get(row), message.first.get(row)
+        )
+        if details.first is not None:
+            choice.engine = str(details.first.dp_rank)
+        if details.logprobs is not None and choice.submit.retry is not None:
+            choice.logprobs += details.logprobs
+        if finished is not None:
+            self._forget(choice)
+            choice.finished = finished
+            choice.pooled = message.pooled.get(row, b"")
+        return details
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

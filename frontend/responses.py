@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend import nulls, reading, reasoning
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.logprobs import (
     by_id,
@@ -19,7 +19,6 @@ from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
-from meshlm.protocol.token_edge import First
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -55,8 +54,9 @@ class Response:
         if self.num_ended == len(self.choices):
             self._on_end()
 
-    def note(self, choice: Choice, finished: Finished | None, first: First | None) -> None:
+    def note(self, choice: Choice, details: RowDetails) -> None:
         """What every row may bring."""
+        finished, first = details.finished, details.first
         if first is not None and choice.first is None:  # taken up again, it finds its own tokens
             choice.first = first
             self.num_cached.setdefault(choice.prompt_index, first.num_cached_tokens)
@@ -119,28 +119,17 @@ class WholeResponse(Response):
         self._logprobs: dict[int, list[PositionLogprobs]] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-        first: First | None,
-    ) -> None:
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         self._texts.setdefault(choice.index, []).append(text)
-        if logprobs:
-            self._logprobs.setdefault(choice.index, []).extend(logprobs)
-        if prompt_logprobs is not None:
-            self._prompt_logprobs[choice.index] = prompt_logprobs
-        if first is not None or finished is not None:
-            self.note(choice, finished, first)
-        if finished is not None:
+        if details is None:
+            return
+        if details.logprobs:
+            self._logprobs.setdefault(choice.index, []).extend(details.logprobs)
+        if details.prompt_logprobs is not None:
+            self._prompt_logprobs[choice.index] = details.prompt_logprobs
+        self.note(choice, details)
+        if details.finished is not None:
             self.ended()
-
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
-        self._texts.setdefault(choice.index, []).append(text)
 
     def body(self) -> bytes:
         """The JSON answer; call after the end, when `error` is None."""

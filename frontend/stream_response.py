@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from meshlm.frontend import nulls, reading, reasoning
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import NO_DETAILS, Choice, RowDetails
 from meshlm.frontend.errors import error_object
 from meshlm.frontend.logprobs import chat_logprobs, completion_logprobs
 from meshlm.frontend.parse import ParsedRequest
@@ -17,7 +17,6 @@ from meshlm.frontend.responses import Json, Response, visible_reason
 from meshlm.frontend.retry import Progress
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs
-from meshlm.protocol.token_edge import First
 
 _encode = msgspec.json.Encoder().encode
 
@@ -39,7 +38,7 @@ class StreamResponse(Response):
         super().__init__(ask, request_id, created, model, on_end)
         self._write, self._progress = write, progress
         self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
-        self._affixes: dict[int, tuple[bytes, bytes]] = {}
+        self._affixes: dict[int, tuple[bytes, bytes]] = {}  # of choices whose chunks are nothing but text
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
@@ -47,45 +46,32 @@ class StreamResponse(Response):
         self._plain = not (self._shows_ids or ask.continuous_usage)
         self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if ask.is_chat else nulls.TEXT_CHUNK_CHOICE)}
 
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-        first: First | None,
-    ) -> None:
-        index = choice.index
-        failed = finished is not None and finished.reason is FinishReason.ERROR
-        if index not in self._begun and not failed:  # a failure at once still has its HTTP status
-            self._begin(choice, prompt_logprobs)
-        if self.ask.prompt_only:
-            token_ids, text, logprobs = token_ids[:0], "", None
-        if self.ask.hides_tokens:
-            logprobs = None
-        if finished is None and logprobs is None and self._plain and index not in self._readers:
-            if first is not None:
-                self.note(choice, None, first)
-            if text:
-                prefix, suffix = self._affixes[index]
-                self._emit(choice, prefix + _encode(text) + suffix)
-            return
-        self.note(choice, finished, first)
-        if not failed:
-            self._general(choice, token_ids, text, finished, logprobs)
-        if finished is not None:
-            self.ended()
-
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         affixes = self._affixes.get(choice.index)
-        if affixes is None or not self._plain or choice.index in self._readers:
-            self.row(choice, token_ids, text, None, None, None, None)
-        elif text and self._progress is None:
-            self._write(affixes[0] + _encode(text) + affixes[1])
+        if affixes is None or details is not None:
+            self._detailed(choice, num_tokens, text, details or NO_DETAILS)
         elif text:
             self._emit(choice, affixes[0] + _encode(text) + affixes[1])
+
+    def _detailed(self, choice: Choice, num_tokens: int, text: str, details: RowDetails) -> None:
+        """A row that needs more than the constant parts, or comes before they are made."""
+        index, finished, logprobs = choice.index, details.finished, details.logprobs
+        failed = finished is not None and finished.reason is FinishReason.ERROR
+        if index not in self._begun and not failed:  # a failure at once still has its HTTP status
+            self._begin(choice, details.prompt_logprobs)
+        if self.ask.prompt_only:
+            num_tokens, text, logprobs = 0, "", None
+        if self.ask.hides_tokens:
+            logprobs = None
+        self.note(choice, details)
+        affixes = self._affixes.get(index)
+        if finished is None and logprobs is None and affixes is not None:
+            if text:
+                self._emit(choice, affixes[0] + _encode(text) + affixes[1])
+        elif not failed:
+            self._general(choice, num_tokens, text, finished, logprobs)
+        if finished is not None:
+            self.ended()
 
     def _emit(self, choice: Choice, event: bytes, num_tokens: int = -1, ended: bool = False) -> None:
         """Write an event that brings a choice so far; -1: to its newest token."""
@@ -102,11 +88,8 @@ class StreamResponse(Response):
         self._begun.add(index)
         if reading.needed(self.ask):
             self._readers[index] = Reader(self.ask, self.request_id, index)
-        mark = "\x00"
-        delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
-        event = self._event([{"index": index, **delta, **self._nothing}])
-        prefix, suffix = event.split(_encode(mark))
-        self._affixes[index] = (prefix, suffix)
+        else:
+            self._become_plain(index)
         nothing = {**self._nothing, "token_ids": [] if self._shows_ids else None}
         usage = self._usage_so_far(choice, 0)
         if self.ask.is_chat:
@@ -116,6 +99,14 @@ class StreamResponse(Response):
         elif self.ask.echo or self.ask.return_token_ids:
             first = {"index": index, **nothing, **self._echo(choice, prompt_logprobs), **self.prompt_ids(choice)}
             self._emit(choice, self._event([first], usage), 0)
+
+    def _become_plain(self, index: int) -> None:
+        """From now on the choice brings nothing but text, unless each chunk is to tell more."""
+        if self._plain:
+            mark = "\x00"
+            delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
+            prefix, suffix = self._event([{"index": index, **delta, **self._nothing}]).split(_encode(mark))
+            self._affixes[index] = (prefix, suffix)
 
     def _echo(self, choice: Choice, prompt_logprobs: PromptLogprobs | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
@@ -128,7 +119,7 @@ class StreamResponse(Response):
     def _general(
         self,
         choice: Choice,
-        token_ids: memoryview,
+        num_tokens: int,
         text: str,
         finished: Finished | None,
         logprobs: list[PositionLogprobs] | None,
@@ -150,7 +141,7 @@ class StreamResponse(Response):
             entry["finish_reason"] = visible_reason(finished, calls)
             entry["stop_reason"] = finished.stop_reason
         if self._shows_ids:
-            entry["token_ids"] = token_ids.tolist()
+            entry["token_ids"] = choice.token_ids[len(choice.token_ids) - num_tokens :].tolist()
         extra = self._usage_so_far(choice, len(choice.token_ids))
         if finished is not None and not self.ask.include_usage:
             extra |= self._fingerprint()
@@ -182,6 +173,7 @@ class StreamResponse(Response):
         said = reader.push(text, last=finished is not None)
         if reader.plain:
             del self._readers[choice.index]
+            self._become_plain(choice.index)
         delta: Json = reasoning.fields(said.reasoning) if said.reasoning else {}
         if said.content:
             delta["content"] = said.content

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import NO_DETAILS, Choice, RowDetails
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
-from meshlm.protocol.columns import pack_f32, pack_i32, unpack_i32
+from meshlm.protocol.columns import pack_f32, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
@@ -106,15 +106,11 @@ def give(
 ) -> None:
     """One row of deltas, as request_tracker.py hands it on."""
     choice = answer.choices[index]
-    ids = unpack_i32(pack_i32(token_ids))
-    choice.token_ids.extend(ids)
-    if finished is None and logprobs is None and prompt_logprobs is None and num_cached is None:
-        answer.text(choice, ids, text)
-        return
+    choice.token_ids.extend(token_ids)
     if finished is not None:
         choice.finished = finished
-    first = None if num_cached is None else First(num_cached)
-    answer.row(choice, ids, text, finished, logprobs, prompt_logprobs, first)
+    details = RowDetails(finished, logprobs, prompt_logprobs, None if num_cached is None else First(num_cached))
+    answer.row(choice, len(token_ids), text, None if details == NO_DETAILS else details)
 
 
 def body(answer: WholeResponse) -> Json:

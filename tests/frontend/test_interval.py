@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlm.frontend import retry
+from meshlm.frontend.choice import RowDetails
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.submits import build_each, position
-from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, Handle
 from meshlm.protocol.text_edge import Accepted, PositionLogprobs
 from meshlm.protocol.token_edge import First
@@ -21,15 +22,11 @@ def feed(spaced: Interval, text: str, end: bool = True, index: int = 0) -> None:
     """One token for each letter, as request_tracker.py hands them on."""
     choice = spaced.choices[index]
     for letter in text:
-        ids = unpack_i32(pack_i32([ord(letter)]))
-        choice.token_ids.extend(ids)
-        if len(choice.token_ids) == 1:
-            spaced.row(choice, ids, letter, None, None, None, First(0))
-        else:
-            spaced.text(choice, ids, letter)
+        choice.token_ids.append(ord(letter))
+        spaced.row(choice, 1, letter, RowDetails(first=First(0)) if len(choice.token_ids) == 1 else None)
     if end:
         choice.finished = LENGTH
-        spaced.row(choice, unpack_i32(b""), "", LENGTH, None, None, None)
+        spaced.row(choice, 0, "", RowDetails(LENGTH))
 
 
 def texts(events: list[bytes]) -> list[str]:
@@ -49,9 +46,8 @@ def test_logprobs_come_with_their_text() -> None:
     spaced = Interval(answer, 2)
     positions: list[list[PositionLogprobs] | None] = [None, [HELLO], [WORLD]]
     for token, logprobs in enumerate(positions):
-        ids = unpack_i32(pack_i32([token]))
-        answer.choices[0].token_ids.extend(ids)
-        spaced.row(answer.choices[0], ids, "x", None, logprobs, None, None)
+        answer.choices[0].token_ids.append(token)
+        spaced.row(answer.choices[0], 1, "x", RowDetails(logprobs=logprobs))
     assert json.loads(events[-1].removeprefix(b"data: "))["choices"][0]["logprobs"]["tokens"] == ["Hé", " w"]
 
 

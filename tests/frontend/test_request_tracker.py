@@ -7,7 +7,7 @@ import pytest
 from answering import OF_PROMPT, asking
 from tracker_bench import D0, D1, a_desk, deltas, opened
 
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.submits import build_each
@@ -90,7 +90,7 @@ def test_a_row_brings_what_belongs_to_it() -> None:
         first={0: First(16, 20, 30)},
     )
     assert tracker.deltas(batch, D0, 1.0) == []
-    assert client.rows == [(0, None, at, None, First(16, 20, 30)), (1, end, None, OF_PROMPT, None)]
+    assert client.rows == [(0, RowDetails(None, at, None, First(16, 20, 30))), (1, RowDetails(end, None, OF_PROMPT))]
     assert client.choices[1].finished == end
     assert tracker.load == {D0: 1}
     tracker.check()

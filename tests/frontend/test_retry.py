@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.frontend import retry
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.submits import build_each as build_submits
 from meshlm.frontend.submits import position, salt_of
-from meshlm.protocol.columns import pack_i32, unpack_i32
+from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import Accepted, Detach, Finished, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.token_edge import First
@@ -140,15 +140,14 @@ def stream(ask: ParsedRequest, rows: list[Row], last_id: str = "") -> list[tuple
         answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32([5, 6]), "Hi you", "Hi", 99.0))
     for index, tokens, text, end in rows:
         choice = answer.choices[index]
-        ids = unpack_i32(pack_i32(tokens))
-        choice.token_ids.extend(ids)
+        choice.token_ids.extend(tokens)
+        details = None
         if end:
             choice.finished = Finished(0, FinishReason.STOP, None, len(choice.token_ids))
-            answer.row(choice, ids, text, choice.finished, None, None, None)
+            details = RowDetails(choice.finished)
         elif len(choice.token_ids) == len(tokens):
-            answer.row(choice, ids, text, None, None, None, First(0))
-        else:
-            answer.text(choice, ids, text)
+            details = RowDetails(first=First(0))
+        answer.row(choice, len(tokens), text, details)
     events.append(answer.last_events())
     found = []
     for event in b"".join(events).decode().split("\n\n"):

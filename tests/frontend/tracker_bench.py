@@ -2,21 +2,17 @@
 
 import msgspec
 
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     Accepted,
-    Finished,
-    PositionLogprobs,
-    PromptLogprobs,
     Submit,
     TextDeltas,
     TextPrompt,
 )
-from meshlm.protocol.token_edge import First
 from meshlm.runtime.events import Send
 
 D0, D1, D2 = (Identity(Role.DETOKENIZER, index) for index in range(3))
@@ -41,33 +37,22 @@ class Client:
         self.ends: dict[int, FinishReason] = {}
         self.errors: dict[int, tuple[ErrorKind, str, str]] = {}
         self.num_accepted = 0
-        self.rows: list[tuple[object, ...]] = []
+        self.rows: list[tuple[int, RowDetails]] = []
         self.closed = False
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None:
         assert not self.closed
         self.num_accepted += 1
 
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-        first: First | None,
-    ) -> None:
-        self.text(choice, token_ids, text)
-        self.rows.append((choice.index, finished, logprobs, prompt_logprobs, first))
-        if finished is not None:
-            self.ends[choice.index] = finished.reason
-
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         assert not self.closed, "news for a client that left"
         assert choice.index not in self.ends, "news after the end"
-        self.tokens.setdefault(choice.index, []).extend(token_ids.tolist())
+        self.tokens.setdefault(choice.index, []).extend(choice.token_ids[len(choice.token_ids) - num_tokens :])
         self.texts[choice.index] = self.texts.get(choice.index, "") + text
+        if details is not None:
+            self.rows.append((choice.index, details))
+            if details.finished is not None:
+                self.ends[choice.index] = details.finished.reason
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         assert not self.closed, "news for a client that left"
