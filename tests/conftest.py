@@ -2,12 +2,9 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "shared"))  # not this folder itself: its kernels/ would shadow others'
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton

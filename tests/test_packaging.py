@@ -50,7 +50,7 @@ def test_data_of_kernels_is_packaged() -> None:
 
 
 def test_modules_that_tests_share_have_names_of_their_own() -> None:
-    """Folders of tests put themselves on sys.path: of two modules with one name all would get the one that came first."""
+    """Their folders stand on sys.path: of two modules with one name all would get the one that came first."""
     shared = [
         path.name for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith(("test_", "conftest", "__"))
     ]

@@ -1,13 +1,8 @@
-"""Tests here import files.py by name; the pod of a mesh on one host."""
+"""The pod of a mesh on one host."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from files import kubernetes
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from test_connection import LIMITS, App, Transport
+from connections import LIMITS, App, Transport
 from uvicorn.server import ServerState
 
 from meshlm.frontend.connection import MeshProtocol

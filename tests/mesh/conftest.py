@@ -1,14 +1,9 @@
 """One mesh for all tests of a kind that do not harm it."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from http_clients import AUTH, FLAGS
 from serving import Serving, serving
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_answers import reference
 from serving import serving
-from test_moves import Stream
+from timed_streams import Stream
 from waiting import until
 
 pytestmark = pytest.mark.mesh

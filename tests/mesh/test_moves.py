@@ -1,6 +1,5 @@
 """A worker dies under load while another rank is there: what it ran goes on at that rank at once."""
 
-import json
 import os
 import signal
 import threading
@@ -12,33 +11,10 @@ import psutil
 import pytest
 from fake_answers import reference
 from serving import Serving, serving
+from timed_streams import NUM_TOKENS, Stream
 
 pytestmark = pytest.mark.mesh
-NUM_STREAMS, NUM_TOKENS = 12, 300
-
-
-class Stream:
-    """A streamed completion: its tokens, and when each event came."""
-
-    def __init__(self, number: int) -> None:
-        self.prompt = [800 + number] * (30 + number)
-        self.ids: list[int] = []
-        self.at: list[float] = []
-        self.begun = threading.Event()  # some tokens are there
-
-    def read(self, url: str) -> None:
-        body = {"prompt": self.prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    self.ids += json.loads(line[6:])["choices"][0]["token_ids"]
-                    self.at.append(time.monotonic())
-                    if len(self.ids) > 10:
-                        self.begun.set()
-
-    @property
-    def longest_gap_s(self) -> float:
-        return max(after - before for before, after in zip(self.at, self.at[1:], strict=False))
+NUM_STREAMS = 12
 
 
 def stop_the_next_child(server: Serving, known: set[int]) -> psutil.Process:

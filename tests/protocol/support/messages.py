@@ -31,7 +31,7 @@ from meshlm.protocol.ids import (
     StepId,
 )
 
-GOLDEN = Path(__file__).with_name("golden.json")
+GOLDEN = Path(__file__).parents[1] / "golden.json"
 
 
 EDGES = (admit, control, step, text, token)  # besides: operations

@@ -11,7 +11,7 @@ from meshlm.supervisor.io import KILL_AFTER_S
 
 yaml: Any = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 PORT = ServerConfig().port
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 YAML_FILES = [path for path in FILES if path.suffix == ".yaml"]

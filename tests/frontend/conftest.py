@@ -1,6 +1,0 @@
-"""Frontend tests share answering.py and parsing.py."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
