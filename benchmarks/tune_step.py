@@ -84,7 +84,7 @@ class Step:
         prompt = engine_step.prompts(1, context, self.engine.facts.block_size, 64)
         self.engine.step(prompt, 0).wait()
         self.engine.step(engine_step.decodes(1, context), 0).wait()
-        longest = self.engine.rows.block_tables.shape[1] * self.engine.facts.block_size
+        longest = self.engine.rows.block_tables.shape[-1] * self.engine.facts.block_size
         device, spec = self.engine.device, self.engine.spec
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.start: Choice = dict(self._seen)

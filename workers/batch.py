@@ -32,8 +32,10 @@ class StepInputs:
 
     input_ids: Tensor  # int64 [t]
     positions: Tensor  # int64 [t]
-    slot_mapping: Tensor  # int64 [t] block * block_size + offset
-    block_tables: Tensor  # with lens int64 [n, blocks of the longest context]; with columns those of all rows, int32 [rows, blocks]
+    slot_mapping: tuple[Tensor, ...]  # by group of layers (protocol/kv.py): int64 [t] block * block_size + offset
+    # By group. With lens int64 [n, blocks of the longest context]; with columns those of all rows, int32 [rows, blocks]. A block that
+    # a layer's tokens see no more has a new owner, of any group: what its place in a table names must not be read.
+    block_tables: tuple[Tensor, ...]
     logits_indices: Tensor | None  # int64 [l] tokens whose logits are wanted; None: all of them, in order
     num_decodes: int
     lens: RequestLens | None = None
@@ -49,12 +51,13 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's KV memory, by block and, for writing, by slot."""
+    """One layer's KV memory, by block and, for writing, by slot (workers/kv/layout.py)."""
 
     keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     values: Tensor
     k_scale: float = 1.0  # of an FP8 cache: keys are stored divided by it
     v_scale: float = 1.0
+    group: int = 0  # whose slots and block tables it has
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import room
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
+from meshlm.workers.kv.layout import KVLayout
 
 CPU_SHARE = 0.25  # of the memory that is free now
 CPU_MOST = 4 << 30
@@ -22,27 +22,21 @@ ROOM_FOR_GRAPHS = 512 << 20  # left free where others have much of the GPU
 ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV cache
 
 
-def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block's keys and values over all layers; dtype: the cache's."""
-    return 2 * spec.num_hidden_layers * block_size * spec.num_key_value_heads * spec.head_dim * dtype.itemsize
-
-
 def cpu_budget() -> int:
     """Bytes for the KV cache of a CPU worker that was not told."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(int(free * CPU_SHARE), CPU_MOST)
 
 
-def num_blocks(config: MeshConfig, budget: int, dtype: torch.dtype, spec: ModelSpec | None = None) -> int:
-    """Blocks within `budget` bytes, of a worker whose part of the model is `spec` (all of it if not given).
+def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
+    """Pages within `budget` bytes; no more than all requests at their longest could fill.
 
     ProcessFatal when the longest request would not fit, with the one that would.
     """
     resolved = config.resolved
     assert resolved is not None
-    block_size = config.cache.block_size
-    count = room.num_blocks(config, budget, block_bytes(spec or resolved.spec, block_size, dtype))
-    return min(count, -(-resolved.max_num_seqs * resolved.max_model_len // block_size))
+    count = room.num_blocks(config, budget, layout.page_bytes, layout.specs)
+    return min(count, len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size))
 
 
 def taken_by_others() -> int:
@@ -132,22 +126,16 @@ def cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device, backend: 
 
 
 def make_caches(
-    spec: ModelSpec,
-    count: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    scales: list[tuple[float, float]] | None = None,
+    layout: KVLayout, count: int, device: torch.device, scales: list[tuple[float, float]] | None = None
 ) -> list[LayerCache]:
-    """`count` blocks for each layer, all zeros. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
-    shape = (2, count, block_size, spec.num_key_value_heads, spec.head_dim)
+    """`count` pages, all zeros, as each layer sees them. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
     try:
-        tensors = [zeros(shape, dtype, device) for _ in range(spec.num_hidden_layers)]
+        tensors = [zeros(layout.shape(count), layout.dtype, device) for _ in range(layout.num_tensors)]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
-    if dtype != torch.float8_e4m3fn or scales is None:
-        scales = [(1.0, 1.0)] * len(tensors)
-    return [LayerCache(both[0], both[1], *scale) for both, scale in zip(tensors, scales, strict=True)]
+    if layout.dtype != torch.float8_e4m3fn or scales is None:
+        scales = [(1.0, 1.0)] * len(layout.places)
+    return layout.caches(tensors, scales)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -136,11 +136,11 @@ def _decode(
     if not WINDOW:
         whole = first + (last - first) // BLOCK_N * BLOCK_N
         m, l, acc = paged_tile(
-            q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale, cap, window,
+            q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale, cap, window, begin,
             PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, WINDOW,
         )  # fmt: skip
     m, l, acc = paged_tile(
-        q, m, l, acc, whole, last, query_at, table, keys, values, kv, scale, cap, window,
+        q, m, l, acc, whole, last, query_at, table, keys, values, kv, scale, cap, window, begin,
         PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
     )  # fmt: skip
     if SPLITS == 1:

@@ -17,18 +17,25 @@ from torch import Tensor
 
 @triton.jit
 def paged_tile(
-    q, m, l, acc, first, last, query_at, table, keys, values, kv, scale, cap, window,
+    q, m, l, acc, first, last, query_at, table, keys, values, kv, scale, cap, window, oldest,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys [first, last) for one tile of queries at positions query_at [M]; scores are in powers of two."""
+    """Tiles of keys [first, last) for one tile of queries at positions query_at [M]; scores are in powers of two.
+
+    oldest: the first key that any of these queries sees in its window. The pages of those before it may have a new owner, and hold
+    anything: a weight of zero does not make nothing of a NaN, so they are not read.
+    """
     d = tl.arange(0, BLOCK_D)
     for begin in range(first, last, BLOCK_N):
         at = begin + tl.arange(0, BLOCK_N)
         page = tl.load(table + at // PAGE, mask=at < last, other=0).to(tl.int64)
         line = ((page * PAGE + at % PAGE) * KV_HEADS + kv) * DIM
         if MASK:
-            inside = (at < last)[:, None] & (d < DIM)[None, :]
+            there = at < last
+            if WINDOW:
+                there = there & (at >= oldest)
+            inside = there[:, None] & (d < DIM)[None, :]
             k = tl.load(keys + line[:, None] + d[None, :], mask=inside, other=0.0).to(q.dtype)
         else:
             k = tl.load(keys + line[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(q.dtype)

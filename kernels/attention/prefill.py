@@ -90,21 +90,23 @@ def _prefill(
         last = start
     whole = tl.minimum(start + nth + 1, last) // BLOCK_N * BLOCK_N  # keys below are seen by every query of the tile
     first = 0
+    oldest = 0
     if WINDOW:
-        first = tl.minimum(last, tl.maximum(0, start + nth - window + 1) // BLOCK_N * BLOCK_N)
+        oldest = tl.maximum(0, start + nth - window + 1)
+        first = tl.minimum(last, oldest // BLOCK_N * BLOCK_N)
         edge = tl.minimum(whole, tl.cdiv(tl.maximum(0, start + nth + BLOCK_Q - window), BLOCK_N) * BLOCK_N)
         edge = tl.maximum(first, edge)
         m, l, acc = paged_tile(
-            q, m, l, acc, first, edge, query_at, table, keys, values, kv, scale * k_scale, cap, window,
+            q, m, l, acc, first, edge, query_at, table, keys, values, kv, scale * k_scale, cap, window, oldest,
             PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
         )  # fmt: skip
         first = edge
     m, l, acc = paged_tile(
-        q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale * k_scale, cap, window,
+        q, m, l, acc, first, whole, query_at, table, keys, values, kv, scale * k_scale, cap, window, oldest,
         PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, False, CAP, WINDOW,
     )  # fmt: skip
     m, l, acc = paged_tile(
-        q, m, l, acc, tl.maximum(first, whole), last, query_at, table, keys, values, kv, scale * k_scale, cap, window,
+        q, m, l, acc, tl.maximum(first, whole), last, query_at, table, keys, values, kv, scale * k_scale, cap, window, oldest,
         PAGE, KV_HEADS, DIM, BLOCK_N, BLOCK_D, True, CAP, WINDOW,
     )  # fmt: skip
     acc = acc * v_scale

@@ -6,13 +6,14 @@ typedef struct { /* one layer; null: there is none */
     const uint8_t *qkv, *o, *gate_up, *down;
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
     float *keys, *values; /* [blocks, size, kv_heads, d] */
+    const int64_t *slots, *tables; /* of the step's tokens and requests, in this layer's group */
     int64_t window;
 } Layer;
 
 typedef struct { /* a step; t tokens */
     const Layer *layers;
     const float *table; /* of rope [positions, rotary] */
-    const int64_t *positions, *slots, *tables, *spans;
+    const int64_t *positions, *spans;
     float *x, *stream;                     /* [t, hidden]: what comes in, and goes out before the last addition; the residual stream */
     float *normed, *qkv, *query, *attended; /* [t, ...] */
     float *gate_up, *gated;
@@ -30,10 +31,10 @@ static void each_layer(const Step *s, const Layer *layer, int first, float *memo
 #pragma omp barrier
     each_linear(s->normed, layer->qkv, layer->qkv_bias, s->qkv, t, width, hidden);
 #pragma omp barrier
-    each_rope_cache(s->qkv, s->positions, s->slots, s->table, layer->q_norm, layer->k_norm, eps, s->query, layer->keys,
+    each_rope_cache(s->qkv, s->positions, layer->slots, s->table, layer->q_norm, layer->k_norm, eps, s->query, layer->keys,
                     layer->values, t, s->heads, s->kv_heads, s->d, s->rotary);
 #pragma omp barrier
-    Attention a = {.query = s->query, .keys = layer->keys, .values = layer->values, .tables = s->tables};
+    Attention a = {.query = s->query, .keys = layer->keys, .values = layer->values, .tables = layer->tables};
     a.positions = s->positions, a.spans = s->spans, a.out = s->attended, a.num_spans = s->num_spans;
     a.heads = s->heads, a.kv_heads = s->kv_heads, a.d = s->d, a.size = s->size, a.stride = s->stride;
     a.scale = (float)s->scale, a.window = layer->window;

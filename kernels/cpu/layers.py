@@ -43,20 +43,27 @@ class Shape(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a step's t tokens are: int64. Position and slot of each [t]; blocks of each request [n, any]; spans as for attention."""
+    """Where a step's t tokens are: int64. Position of each [t]; by group, slot of each [t] and blocks of each request [n, any]; spans
+    as for attention."""
 
     positions: Tensor
-    slots: Tensor
-    tables: Tensor
+    slots: Sequence[Tensor]
+    tables: Sequence[Tensor]
     spans: Tensor
+
+
+class LayerPages(NamedTuple):
+    """One layer's cache [blocks, size, kv_heads, d], and the group whose slots and tables it has."""
+
+    keys: Tensor
+    values: Tensor
+    group: int
 
 
 _FIELDS = [
     "layers",
     "table",
     "positions",
-    "slots",
-    "tables",
     "spans",
     "x",
     "stream",
@@ -97,15 +104,13 @@ class Layers:
     def __init__(self, weights: Sequence[LayerWeights], windows: Sequence[int], shape: Shape) -> None:
         self._weights, self._shape = weights, shape  # keeps what is pointed at
         rows = [
-            [*(0 if tensor is None else tensor.data_ptr() for tensor in layer), 0, 0, window]
+            [*(0 if tensor is None else tensor.data_ptr() for tensor in layer), 0, 0, 0, 0, window]
             for layer, window in zip(weights, windows, strict=True)
         ]
         self._table = torch.tensor(rows, dtype=torch.long)
 
-    def run(
-        self, stream: Tensor, places: Places, rope: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """stream [t, hidden], which is changed: the embeddings. keys, values: the cache by layer, [blocks, size, kv_heads, d].
+    def run(self, stream: Tensor, places: Places, rope: Tensor, caches: Sequence[LayerPages]) -> tuple[Tensor, Tensor]:
+        """stream [t, hidden], which is changed: the embeddings. caches: by layer.
 
         What the last layer adds to the stream, and the stream.
         """
@@ -115,14 +120,15 @@ class Layers:
         widths = {"normed": shape.hidden, "qkv": outer, "query": inner, "attended": inner}
         widths |= {"gate_up": 2 * shape.wide, "gated": shape.wide}
         buffers = {name: torch.empty(t, width) for name, width in widths.items()}
-        pointers = [[k.data_ptr(), v.data_ptr()] for k, v in zip(keys, values, strict=True)]
-        self._table[:, -3:-1] = torch.tensor(pointers, dtype=torch.long)
+        groups = [
+            (slots.data_ptr(), table.data_ptr()) for slots, table in zip(places.slots, places.tables, strict=True)
+        ]
+        pointers = [[keys.data_ptr(), values.data_ptr(), *groups[group]] for keys, values, group in caches]
+        self._table[:, -5:-1] = torch.tensor(pointers, dtype=torch.long)
         step = _Step(
             layers=self._table.data_ptr(),
             table=rope.data_ptr(),
             positions=places.positions.data_ptr(),
-            slots=places.slots.data_ptr(),
-            tables=places.tables.data_ptr(),
             spans=places.spans.data_ptr(),
             x=x.data_ptr(),
             stream=stream.data_ptr(),
@@ -135,8 +141,8 @@ class Layers:
             kv_heads=shape.kv_heads,
             d=shape.d,
             rotary=rope.shape[1],
-            size=keys[0].shape[1],
-            stride=places.tables.stride(0),
+            size=caches[0].keys.shape[1],
+            stride=places.tables[0].stride(0),
             num_spans=places.spans.shape[0],
             act=ACTIVATIONS[shape.act],
             scale=shape.scale,

@@ -2,7 +2,8 @@
 
 A batch is three columns: `rows` int32 [n], `starts` int32 [n], `ends` int32 [n] (prefix sums of the token counts). Token t belongs to
 the first request i with t < ends[i]; its position is starts[i] + t - (ends[i - 1] or 0), its id tokens[rows[i], position], its slot
-blocks[rows[i], position / size] * size + position % size. Tokens past the last request are padding: id 0, position 0, slot -1.
+in group g blocks[g, rows[i], position / size] * size + position % size. Tokens past the last request are padding: id 0, position 0,
+slot -1.
 
 `scatter` applies what changed: segments of an int32 buffer are copied to places of the state tensor, where all rows live.
 """
@@ -17,8 +18,8 @@ MORE_STEPS, MOST = 14, 16383
 
 @triton.jit(do_not_specialize=["n", "total"])
 def _prepare_inputs(
-    rows, starts, ends, tokens, tokens_stride, blocks, blocks_stride, n, total,
-    input_ids, positions, slots, SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, starts, ends, tokens, tokens_stride, blocks, group_stride, blocks_stride, n, total,
+    input_ids, positions, slots, slots_stride, GROUPS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)  # first request with t < ends[i], by bisection
@@ -34,12 +35,14 @@ def _prepare_inputs(
     position = tl.load(starts + low, mask=real, other=0) + t - begin
     position = tl.where(real, position, 0)
     token = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
-    block = tl.load(blocks + row * blocks_stride + position // SIZE, mask=real, other=0).to(tl.int64)
-    slot = tl.where(real, block * SIZE + position % SIZE, -1)
     inside = t < total
     tl.store(input_ids + t, token.to(tl.int64), mask=inside)
     tl.store(positions + t, position.to(tl.int64), mask=inside)
-    tl.store(slots + t, slot, mask=inside)
+    place = blocks + row * blocks_stride + position // SIZE
+    for group in tl.static_range(GROUPS):
+        block = tl.load(place + group * group_stride, mask=real, other=0).to(tl.int64)
+        slot = tl.where(real, block * SIZE + position % SIZE, -1)
+        tl.store(slots + group * slots_stride + t, slot, mask=inside)
 
 
 def prepare_inputs(
@@ -52,15 +55,17 @@ def prepare_inputs(
     block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Fill input_ids, positions and slots (int64, all of one length) for the first n requests of the columns.
+    """Fill input_ids, positions [t] and slots [groups, t] (int64) for the first n requests of the columns.
+
+    blocks int32 [groups, rows, any].
 
     Padding requests of a graph have the row of a dummy and no tokens (their `ends` repeat).
     """
     assert n <= MOST
     total = out[0].shape[0]
     _prepare_inputs[(triton.cdiv(total, 128),)](
-        rows, starts, ends, tokens, tokens.stride(0), blocks, blocks.stride(0), n, total, *out,
-        SIZE=block_size, STEPS=STEPS if n <= FEW else MORE_STEPS, BLOCK=128, num_warps=4,
+        rows, starts, ends, tokens, tokens.stride(0), blocks, blocks.stride(0), blocks.stride(1), n, total, *out,
+        out[2].stride(0), GROUPS=blocks.shape[0], SIZE=block_size, STEPS=STEPS if n <= FEW else MORE_STEPS, BLOCK=128, num_warps=4,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def prepare_inputs(
         at = torch.arange(start, start + end - begin, device=rows.device)
         positions[begin:end] = at
         input_ids[begin:end] = tokens[row, at].long()
-        slots[begin:end] = blocks[row, at // block_size].long() * block_size + at % block_size
+        slots[:, begin:end] = blocks[:, row, at // block_size].long() * block_size + at % block_size
         begin = end
 
 

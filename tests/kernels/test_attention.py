@@ -87,6 +87,37 @@ def test_prefill(shape: tuple[int, int, int], window: int, dense: bool, dtype: t
     near(out, expected, dtype, 2)
 
 
+def give_away(keys: torch.Tensor, values: torch.Tensor, at: Columns, window: int) -> None:
+    """What the pages before each request's window held is overwritten by their new owners."""
+    for row, start in zip(at.rows[: at.n].tolist(), at.starts[: at.n].tolist(), strict=True):
+        pages = at.blocks[row, : max(0, start - window + 1) // PAGE].long()
+        keys[pages] = values[pages] = torch.nan
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_pages_before_the_window_are_not_read(dense: bool) -> None:
+    """Not even with a weight of zero: they are others'."""
+    extras = Extras(window=20)
+    query, keys, values, at = make([(51, 1), (90, 33), (0, 50), (120, 1)], 4, 2, 64, torch.float32)
+    expected = attention(query, keys, values, at, 0.125, extras)
+    qkv = step_of(keys, values, at, 4) if dense else None
+    give_away(keys, values, at, 20)
+    out = torch.zeros_like(query)
+    prefill(query, keys, values, at, 0.125, out, extras=extras, qkv=qkv, tiles=(16, 32, 4, 2))
+    near(out, expected, torch.float32, 2)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_decode_reads_no_page_before_its_window(splits: int) -> None:
+    extras = Extras(window=20)
+    query, keys, values, at = make([(51, 1), (90, 1), (15, 1), (200, 1)], 4, 2, 64, torch.float32)
+    expected = attention(query, keys, values, at, 0.125, extras)
+    give_away(keys, values, at, 20)
+    out = torch.zeros_like(query)
+    decode(query, keys, values, at, 0.125, out, workspace(4, 4, splits, 64), splits, extras, block_n=32)
+    near(out, expected, torch.float32, 2)
+
+
 def test_prefill_reads_this_step_from_the_projection() -> None:
     query, keys, values, at = make([(40, 33), (0, 20)], 4, 2, 64, torch.float32)
     expected = attention(query, keys, values, at, 0.125)

@@ -12,31 +12,33 @@ from meshlm.kernels.sample import reference as sampling_reference
 pytestmark = MARKS
 
 
-def test_prepare_inputs() -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_prepare_inputs(groups: int) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 1000, (9, 200), dtype=torch.int32, device=DEVICE)
-    blocks = torch.randint(0, 50, (9, 13), dtype=torch.int32, device=DEVICE)
+    blocks = torch.randint(0, 50, (groups, 9, 13), dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([3, 7, 0, 5, 8, 8], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor([17, 0, 130, 40, 0, 0], dtype=torch.int32, device=DEVICE)
     ends = torch.tensor([1, 2, 64, 130, 130, 130], dtype=torch.int32, device=DEVICE)
-    ours = tuple(torch.full((150,), 77, dtype=torch.int64, device=DEVICE) for _ in range(3))
-    theirs = tuple(torch.zeros(150, dtype=torch.int64, device=DEVICE) for _ in range(3))
-    for module, out in ((kernel, ours), (reference, theirs)):
+    ours = torch.full((2 + groups, 160), 77, dtype=torch.int64, device=DEVICE)
+    theirs = torch.zeros(2 + groups, 160, dtype=torch.int64, device=DEVICE)
+    for module, lines in ((kernel, ours), (reference, theirs)):
+        out = (lines[0, :150], lines[1, :150], lines[2:, :150])
         module.prepare_inputs(rows, starts, ends, 6, tokens, blocks, 16, out)  # type: ignore[attr-defined]
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, expected)
+    assert torch.equal(ours[:, :150], theirs[:, :150])
+    assert (ours[:, 150:] == 77).all(), "nothing is written behind the tokens"
 
 
 @pytest.mark.parametrize("n", [kernel.FEW, kernel.FEW + 1, 8193])
 def test_prepare_inputs_finds_each_of_many_requests(n: int) -> None:
     """A token each, and two of the last."""
     tokens = torch.arange(2 * n, dtype=torch.int32, device=DEVICE).view(n, 2)
-    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).view(n, 1)
+    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).view(1, n, 1)
     rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
     ends = rows + 1
     ends[-1] += 1
     ids, positions, slots = (torch.empty(n + 1, dtype=torch.int64, device=DEVICE) for _ in range(3))
-    kernel.prepare_inputs(rows, torch.zeros_like(rows), ends, n, tokens, blocks, 2, (ids, positions, slots))
+    kernel.prepare_inputs(rows, torch.zeros_like(rows), ends, n, tokens, blocks, 2, (ids, positions, slots[None]))
     expected = [2 * request for request in range(n)] + [2 * n - 1]
     assert ids.tolist() == slots.tolist() == expected
     assert positions.tolist() == [0] * n + [1]

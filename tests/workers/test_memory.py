@@ -12,6 +12,7 @@ from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
+from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load
 from meshlm.workers.weights.sources import Mapped
@@ -40,7 +41,7 @@ def test_fp8_halves_a_block(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) ->
     capability(monkeypatch, 9, 0)
     fp8 = memory.cache_dtype("fp8", torch.bfloat16, CUDA, Fp8Backend())
     assert fp8 == torch.float8_e4m3fn
-    assert 2 * memory.block_bytes(spec, 16, fp8) == memory.block_bytes(spec, 16, torch.bfloat16)
+    assert 2 * KVLayout(spec, 16, 256, fp8).page_bytes == KVLayout(spec, 16, 256, torch.bfloat16).page_bytes
 
 
 def test_fp8_needs_a_gpu_that_has_it_and_a_backend_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +72,11 @@ def test_compile_is_refused_where_it_cannot_be(smollm2: Path) -> None:
 
 def test_scales_are_of_an_fp8_cache_only(spec: ModelSpec) -> None:
     scales = [(0.5, 0.25)] * spec.num_hidden_layers
-    (first, *_) = memory.make_caches(spec, 2, 16, torch.float8_e4m3fn, CPU, scales)
+    (first, *_) = memory.make_caches(KVLayout(spec, 16, 256, torch.float8_e4m3fn), 2, CPU, scales)
     assert (first.k_scale, first.v_scale) == (0.5, 0.25)
     assert first.keys.dtype == torch.float8_e4m3fn
     assert not first.keys.float().any()
-    (first, *_) = memory.make_caches(spec, 2, 16, torch.float32, CPU, scales)
+    (first, *_) = memory.make_caches(KVLayout(spec, 16, 256, torch.float32), 2, CPU, scales)
     assert (first.k_scale, first.v_scale) == (1.0, 1.0)
 
 
@@ -101,12 +102,13 @@ def test_a_full_step_is_filled() -> None:
 def test_too_little_for_one_request_names_what_fits(smollm2: Path) -> None:
     config = resolve.resolve(flags.build({"model": str(smollm2), "device": "cpu", "max_model_len": 256}, None))
     assert config.resolved is not None
-    each = memory.block_bytes(config.resolved.spec, 16, torch.float32)
+    layout = KVLayout(config.resolved.spec, 16, 256, torch.float32)
+    each = layout.page_bytes
     with pytest.raises(ProcessFatal, match=r"--max-model-len 256 .* --max-model-len 160 would fit"):
-        memory.num_blocks(config, 10 * each, torch.float32)
+        memory.num_pages(config, 10 * each, layout)
     with pytest.raises(ProcessFatal, match="not even one block fits"):
-        memory.num_blocks(config, -5, torch.float32)
-    assert memory.num_blocks(config, 17 * each, torch.float32) == 17
+        memory.num_pages(config, -5, layout)
+    assert memory.num_pages(config, 17 * each, layout) == 17
 
 
 def test_the_share_is_the_workers_own_and_counts_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:

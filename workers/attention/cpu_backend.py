@@ -31,7 +31,15 @@ class CpuAttention(RotatedAttention):
         """See `RotatedAttention.run`."""
         batch, spans = self._batch, self.spans(query.shape[1], cache.keys.shape[2])
         return kernel.attention(
-            query, cache.keys, cache.values, batch.block_tables, batch.positions, spans, scale, sliding_window, softcap
+            query,
+            cache.keys,
+            cache.values,
+            batch.block_tables[cache.group],
+            batch.positions,
+            spans,
+            scale,
+            sliding_window,
+            softcap,
         )
 
 

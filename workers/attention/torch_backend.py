@@ -2,7 +2,8 @@
 
     out = softmax(q k^T * scale [soft cap] + mask) v        (Vaswani et al. 2017, section 3.2.1)
 
-Decodes are one batched product over gathered blocks, without a Python loop over requests; prompt chunks go one by one.
+Decodes are one batched product over gathered tokens, without a Python loop over requests; prompt chunks go one by one. Only tokens that
+a query sees are gathered: others' blocks may hold anything, and a weight of zero does not make nothing of a NaN.
 """
 
 import torch
@@ -26,16 +27,14 @@ def _attention(
 
 
 class TorchAttention(RotatedAttention):
-    """Made once per step: masks and gather indices are the same for all layers with the same window."""
+    """Made once per step: masks and gather indices are the same for all layers of a group with the same window."""
 
     def __init__(self, batch: StepInputs, block_size: int) -> None:
         self._batch, self._block_size = batch, block_size
-        self._decode_masks: dict[int, Tensor | None] = {}
+        self._decode_places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._chunk_masks: dict[tuple[int, int], Tensor | None] = {}
         assert batch.lens is not None
         self._lens = batch.lens
-        blocks = -(-batch.lens.max_decode_len // block_size)
-        self._decode_blocks = batch.block_tables[: batch.num_decodes, :blocks]
 
     def run(
         self, query: Tensor, cache: LayerCache, scale: float, sliding_window: int = 0, softcap: float = 0.0
@@ -54,31 +53,38 @@ class TorchAttention(RotatedAttention):
     def _decode(self, query: Tensor, cache: LayerCache, scale: float, window: int, softcap: float) -> Tensor:
         n, num_heads, head_dim = query.shape
         kv_heads = cache.keys.shape[2]
-        # [n, blocks, block_size, kv_heads, d] -> [n, kv_heads, context, d]
-        keys = cache.keys[self._decode_blocks].flatten(1, 2).transpose(1, 2)
-        values = cache.values[self._decode_blocks].flatten(1, 2).transpose(1, 2)
+        slots, mask = self._decoded(cache.group, window)
+        # [n, context, kv_heads, d] -> [n, kv_heads, context, d]
+        keys, values = (lines[slots].transpose(1, 2) for lines in cache.flat())
         grouped = query.view(n, kv_heads, num_heads // kv_heads, head_dim)  # a group of heads shares its keys
-        out = _attention(grouped, keys, values, self._decode_mask(window), scale, softcap)
+        out = _attention(grouped, keys, values, mask, scale, softcap)
         return out.reshape(n, num_heads, head_dim)
 
-    def _decode_mask(self, window: int) -> Tensor | None:
-        """bool [n, 1, 1, context]: which gathered positions count."""
-        if window not in self._decode_masks:
-            lens = self._lens.seq_lens[: self._batch.num_decodes, None]
-            at = torch.arange(self._decode_blocks.shape[1] * self._block_size, device=lens.device)
-            mask = at < lens
+    def _decoded(self, group: int, window: int) -> tuple[Tensor, Tensor]:
+        """Slots [n, context] of what the decodes see, and which count: bool [n, 1, 1, context]; the others name the last token."""
+        key = (group, window)
+        if key not in self._decode_places:
+            size, n = self._block_size, self._batch.num_decodes
+            lens = self._lens.seq_lens[:n, None]
+            context = -(-self._lens.max_decode_len // size) * size
+            at = torch.arange(min(context, window or context), device=lens.device)
             if window:
-                mask &= at >= lens - window
-            self._decode_masks[window] = mask[:, None, None, :]
-        return self._decode_masks[window]
+                at = at + (lens - window).clamp(min=0)
+            mask, at = at < lens, at.minimum(lens - 1)
+            slots = self._batch.block_tables[group][:n].gather(1, at // size) * size + at % size
+            self._decode_places[key] = slots, mask[:, None, None, :]
+        return self._decode_places[key]
 
     def _chunk(self, index: int, query: Tensor, cache: LayerCache, scale: float, window: int, softcap: float) -> Tensor:
-        context, count = self._lens.context_lens[index], query.shape[0]
-        blocks = self._batch.block_tables[self._batch.num_decodes + index, : -(-context // self._block_size)]
+        context, count, size = self._lens.context_lens[index], query.shape[0], self._block_size
+        first = max(0, context - count - window + 1) // size if window else 0  # block that is seen
+        table = self._batch.block_tables[cache.group][self._batch.num_decodes + index]
+        blocks, seen = table[first : -(-context // size)], context - first * size
         groups = query.shape[1] // cache.keys.shape[2]
-        keys = cache.keys[blocks].flatten(0, 1)[:context].repeat_interleave(groups, 1)
-        values = cache.values[blocks].flatten(0, 1)[:context].repeat_interleave(groups, 1)
-        mask = self._chunk_mask(count, context, window, query.device)
+        keys, values = (
+            pages[blocks].flatten(0, 1)[:seen].repeat_interleave(groups, 1) for pages in (cache.keys, cache.values)
+        )
+        mask = self._chunk_mask(count, seen, window, query.device)
         query, keys, values = (heads.transpose(0, 1)[None] for heads in (query, keys, values))
         out = _attention(query, keys, values, mask, scale, softcap)
         return out[0].transpose(0, 1)

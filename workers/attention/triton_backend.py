@@ -47,11 +47,13 @@ class TritonAttention:
 
     def __init__(self, batch: StepInputs, block_size: int, workspace: Workspace, side: AuxStream) -> None:
         assert batch.columns is not None
-        self._batch, self._columns, self._workspace, self._side = batch, batch.columns, workspace, side
-        self._longest = batch.columns.blocks.shape[1] * block_size
+        self._batch, self._workspace, self._side = batch, workspace, side
         columns = batch.columns
+        self._longest = columns.blocks.shape[1] * block_size
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
-        self._decodes = Columns(columns.rows, columns.starts, columns.ends, self._num, columns.blocks)
+        shared = (columns.rows, columns.starts, columns.ends)
+        self._columns = [Columns(*shared, columns.n, blocks) for blocks in batch.block_tables]  # by group
+        self._decodes = [Columns(*shared, self._num, blocks) for blocks in batch.block_tables]
 
     def attend(
         self,
@@ -65,7 +67,7 @@ class TritonAttention:
         sliding_window: int = 0,
     ) -> Tensor:
         extras = Extras(window=sliding_window, cap=heads.softcap, k_scale=cache.k_scale, v_scale=cache.v_scale)
-        decodes, columns = self._batch.num_decodes, self._columns
+        decodes, columns = self._batch.num_decodes, self._columns[cache.group]
         if decodes == columns.n:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
             rope = Rope(table, heads.norms, heads.eps, heads.num_heads)
@@ -104,7 +106,7 @@ class TritonAttention:
             query,
             cache.keys,
             cache.values,
-            self._decodes,
+            self._decodes[cache.group],
             scale,
             out,
             room,

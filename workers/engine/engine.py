@@ -32,6 +32,7 @@ from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.together import Together
 from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
+from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.pooler import PooledVectors, Pooler
@@ -69,7 +70,11 @@ class ModelEngine:
         if not (self.shard.is_first and self.shard.is_last):
             self._stream = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last
-        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device)
+        self.layout = KVLayout(
+            resolved.spec, self._block_size, resolved.max_model_len, self._cache_dtype, placement.shard
+        )
+        specs = self.layout.specs
+        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler()
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
@@ -79,7 +84,7 @@ class ModelEngine:
         self.graphs, self.captures = kit.graphs(self)
         self._timeline = timeline_of(device, rows)
         kit.compile_ahead(self, report)
-        count = self._num_blocks(report)
+        count = self._num_pages(report)
         self.compute.caches = self.make_caches(count)
         report("KV cache", count, count, "blocks")
         kit.warm_up(self)
@@ -91,13 +96,14 @@ class ModelEngine:
             self.captures.first(report, everything=config.worker.cudagraph_capture == "start")
         self._last = self._timeline.mark()
         gib = weight_bytes(self.model) / 2**30
-        shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{count * self._block_size} tokens"}
+        held = self.layout.tokens_held(count, resolved.max_model_len)
+        shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{held} tokens"}
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
-        self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * hidden)
+        self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * hidden, kv_specs=specs)
 
     # --- memory ---
 
-    def _num_blocks(self, report: ProgressReport) -> int:
+    def _num_pages(self, report: ProgressReport) -> int:
         wanted = self.config.cache.kv_cache_memory
         if wanted is None and self.device.type == "cpu":
             wanted = memory.cpu_budget()
@@ -105,11 +111,10 @@ class ModelEngine:
             report("memory profile", 0, 1, "")
             share = self.config.cache.gpu_memory_utilization
             wanted = memory.profile(share, self._others, lambda: self.make_caches(1), self._full_step)
-        return memory.num_blocks(self.config, wanted, self._cache_dtype, self.spec)
+        return memory.num_pages(self.config, wanted, self.layout)
 
     def make_caches(self, count: int) -> list[LayerCache]:
-        scales = self.model.kv_scales()
-        return memory.make_caches(self.spec, count, self._block_size, self._cache_dtype, self.device, scales)
+        return memory.make_caches(self.layout, count, self.device, self.model.kv_scales())
 
     def _full_step(self, caches: list[LayerCache]) -> None:
         self.compute.caches = caches

@@ -54,13 +54,15 @@ class TorchInputs:
             within = np.arange(step.t) - np.repeat(query_ends - step.counts, step.counts)
             positions = np.repeat(positions, step.counts) + within
         of_token, at, nth = put(token_rows, device), put(positions, device), put(positions // block_size, device)
-        width = -(-int(lens.max()) // block_size)
+        width, n = -(-int(lens.max()) // block_size), put(requests, device)
         num_decodes = step.num_decodes
         return StepInputs(
             input_ids=rows.tokens[of_token, at].long(),
             positions=at,
-            slot_mapping=rows.block_tables[of_token, nth].long() * block_size + at % block_size,
-            block_tables=rows.block_tables[:, :width][put(requests, device)].long(),
+            slot_mapping=tuple(
+                table[of_token, nth].long() * block_size + at % block_size for table in rows.block_tables
+            ),
+            block_tables=tuple(table[:, :width][n].long() for table in rows.block_tables),
             logits_indices=put(query_ends[step.places()] - 1, device),
             num_decodes=num_decodes,
             lens=RequestLens(

@@ -63,17 +63,20 @@ class DeviceRows:
     """Row `max_rows` is the dummy of padding.
 
     `state` is all of it on the device; `tokens`, `block_tables` and `sampling` are views of it, by row, floats kept as their bits.
+    `block_tables` [groups, rows, blocks] has one for each group of layers (protocol/kv.py); those of a row grow together.
     `num_prompt` and `table` are the host's: what the launch of a step depends on.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         rows = max_rows + 1
-        self.max_rows, self.block_size = max_rows, block_size
+        self.max_rows, self.block_size, self.num_groups = max_rows, block_size, num_groups
         self._width = aligned(max_model_len + 1)
         self._table = aligned(-(-max_model_len // block_size))
         layout = _Layout()
         self._tokens_at = layout.add(rows * self._width)
-        self._blocks_at = layout.add(rows * self._table)
+        self._tables_at = layout.add(num_groups * rows * self._table) + np.arange(num_groups) * rows * self._table
         self._seeds_at = layout.add(2 * rows)
         self._prompts_at, self._temperature_at, self._min_p_at, self._top_k_at, self._top_p_at = (
             layout.add(rows) for _ in range(5)
@@ -96,7 +99,8 @@ class DeviceRows:
         def floats(begin: int, width: int = 1) -> Tensor:
             return ints(begin, width).view(torch.float32)
 
-        self.tokens, self.block_tables = ints(self._tokens_at, self._width), ints(self._blocks_at, self._table)
+        self.tokens = ints(self._tokens_at, self._width)
+        self.block_tables = ints(int(self._tables_at[0]), self.num_groups * self._table).view(-1, rows, self._table)
         repetition, presence, frequency = self._penalties_at
         ids, adds, untils = self._edits_at
         self.sampling = SamplingColumns(
@@ -141,11 +145,12 @@ class DeviceRows:
         self.table.set(row, sampling)
         if isinstance(new.task, Pool):
             self.pools[row] = new.task.kind
-        blocks = np.frombuffer(new.block_ids, np.int32)
+        blocks = np.frombuffer(new.block_ids, np.int32).reshape(-1, self.num_groups)
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)
         changes.run(self._tokens_at + row * self._width, np.frombuffer(new.token_ids, np.int32))
-        changes.run(self._blocks_at + row * self._table, blocks)
+        for table, column in zip(self._tables_at.tolist(), blocks.T, strict=True):
+            changes.run(table + row * self._table, column)
         changes.one(self._temperature_at + row, sampling.temperature, np.float32)
         changes.one(self._min_p_at + row, sampling.min_p, np.float32)
         changes.one(self._top_k_at + row, max(0, sampling.top_k), np.int32)
@@ -164,12 +169,13 @@ class DeviceRows:
                 changes.run(begin + row * EDITS, column)
 
     def _appended(self, rows: I32) -> NDArray[np.int64]:
-        """Places of new blocks. A row may get several; its pairs stand together and in order."""
+        """Places of new blocks, in each group. A row may get several; its pairs stand together and in order."""
         first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
         lengths = np.diff(np.append(first, len(rows)))
         nth = np.arange(len(rows)) - np.repeat(first, lengths)
-        places: NDArray[np.int64] = self._blocks_at + rows.astype(np.int64) * self._table + self._num_blocks[rows] + nth
+        within = rows.astype(np.int64) * self._table + self._num_blocks[rows] + nth
         self._num_blocks[rows[first]] += lengths
+        places: NDArray[np.int64] = (within[:, None] + self._tables_at).ravel()
         return places
 
     def pooling(self, step: StepColumns) -> list[Pooling]:

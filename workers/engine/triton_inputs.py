@@ -63,6 +63,7 @@ class TritonInputs:
         self._rows, self._staging, self._device, self._samples = rows, staging, device, samples
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._changes_at = 4 * aligned(rows.max_rows + 1)
+        self._tables = rows.block_tables.unbind()
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Copy the step's columns, padded to `size` requests, and apply the changes: so many segments."""
@@ -124,9 +125,10 @@ class TritonInputs:
         size, tokens = sizes
         rows, starts, ends, places = self.columns(size)
         tables, block_size = self._rows.block_tables, self._rows.block_size
-        ids = torch.empty(3, aligned(tokens), dtype=torch.int64, device=tables.device)
-        input_ids, positions, slots = (line[:tokens] for line in ids)
-        prepare_inputs(rows, starts, ends, size, self._rows.tokens, tables, block_size, (input_ids, positions, slots))
+        ids = torch.empty(2 + len(tables), aligned(tokens), dtype=torch.int64, device=tables.device)
+        input_ids, positions, *slots = (line[:tokens] for line in ids)
+        out = (input_ids, positions, ids[2:, :tokens])
+        prepare_inputs(rows, starts, ends, size, self._rows.tokens, tables, block_size, out)
         last = None
         if count:
             places = places[:count]
@@ -136,10 +138,10 @@ class TritonInputs:
         return StepInputs(
             input_ids=input_ids,
             positions=positions,
-            slot_mapping=slots,
-            block_tables=tables,
+            slot_mapping=tuple(slots),
+            block_tables=self._tables,
             logits_indices=last,
             num_decodes=num_decodes,
-            columns=Columns(rows, starts, ends, size, tables),
+            columns=Columns(rows, starts, ends, size, self._tables[0]),
             places=places if count else None,
         )

@@ -69,7 +69,7 @@ class TritonKit:
     def warm_up(self, engine: ModelEngine) -> None:
         """Every kernel is compiled here, in each variant that steps use."""
         rows, resolved = engine.rows, engine.resolved
-        longest = rows.block_tables.shape[1] * rows.block_size
+        longest = rows.block_tables.shape[-1] * rows.block_size
         most = rows.max_rows
         kv_heads = engine.spec.num_key_value_heads
         group = engine.spec.num_attention_heads // kv_heads

@@ -58,7 +58,7 @@ class CpuOps(Composed):
         return kernel.rope_cache(
             qkv,
             batch.positions,
-            batch.slot_mapping,
+            batch.slot_mapping[cache.group],
             table,
             heads.norms,
             heads.eps,

@@ -100,7 +100,7 @@ class MoE(nn.Module):
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
         """What the experts add to the residual, which has x in it then."""
         y, residual = ops.norm(x, (norm.weight, norm.eps))
-        routing = self.router(y, batch.slot_mapping, ops)
+        routing = self.router(y, batch.slot_mapping[0], ops)
         found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
 

@@ -235,8 +235,9 @@ class TorchOps(Composed):
         half = angles.shape[1] // 2
         both = apply_rope(both, angles[:, None, :half], angles[:, None, half:])
         keys, values = cache.flat()
-        keys.index_copy_(0, batch.slot_mapping, both[:, heads.num_heads :])
-        values.index_copy_(0, batch.slot_mapping, value)
+        slots = batch.slot_mapping[cache.group]
+        keys.index_copy_(0, slots, both[:, heads.num_heads :])
+        values.index_copy_(0, slots, value)
         return both[:, : heads.num_heads]
 
 

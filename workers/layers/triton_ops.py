@@ -97,7 +97,7 @@ class TritonOps(Composed):
         return rope_cache(
             qkv,
             batch.positions,
-            batch.slot_mapping,
+            batch.slot_mapping[cache.group],
             table,
             heads.norms,
             heads.eps,

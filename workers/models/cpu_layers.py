@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshlm.kernels.cpu.layers import Layers, LayerWeights, Places, Shape
+from meshlm.kernels.cpu.layers import LayerPages, Layers, LayerWeights, Places, Shape
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.attention.cpu_backend import CpuAttention
 from meshlm.workers.batch import LayerCache, StepInputs
@@ -43,9 +43,9 @@ class CpuLayers:
         stream = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
         spans = attention.spans(spec.num_attention_heads, spec.num_key_value_heads)
         places = Places(batch.positions, batch.slot_mapping, batch.block_tables, spans)
-        keys, values = [cache.keys for cache in caches], [cache.values for cache in caches]
+        own = [LayerPages(cache.keys, cache.values, cache.group) for cache in caches]
         with record_function("meshlm::layers"):  # the profiler sees operations of torch, and this is none
-            x, stream = self._layers.run(stream, places, model.rope, keys, values)
+            x, stream = self._layers.run(stream, places, model.rope, own)
         return model.ops.add_rms_norm(x, stream, model.norm.weight, model.norm.eps)
 
 

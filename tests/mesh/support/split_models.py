@@ -14,6 +14,7 @@ from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import TorchBackend
 from meshlm.workers.batch import RequestLens, StepInputs
+from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.weights.load import load_model
 
 SHAPE: dict[str, Any] = {
@@ -63,12 +64,14 @@ def reference(folder: str, prompt: list[int], load_format: str = "dummy", num_to
     tokens = list(prompt)
     with torch.inference_mode():
         model = load_model(resolved, torch.device("cpu"), 0, lambda done, total: None)
-        kv = memory.make_caches(resolved.spec, 64, 16, torch.float32, torch.device("cpu"))
+        kv = memory.make_caches(KVLayout(resolved.spec, 16, 0, torch.float32), 64, torch.device("cpu"))
         while len(tokens) < len(prompt) + num_tokens:
             at, count = torch.arange(len(tokens)), len(tokens)
             table, last = torch.arange(64)[None], torch.tensor([count - 1])
             lens = torch.tensor([count])
-            batch = StepInputs(torch.tensor(tokens), at, at, table, last, 0, RequestLens(lens, (count,), (count,), 0))
+            batch = StepInputs(
+                torch.tensor(tokens), at, (at,), (table,), last, 0, RequestLens(lens, (count,), (count,), 0)
+            )
             hidden = model(batch, kv, TorchBackend().step(batch, 16))
             tokens.append(int(model.logits(hidden[last]).argmax()))
     return tokens[len(prompt) :]

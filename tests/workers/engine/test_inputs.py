@@ -33,14 +33,18 @@ class AtOnce(Staging):
         to[: len(values)] = torch.from_numpy(values)
 
 
-def plans() -> list[StepPlan]:
+def plans(groups: int = 1) -> list[StepPlan]:
     """Prompts, a chunk beside decodes, decodes alone, a row that is taken again; blocks come with and after their rows."""
     dice = np.random.default_rng(0)
+
+    def table(blocks: list[int]) -> bytes:
+        """In each group other blocks."""
+        return (np.array(blocks, np.int32)[:, None] + 100 * np.arange(groups, dtype=np.int32)).tobytes()
 
     def new(row: int, length: int, blocks: list[int]) -> NewRow:
         tokens = dice.integers(1, 99, length).astype(np.int32).tobytes()
         biased = SamplingParams(temperature=0.7, seed=2**62 + row, logit_bias={5: 1.5, 9: -2.0}, presence_penalty=0.5)
-        return NewRow(Row(row), tokens, length, np.array(blocks, np.int32).tobytes(), biased)
+        return NewRow(Row(row), tokens, length, table(blocks), biased)
 
     def plan(
         rows: list[int], starts: list[int], counts: list[int], samples: list[bool] | None, **rest: object
@@ -50,8 +54,8 @@ def plans() -> list[StepPlan]:
         return StepPlan(1, StepId(1), *columns, chosen, sum(counts), **rest)  # type: ignore[arg-type]
 
     def blocks(*pairs: tuple[int, int]) -> dict[str, bytes]:
-        rows, ids = (np.array(column, np.int32).tobytes() for column in zip(*pairs, strict=True))
-        return {"block_rows": rows, "block_ids": ids}
+        rows, ids = zip(*pairs, strict=True)
+        return {"block_rows": np.array(rows, np.int32).tobytes(), "block_ids": table(list(ids))}
 
     known = np.array([41], np.int32).tobytes()
     return [
@@ -71,15 +75,20 @@ def send(rows: DeviceRows, inputs: Inputs, plan: StepPlan) -> StepColumns:
     return step
 
 
-def test_torch_and_the_kernels_prepare_the_same() -> None:
-    ours, theirs = DeviceRows(ROWS, LENGTH, BLOCK, CPU), DeviceRows(ROWS, LENGTH, BLOCK, CPU)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_torch_and_the_kernels_prepare_the_same(groups: int) -> None:
+    ours, theirs = (DeviceRows(ROWS, LENGTH, BLOCK, CPU, groups) for _ in "ab")
     torch_inputs, kernels = TorchInputs(ours), TritonInputs(theirs, AtOnce(), CPU)
-    for plan in plans():
+    for plan in plans(groups):
         found = torch_inputs.of_step(send(ours, torch_inputs, plan))
         step = send(theirs, kernels, plan)
         expected = kernels.of_step(step)
         assert torch.equal(ours.state, theirs.state)
-        for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+        assert [slots.tolist() for slots in found.slot_mapping] == [slots.tolist() for slots in expected.slot_mapping]
+        assert len(found.slot_mapping) == groups
+        for nth, slots in enumerate(found.slot_mapping[1:], 1):
+            assert torch.equal(slots, found.slot_mapping[0] + 100 * nth * BLOCK)
+        for name in ("input_ids", "positions", "logits_indices"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
         assert found.num_decodes == expected.num_decodes
         lens = (step.starts + step.counts).tolist()
@@ -89,7 +98,9 @@ def test_torch_and_the_kernels_prepare_the_same() -> None:
         assert found.lens.context_lens == tuple(lens[found.num_decodes :])
         assert found.lens.max_decode_len == max(lens[: found.num_decodes], default=0)
         width = -(-max(lens) // BLOCK)
-        assert found.block_tables.tolist() == theirs.block_tables[step.rows.tolist(), :width].tolist()
+        assert [table.tolist() for table in found.block_tables] == theirs.block_tables[
+            :, step.rows.tolist(), :width
+        ].tolist()
 
 
 def test_nothing_that_changes_is_nothing_that_is_written() -> None:
@@ -100,4 +111,4 @@ def test_nothing_that_changes_is_nothing_that_is_written() -> None:
     decodes = (np.array(column, np.int32).tobytes() for column in ([4, 1], [10, 17]))
     found = inputs.of_step(send(rows, inputs, StepPlan(1, StepId(2), *decodes, b"", b"", 2)))
     assert torch.equal(rows.state, before)
-    assert found.slot_mapping.tolist() == [3 * BLOCK + 2, 2 * BLOCK + 1]
+    assert found.slot_mapping[0].tolist() == [3 * BLOCK + 2, 2 * BLOCK + 1]

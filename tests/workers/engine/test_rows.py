@@ -14,16 +14,22 @@ from meshlm.workers.engine.rows import DeviceRows
 ROWS, LENGTH, SIZE = 5, 70, 16
 
 
-def plan(new_rows: list[NewRow], appended: list[tuple[int, int]]) -> StepPlan:
-    rows, ids = np.array([a for a, _ in appended], np.int32), np.array([b for _, b in appended], np.int32)
-    return StepPlan(
-        1, StepId(1), b"", b"", b"", b"", 0, new_rows=new_rows, block_rows=rows.tobytes(), block_ids=ids.tobytes()
-    )
+def in_group(nth: int, blocks: list[int]) -> list[int]:
+    """Each group has blocks of its own."""
+    return [block + 100_000 * nth for block in blocks]
 
 
-def new_row(row: int, tokens: list[int], blocks: list[int], sampling: SamplingParams) -> NewRow:
-    ids, table = np.array(tokens, np.int32).tobytes(), np.array(blocks, np.int32).tobytes()
-    return NewRow(Row(row), ids, len(tokens), table, sampling)
+def table(blocks: list[int], groups: int) -> bytes:
+    return np.array([in_group(nth, blocks) for nth in range(groups)], np.int32).T.tobytes()
+
+
+def plan(new_rows: list[NewRow], appended: list[tuple[int, int]], groups: int = 1) -> StepPlan:
+    rows, ids = np.array([a for a, _ in appended], np.int32).tobytes(), table([b for _, b in appended], groups)
+    return StepPlan(1, StepId(1), b"", b"", b"", b"", 0, new_rows=new_rows, block_rows=rows, block_ids=ids)
+
+
+def new_row(row: int, tokens: list[int], blocks: list[int], sampling: SamplingParams, groups: int = 1) -> NewRow:
+    return NewRow(Row(row), np.array(tokens, np.int32).tobytes(), len(tokens), table(blocks, groups), sampling)
 
 
 def apply(rows: DeviceRows, made: StepPlan) -> None:
@@ -37,7 +43,7 @@ def test_a_new_row_brings_tokens_blocks_and_sampling() -> None:
     sampling = SamplingParams(temperature=0.5, seed=2**62 + 3, top_k=7, top_p=0.25, min_p=0.125)
     apply(rows, plan([new_row(3, [5, 6, 7], [11, 12], sampling)], []))
     assert rows.tokens[3, :4].tolist() == [5, 6, 7, 0]
-    assert rows.block_tables[3, :3].tolist() == [11, 12, 0]
+    assert rows.block_tables[0, 3, :3].tolist() == [11, 12, 0]
     assert float(rows.sampling.temperature[3]) == 0.5
     halves = rows.sampling.seeds[3].numpy().view(np.uint32)
     assert int(halves[0]) | int(halves[1]) << 32 == 2**62 + 3
@@ -54,14 +60,15 @@ def test_nothing_changed_is_nothing_sent() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_block_tables_follow_a_list_model(data: st.DataObject) -> None:
-    rows = DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu"))
+    groups = data.draw(st.integers(1, 3))
+    rows = DeviceRows(ROWS, LENGTH, SIZE, torch.device("cpu"), groups)
     model: dict[int, list[int]] = {}
     for step in range(data.draw(st.integers(1, 8))):
         fresh = data.draw(st.sets(st.integers(0, ROWS - 1), max_size=2))
         new_rows = []
         for row in sorted(fresh):
             model[row] = [100 * step + row]
-            new_rows.append(new_row(row, [1], model[row], SamplingParams()))
+            new_rows.append(new_row(row, [1], model[row], SamplingParams(), groups))
         appended: list[tuple[int, int]] = []
         for row in sorted(model):
             for nth in range(data.draw(st.integers(0, 2))):
@@ -69,6 +76,7 @@ def test_block_tables_follow_a_list_model(data: st.DataObject) -> None:
                     block = 1000 * step + 10 * row + nth
                     model[row].append(block)
                     appended.append((row, block))
-        apply(rows, plan(new_rows, appended))
+        apply(rows, plan(new_rows, appended, groups))
         for row, blocks in model.items():
-            assert rows.block_tables[row, : len(blocks)].tolist() == blocks
+            for nth in range(groups):
+                assert rows.block_tables[nth, row, : len(blocks)].tolist() == in_group(nth, blocks)

@@ -93,7 +93,7 @@ class Case:
         )
         mine = [rows[place] for place in lines]
         on_device = None if places is None else torch.tensor(places, dtype=torch.int32)
-        batch: Any = SimpleNamespace(columns=Columns(*columns, len(rows), self.rows.block_tables), places=on_device)
+        batch: Any = SimpleNamespace(columns=Columns(*columns, len(rows), self.rows.block_tables[0]), places=on_device)
         self.head.choose(self.hidden[mine], batch)
         self.head.by_torch(self.at(mine), self.table)
         details = self.head.logprobs(np.array(mine, np.int32), np.array(lines), self.table)

@@ -85,7 +85,7 @@ class Driver:
             self._listen(made.head)
 
     def _row(self, row: int, tokens: list[int]) -> NewRow:
-        blocks = 1024 // BLOCK
+        blocks = 1024 // BLOCK * self.engine.rows.num_groups
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
         task = self.tasks.get(row, GENERATE)

@@ -82,8 +82,8 @@ def batch_of(parts: list[tuple[list[int], int, list[int]]]) -> StepInputs:
     return StepInputs(
         input_ids=torch.tensor(ids),
         positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
+        slot_mapping=(torch.tensor(slots),),
+        block_tables=(torch.tensor([table + [0] * (width - len(table)) for table in tables]),),
         logits_indices=torch.arange(len(ids)),
         num_decodes=decodes,
         lens=RequestLens(
