@@ -1,16 +1,15 @@
 """Prometheus metrics with vLLM's names under the prefix `meshlm:`.
 
 Import after runtime/metrics.py has set the multiprocess directory: any frontend then answers for all. Without that directory it
-answers for itself. Per-token observations are counted in plain lists and handed over once a second, because one observation of the
-library costs more than sending the token.
+answers for itself. Observations are counted in plain lists and handed over in bulk, once a second and when an answer ends, because one
+observation of the library costs more than sending a token, and an answer may have thousands of sequences.
 """
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import REGISTRY, Collector
 from prometheus_client.samples import Sample
 
@@ -119,11 +118,18 @@ class EngineMetrics:
     """What one frontend counts of the requests of one engine, a data-parallel rank. "" stands for no rank yet."""
 
     def __init__(self, families: "Families", model: str, engine: str) -> None:
-        def of(family: Histogram) -> Histogram:
-            return family.labels(model, engine)
+        def of(family: Histogram) -> _Bulk:
+            bulk = _Bulk(family.labels(model, engine))
+            self._bulks.append(bulk)
+            return bulk
 
-        self.ttft, self.e2e, self.tpot = of(families.ttft), of(families.e2e), of(families.tpot)
-        self.itl = _Bulk(of(families.itl), _ITL)
+        self._bulks: list[_Bulk] = []
+        self.ttft, self.itl, self.e2e, self.tpot = (
+            of(families.ttft),
+            of(families.itl),
+            of(families.e2e),
+            of(families.tpot),
+        )
         self.prompt, self.generation, self.max_tokens = map(
             of, (families.prompt, families.generation, families.max_tokens)
         )
@@ -132,9 +138,10 @@ class EngineMetrics:
         self.generation_tokens = families.generation_tokens.labels(model, engine)
         self._phases = tuple(of(family) for family in families.phases)
         self._success = {reason: families.success.labels(model, engine, reason.value) for reason in FinishReason}
+        self._finished: dict[FinishReason, int] = {}
 
     def finished(self, reason: FinishReason) -> None:
-        self._success[reason].inc()
+        self._finished[reason] = self._finished.get(reason, 0) + 1
 
     def phases(self, first: First, decode_s: float) -> None:
         """Of a sequence that got tokens: where its time went."""
@@ -143,6 +150,14 @@ class EngineMetrics:
             self._phases, (first.queued_us / 1e6, prefill_s, decode_s, prefill_s + decode_s), strict=True
         ):
             histogram.observe(value)
+
+    def flush(self) -> None:
+        """Hand over what was counted."""
+        for bulk in self._bulks:
+            bulk.flush()
+        for reason, count in self._finished.items():
+            self._success[reason].inc(count)
+        self._finished.clear()
 
 
 class Families:
@@ -215,6 +230,11 @@ class Metrics:
             found = self._by_engine[engine] = EngineMetrics(self._families, self._model, engine)
         return found
 
+    def flush(self) -> None:
+        """Hand over what was counted."""
+        for engine in self._by_engine.values():
+            engine.flush()
+
     def mesh(self, stats: MeshStats) -> None:
         """The schedulers' figures, as the coordinator collected them, and its own."""
         self._held.set(stats.num_held)
@@ -250,24 +270,25 @@ def _shared(name: str, text: str, *labels: str) -> Gauge:
 class _Bulk:
     """Observations of a histogram, counted here and handed over in bulk."""
 
-    def __init__(self, histogram: MetricWrapperBase, buckets: tuple[float, ...]) -> None:
-        self._histogram, self._bounds = histogram, buckets
-        self._counts = [0] * (len(buckets) + 1)
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._bounds: Sequence[float] = histogram._upper_bounds  # infinity is the last
+        self._counts: dict[int, int] = {}  # by bucket
         self._sum = 0.0
 
-    def observe(self, value: float, times: int) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
+    def observe(self, value: float, times: int = 1) -> None:
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] = self._counts.get(bucket, 0) + times
         self._sum += value * times
 
     def flush(self) -> None:
         """prometheus_client has no call for many observations at once; these are its own fields."""
-        if not self._sum:
+        if not self._counts:
             return
-        self._histogram._sum.inc(self._sum)  # type: ignore[attr-defined]
-        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):  # type: ignore[attr-defined]
-            if count:
-                bucket.inc(count)
-        self._counts = [0] * len(self._counts)
+        self._histogram._sum.inc(self._sum)
+        for bucket, count in self._counts.items():
+            self._histogram._buckets[bucket].inc(count)
+        self._counts = {}
         self._sum = 0.0
 
 

@@ -41,9 +41,7 @@ def of_completion(prompt: Any, add_special: bool, resolved: Resolved, truncates:
             limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
     items.reverse()
     found = []
-    while (
-        items
-    ):  # each is freed as soon as it is read: to free millions of numbers at once takes as long as to make them
+    while items:  # each is freed when it is read: to free millions of numbers at once takes as long as to make them
         found.append(_prompt(items.pop(), add_special, resolved.spec.vocab_size))
     return found
 

@@ -21,17 +21,19 @@ _FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let
 def observe_tokens(metrics: "Metrics", tracker: RequestTracker) -> None:
     """What came since the last call: first tokens, the times between tokens, their number."""
     begun, counts = tracker.take_counts()
+    prompt_tokens: dict[str, int] = {}
     for choice in begun:
-        engine = metrics.engine(choice.engine)
-        engine.ttft.observe(choice.first_at - choice.opened_at)
-        engine.prompt_tokens.inc(choice.num_prompt_tokens)
-    for name, count in counts.items():
+        metrics.engine(choice.engine).ttft.observe(choice.first_at - choice.opened_at)
+        prompt_tokens[choice.engine] = prompt_tokens.get(choice.engine, 0) + choice.num_prompt_tokens
+    for name, count in prompt_tokens.items():
+        metrics.engine(name).prompt_tokens.inc(count)
+    for name, came in counts.items():
         engine = metrics.engine(name)
-        for interval, times in count.intervals.items():
+        for interval, times in came.intervals.items():
             engine.itl.observe(interval, times)
-        engine.itl.flush()
-        if count.num_tokens:
-            engine.generation_tokens.inc(count.num_tokens)
+        if came.num_tokens:
+            engine.generation_tokens.inc(came.num_tokens)
+    metrics.flush()
 
 
 def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> None:
@@ -52,6 +54,7 @@ def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> Non
             engine = metrics.engine(choices[0].engine)
             engine.n.observe(answer.ask.num_returned)
             engine.longest.observe(max(len(choice.token_ids) for choice in choices))
+    metrics.flush()
 
 
 def _observe_sequence(metrics: "Metrics", answer: Response, choice: Choice, max_model_len: int) -> None:

@@ -89,3 +89,40 @@ def test_metrics_are_what_vllm_s_are() -> None:
         assert all(set(sample.labels) - {"le"} == set(vllm_metrics.ENGINE) for sample in samples), name
         ours = [float(sample.labels["le"]) for sample in samples if sample.name.endswith("_bucket")]
         assert ours[vllm_metrics.FINER.get(name, 0) :] == [*ends, float("inf")], name
+
+
+BULK = """
+from meshlm.protocol.token_edge import First
+engine = metrics.engine("3")
+value, writes = type(engine.generation_tokens._value), 0
+inc = value.inc
+
+def counted(self, *amount):
+    global writes
+    writes += 1
+    return inc(self, *amount)
+
+value.inc = counted
+for number in range(4000):
+    engine.e2e.observe(2.0)
+    engine.ttft.observe(0.0)
+    engine.phases(First(0, 0, 3_000_000, 0), 0.5)
+    engine.finished(FinishReason.LENGTH)
+metrics.flush()
+metrics.flush()
+assert writes < 20, writes
+"""
+
+
+def test_many_sequences_are_observed_at_once() -> None:
+    """The end of an answer with 4,000 sequences held its frontend up for 0.3 s: 40,000 writes to the shared files."""
+    lines = told(BULK).splitlines()
+    name = "meshlm:request_{}_time_seconds_{}"
+    labels = 'engine="3",model_name="m"'
+    assert f"meshlm:e2e_request_latency_seconds_sum{{{labels}}} 8000.0" in lines
+    assert f"meshlm:e2e_request_latency_seconds_count{{{labels}}} 4000.0" in lines
+    assert f"meshlm:time_to_first_token_seconds_count{{{labels}}} 4000.0" in lines, "zeros are observations"
+    assert f"{name.format('queue', 'count')}{{{labels}}} 4000.0" in lines
+    assert f"{name.format('inference', 'sum')}{{{labels}}} 14000.0" in lines
+    success = 'meshlm:request_success_total{engine="3",finished_reason="length",model_name="m"} 4000.0'
+    assert success in lines

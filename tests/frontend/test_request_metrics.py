@@ -29,6 +29,8 @@ class Recorder:
     def engine(self, engine: str) -> Any:
         return _Engine(self.seen, engine)
 
+    def flush(self) -> None: ...
+
     def take(self) -> dict[str, list[Any]]:
         seen, self.seen = self.seen, {}
         return seen
@@ -44,8 +46,6 @@ class _Engine:
         class Observed:
             def observe(self, *values: Any) -> None:
                 seen.setdefault(key, []).append(values if len(values) > 1 else values[0])
-
-            def flush(self) -> None: ...
 
             inc = __call__ = observe
 
