@@ -45,7 +45,7 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
 )  # fmt: skip
 def test_what_is_not_honoured_is_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        formats()[config["quant_method"]].read(config)
+        formats()[str(config["quant_method"])].read(config)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_is_not_honoured_is_named(config: dict[str, Any], said: str) -> Non
 )
 def test_layers_that_are_not_quantised(ignore: list[str], module: str, quantised: bool) -> None:
     for config in ({**FP8, "modules_to_not_convert": ignore}, compressed(ignore=ignore)):
-        spec = formats()[config["quant_method"]].read(config)
+        spec = formats()[str(config["quant_method"])].read(config)
         assert (scheme_of(spec, module) is not None) == quantised
 
 

@@ -87,8 +87,9 @@ def test_serving_needs_a_serving_rank_and_a_ready_detokenizer() -> None:
 
 def test_a_new_frontend_hears_at_once_whether_requests_can_be_served() -> None:
     bench = Bench(D0, S0)
-    (send,) = [send for send in bench.join(F0) if isinstance(send.message, control.MeshStats)]
-    assert (send.to, send.message.serving) == (F0, True)
+    sends = bench.join(F0)
+    assert [send.to for send in only(sends, control.MeshStats)] == [F0]
+    assert [said.serving for said in stats(sends)] == [True]
     assert [send.to for send in bench.join(F0, life=2) if isinstance(send.message, control.MeshStats)] == [F0]
 
 

@@ -1,6 +1,7 @@
 """Any history of joins, deaths, loads and requests leaves every request with one owner and one end."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
@@ -120,7 +121,7 @@ class Mesh(Bench):
             self.join(identity, fake.life)
             self.report(identity)
 
-    def report(self, identity: Identity, serving: bool = True, **more: object) -> None:
+    def report(self, identity: Identity, serving: bool = True, **more: Any) -> None:
         fake = self.schedulers[identity]
         fake.serving = serving
         ended, fake.ended = tuple(fake.ended), []

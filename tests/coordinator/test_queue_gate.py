@@ -7,12 +7,13 @@ from meshlm.protocol import control_edge as control
 from meshlm.protocol.admit_edge import Refused
 from meshlm.protocol.control_edge import QueueFull
 from meshlm.protocol.ids import Identity, Role
+from meshlm.runtime.events import Send
 
 F1 = Identity(Role.FRONTEND, 1)
 
 
-def told(sends: list[object]) -> list[tuple[Identity, bool]]:
-    return [(send.to, send.message.on) for send in only(sends, QueueFull)]  # type: ignore[arg-type,attr-defined]
+def told(sends: list[Send]) -> list[tuple[Identity, bool]]:
+    return [(send.to, send.message.on) for send in sends if isinstance(send.message, QueueFull)]
 
 
 def full(max_waiting: int = 2) -> Bench:

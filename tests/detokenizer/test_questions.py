@@ -41,7 +41,7 @@ def question(handle: int, text: str = "a") -> Tokenize:
 
 
 def order(questions: Questions) -> list[int]:
-    found = []
+    found: list[int] = []
     while (one := questions.take()) is not None:
         found.append(one.message.handle)
         questions.check()

@@ -106,7 +106,9 @@ def theirs(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_prompt_is_that_of_transformers(family: str, conversation: str, tools: list[Json] | None) -> None:
     messages = CONVERSATIONS[conversation]
-    for extra in ({}, {"documents": DOCUMENTS, "enable_thinking": False, "date_string": "1 Jan 2020"}):
+    variables: Json = {"documents": DOCUMENTS, "enable_thinking": False, "date_string": "1 Jan 2020"}
+    nothing: Json = {}
+    for extra in (nothing, variables):
         try:
             expected = theirs(FAMILIES[family], messages, tools, **copy.deepcopy(extra))
         except (jinja2.TemplateError, TypeError):
@@ -187,5 +189,5 @@ def test_content_is_text_or_parts_as_the_template_needs_it(
 
 
 def test_a_message_of_parts_goes_on() -> None:
-    messages = [USER, {**PARTS, "role": "assistant"}]
+    messages: list[Json] = [USER, {**PARTS, "role": "assistant"}]
     assert ours(PARTS_ALONE, messages, goes_on=True).endswith("<|assistant|>a;b")

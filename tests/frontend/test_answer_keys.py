@@ -65,8 +65,10 @@ def test_a_streamed_chat() -> None:
     assert set(first["choices"][0]) == answer_keys.CHAT_FIRST_CHUNK_CHOICE | {"token_ids"}
     assert len(others) == 2
     for chunk in others:
-        assert (set(chunk), set(chunk["choices"][0])) == (answer_keys.CHAT_CHUNK, answer_keys.CHAT_CHUNK_CHOICE)
-    assert (set(last), set(last["choices"][0])) == (answer_keys.CHAT_CHUNK, answer_keys.CHAT_LAST_CHUNK_CHOICE)
+        assert set(chunk) == answer_keys.CHAT_CHUNK
+        assert set(chunk["choices"][0]) == answer_keys.CHAT_CHUNK_CHOICE
+    assert set(last) == answer_keys.CHAT_CHUNK
+    assert set(last["choices"][0]) == answer_keys.CHAT_LAST_CHUNK_CHOICE
     (usage,) = chunks([answer.last_events().partition(b"\n\n")[0] + b"\n\n"], True)
     assert set(usage) == answer_keys.USAGE_CHUNK
     seen = [ChatCompletionChunk.model_validate(chunk, strict=True).choices[0] for chunk in (first, *others, last)]

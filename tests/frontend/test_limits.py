@@ -87,7 +87,7 @@ def test_a_prompts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("text", prompt="ü" * 50).prompts == [TextPrompt("ü" * 50)]
     assert refused("text", {"prompt": "ü" * 51})[1]["param"] == "prompt"
     ask("chat")
-    tools = {"messages": [{"role": "user", "content": "x" * 101}]}
+    tools: dict[str, object] = {"messages": [{"role": "user", "content": "x" * 101}]}
     assert refused("chat", tools)[1]["param"] == "messages"
 
 
@@ -124,7 +124,9 @@ def test_the_largest_requests_fit_into_their_messages() -> None:
         names[0], handles[0], bytes(4 * CONTEXT), FULL_LISTS, output_token_ids=bytes(4 * CONTEXT), cache_salt=copied
     )
     row = NewRow(Row(0), bytes(8 * CONTEXT), CONTEXT, bytes(CONTEXT), FULL_LISTS)
-    no_rows = {"rows": b"", "starts": b"", "counts": b"", "samples": b"", "num_tokens": 0}
+    most_rows = StepPlan(
+        1 << 40, StepId(1 << 40), rows=b"", starts=b"", counts=b"", samples=b"", num_tokens=0, new_rows=[row] * 2
+    )  # sizes.MAX_START_BYTES, and one more
     life = Incarnation(1 << 62)
     most: list[Struct] = [
         submit,
@@ -132,7 +134,7 @@ def test_the_largest_requests_fit_into_their_messages() -> None:
         Tokenize(handles[0], submit.prompt),
         Admit(work, 1, tuple(SchedulerIncarnation(Identity(Role.SCHEDULER, rank), life) for rank in range(1024))),
         Assign(work, Identity(Role.DETOKENIZER, 1), life),
-        StepPlan(1 << 40, StepId(1 << 40), **no_rows, new_rows=[row] * 2),  # sizes.MAX_START_BYTES, and one more
+        most_rows,
         Accepted(handles, CONTEXT, bytes(4 * CONTEXT), "x" * 8 * CONTEXT),
         AbortRequests(names * 32),
     ]
@@ -145,7 +147,7 @@ def test_log_probabilities_fit_into_their_messages() -> None:
     num_positions = 10_000
     text = "ordinary"
     entry = TokenLogprob(1 << 20, -1.1, 1 << 20, text, text.encode())
-    positions = [PositionLogprobs(entry, (entry,) * 20)] * num_positions
+    positions = [PositionLogprobs(entry, len(text), (entry,) * 20)] * num_positions
     each = len(encode(positions)) / (21 * num_positions)
     assert each <= ENTRY_BYTES + 4 * len(text)
     assert MAX_PROMPT_LOGPROBS * each + MAX_BATCH_BYTES <= MAX_MESSAGE_BYTES
@@ -172,12 +174,11 @@ def test_a_small_body_stays_small(data: st.DataObject) -> None:
         "stop_token_ids": draw(st.sampled_from([[], IDS[:3], IDS])),
         "logprobs": draw(st.sampled_from([None, 0, 20])),
     }
+    refusal: HttpError | None = None
     try:
         found = ask("text", **fields)
     except HttpError as error:
         refusal = error
-    else:
-        refusal = None
     if refusal is not None:
         assert refusal.status == 400
         assert "at most" in refusal.message or "more than" in refusal.message

@@ -14,9 +14,9 @@ class Door:
     """A gate before an app that reads the body and says so."""
 
     def __init__(self, reason: str = FULL) -> None:
-        self.reason, self.asked, self.times = reason, [], []
-        self.asked: list[bool]
-        self.times: list[float]
+        self.reason = reason
+        self.asked: list[bool] = []
+        self.times: list[float] = []
         self.gate = LoadShedder(self._app, self._refusal, self.times.append)
 
     def _refusal(self, *, attaches: bool) -> str:

@@ -74,6 +74,7 @@ def test_metrics_are_what_vllm_s_are() -> None:
         for family in text_string_to_metric_families(told(seen))
         if family.name.startswith("meshlm:")
     }
+    labels: tuple[str, ...]
     for name, labels in vllm_metrics.GAUGES.items():
         assert families[name].type == "gauge"
         assert set(families[name].samples[0].labels) == set(labels), name

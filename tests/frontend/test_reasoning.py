@@ -99,9 +99,9 @@ def test_reasoning_that_is_left_out_is_told_by_no_logprobs_and_ids() -> None:
     give(answer, 0, [7], "a</think>b", STOP, logprobs=at)
     (choice,) = body(answer)["choices"]
     assert (choice["logprobs"], choice["token_ids"]) == (None, None)
-    answer, events, _ = streamed(ask)
-    give(answer, 0, [7], "a", logprobs=at)
-    give(answer, 0, [8], "</think>b", STOP, logprobs=at)
+    stream, events, _ = streamed(ask)
+    give(stream, 0, [7], "a", logprobs=at)
+    give(stream, 0, [8], "</think>b", STOP, logprobs=at)
     found = [choice for chunk in chunks(events, True) for choice in chunk["choices"]]
     assert [choice["delta"].get("content") for choice in found] == ["", "b"]
     assert not any(choice["logprobs"] or choice["token_ids"] for choice in found)

@@ -117,8 +117,8 @@ def test_a_sequence_is_observed_at_its_end(tracker: RequestTracker) -> None:
     client.row(0, [2, 3], 12.0, FinishReason.LENGTH)
     client.row(1, [1], 11.0, FinishReason.STOP, rank=3)
     seen = client.end()
-    assert seen["e2e/2"], seen["e2e/3"] == ([2.0], [1.0])
-    assert seen["finished/2"], seen["finished/3"] == ([FinishReason.LENGTH], [FinishReason.STOP])
+    assert (seen["e2e/2"], seen["e2e/3"]) == ([2.0], [1.0])
+    assert (seen["finished/2"], seen["finished/3"]) == ([FinishReason.LENGTH], [FinishReason.STOP])
     assert (seen["prompt/2"], seen["generation/2"], seen["tpot/2"]) == ([96], [3], [0.5])
     assert seen["max_tokens/2"] == [4000], "what it may use"
     assert seen["phases/2"][0][1] == 1.0

@@ -283,7 +283,12 @@ def test_choices_that_wait_for_a_detokenizer_are_not_compared_each_with_each(mon
         assert tracker.open(choices, submit) == []
     assert len(tracker.orphans) == 32
     compared: list[object] = []
-    monkeypatch.setattr(Choice, "__eq__", lambda one, other: compared.append(other) or one is other)
+
+    def equal(one: Choice, other: object) -> bool:
+        compared.append(other)
+        return one is other
+
+    monkeypatch.setattr(Choice, "__eq__", equal)
     monkeypatch.setattr(Choice, "__hash__", object.__hash__)
     tracker.expire_orphans(1.0)
     assert tracker.close(answer.choices) == []

@@ -1,6 +1,7 @@
 """Idempotency-Key and Last-Event-ID: what is allowed, and that a stream goes on exactly after the event that the client has."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import answering
@@ -180,7 +181,7 @@ def histories(draw: st.DrawFn) -> tuple[ParsedRequest, list[list[Row]]]:
     return ask, rows
 
 
-def interleaved(draw: st.DrawFn, rows: list[list[Row]]) -> list[Row]:
+def interleaved(draw: Callable[[st.SearchStrategy[Any]], Any], rows: list[list[Row]]) -> list[Row]:
     left = [list(mine) for mine in rows]
     found = []
     while any(left):
@@ -211,7 +212,9 @@ def at_cuts(rows: list[list[Row]], cuts: tuple[int, ...]) -> list[list[Row]]:
     """Rows as a detokenizer sends them again: what the client has in one piece, and a row that begins where it ends."""
     found: list[list[Row]] = []
     for mine, cut in zip(rows, cuts, strict=True):
-        before, after, count = [], [], 0
+        before: list[Row] = []
+        after: list[Row] = []
+        count = 0
         for row in mine:
             count += len(row[1])
             (before if count <= cut else after).append(row)

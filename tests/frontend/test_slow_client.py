@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshlm.frontend.http import EXTENSION, ByteBudget, EventWriter
+from meshlm.frontend.connection import EXTENSION
+from meshlm.frontend.http import ByteBudget, EventWriter
 
 
 class Flow:

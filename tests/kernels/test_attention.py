@@ -214,11 +214,11 @@ def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, no
     positions = at.starts.long()
     slots = at.blocks[at.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
     expected_keys, expected_values = keys.clone(), values.clone()
-    query = rope_cache(qkv.clone(), positions, slots, table, norms, 1e-6, expected_keys, expected_values, heads)  # type: ignore[arg-type]
+    query = rope_cache(qkv.clone(), positions, slots, table, norms, 1e-6, expected_keys, expected_values, heads)
     expected = attention(query, expected_keys, expected_values, at, 0.125)
     out = torch.empty(4, heads, dim, device=DEVICE, dtype=dtype)
     room = workspace(4, heads, splits, dim)
-    rope = Rope(table, norms, 1e-6, heads)  # type: ignore[arg-type]
+    rope = Rope(table, norms, 1e-6, heads)
     decode(qkv, keys, values, at, 0.125, out, room, splits, rope=rope)
     near(keys, expected_keys, dtype)
     assert torch.equal(values, expected_values)

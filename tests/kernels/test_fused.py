@@ -56,8 +56,8 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, rotary: int, normed: bo
     norms = tuple(torch.rand(2, dim, device=DEVICE).to(dtype) + 0.5) if normed else None
     caches = torch.zeros(4, 2, 16, kv_heads, dim, device=DEVICE, dtype=dtype)
     both = qkv.clone()
-    ours = rope.rope_cache(qkv, positions, slots, table, norms, 1e-6, caches[0], caches[1], heads)  # type: ignore[arg-type]
-    theirs = rope_reference.rope_cache(both, positions, slots, table, norms, 1e-6, caches[2], caches[3], heads)  # type: ignore[arg-type]
+    ours = rope.rope_cache(qkv, positions, slots, table, norms, 1e-6, caches[0], caches[1], heads)
+    theirs = rope_reference.rope_cache(both, positions, slots, table, norms, 1e-6, caches[2], caches[3], heads)
     near(ours, theirs, dtype)
     near(qkv, both, dtype)
     near(caches[:2], caches[2:], dtype)
@@ -116,7 +116,7 @@ def test_gemv(outputs: int, inputs: int, dtype: torch.dtype) -> None:
         {"norm": norm_weight, "residual": residual, "eps": 1e-5},
         {"norm": norm_weight, "residual": residual, "eps": 1e-5, "gate": True},
     ):
-        ours, stream = gemv.gemv(x, weight, **options)  # type: ignore[arg-type]
-        theirs, expected = gemv_reference.gemv(x, weight, **options)  # type: ignore[arg-type]
+        ours, stream = gemv.gemv(x, weight, **options)
+        theirs, expected = gemv_reference.gemv(x, weight, **options)
         near(ours, theirs, dtype, 2)
         assert torch.equal(stream, expected)

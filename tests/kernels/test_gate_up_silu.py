@@ -1,12 +1,14 @@
 """Gate and up projection with the gate in one kernel, against the unfused operations."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, ON_GPU, near
+from torch import Tensor
 
 from meshlm.kernels import tables
 from meshlm.kernels.gate_up_silu import kernel, reference, tune
@@ -74,7 +76,10 @@ def test_entries_of_a_table() -> None:
 def test_candidates_that_compute_something_else_or_cannot_run_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    odd = {B: lambda x, w: reference.gate_up_silu(x, w) * 1.1, SMALL[2]: lambda x, w: 1 / 0}
+    odd: dict[object, Callable[[Tensor, Tensor], object]] = {
+        B: lambda x, w: reference.gate_up_silu(x, w) * 1.1,
+        SMALL[2]: lambda x, w: 1 / 0,
+    }
     monkeypatch.setattr(tune, "usual", reference.gate_up_silu)
     monkeypatch.setattr(tune, "gate_up_silu", lambda x, w, shape: odd.get(shape, reference.gate_up_silu)(x, w))
     assert tune.right(torch.randn(20, 32), torch.randn(96, 32) / 6, [A, B, SMALL[2]]) == [A]

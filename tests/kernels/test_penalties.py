@@ -67,11 +67,14 @@ class Case:
         rows = [self.num - 1 - line for line in lines]
         texts = [self.tokens[row, : self.lens[row]].tolist() for row in rows]
         prompts = [int(self.prompt_lens[row]) for row in rows]
+        repetition, presence, frequency = ([self.settings[row][i] for row in rows] for i in range(3))
         return reference.penalise(
             logits,
             [text[:n] for text, n in zip(texts, prompts, strict=True)],
             [text[n:] for text, n in zip(texts, prompts, strict=True)],
-            *([self.settings[row][i] for row in rows] for i in range(3)),
+            repetition,
+            presence,
+            frequency,
             [self.edits[row] for row in rows],
         )
 

@@ -140,8 +140,8 @@ def test_a_variant_that_is_asked_for_in_other_words_is_not_compiled_again(gpu: D
     x, out = torch.empty(16), torch.empty(16)
 
     def both() -> None:
-        kernel[(1,)](x, out, BLOCK=16)  # type: ignore[index]
-        kernel[(1,)](x, out, BLOCK=16, num_warps=4)  # type: ignore[index]
+        kernel[(1,)](x, out, BLOCK=16)
+        kernel[(1,)](x, out, BLOCK=16, num_warps=4)
 
     with precompiled(threads=2):
         both()

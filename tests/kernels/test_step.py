@@ -24,7 +24,7 @@ def test_prepare_inputs(groups: int) -> None:
     theirs = torch.zeros(2 + groups, 160, dtype=torch.int64, device=DEVICE)
     for module, lines in ((kernel, ours), (reference, theirs)):
         out = (lines[0, :150], lines[1, :150], lines[2:, :150])
-        module.prepare_inputs(rows, starts, ends, 6, tokens, blocks, 16, out)  # type: ignore[attr-defined]
+        module.prepare_inputs(rows, starts, ends, 6, tokens, blocks, 16, out)
     assert torch.equal(ours[:, :150], theirs[:, :150])
     assert (ours[:, 150:] == 77).all(), "nothing is written behind the tokens"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from meshlm.kernels import tables
+from meshlm.kernels.attention import bench as attention_bench
 from meshlm.kernels.attention import tiles
 from meshlm.kernels.attention import tune as attention_tune
 from meshlm.kernels.gemv import kernel as gemv
@@ -207,9 +208,9 @@ def test_the_tuner_of_attention_keeps_what_steps_have_chosen(
     tile = (64, 2, 2)
     of_groups = [{"splits_from": 32, "block_n": 16, "warps": 1, "stages": 2, "group_to": group} for group in groups]
     known = {"decode": [*of_groups, {"block_n": 128, "warps": 8, "stages": 2}]} if groups else None
-    monkeypatch.setattr(attention_tune.bench, "HEADS", [(32, 8, 128)])
-    monkeypatch.setattr(attention_tune.bench, "DECODES", [(64, 1024)])
-    monkeypatch.setattr(attention_tune.bench, "PREFILLS", [(1, 512)])
+    monkeypatch.setattr(attention_bench, "HEADS", [(32, 8, 128)])
+    monkeypatch.setattr(attention_bench, "DECODES", [(64, 1024)])
+    monkeypatch.setattr(attention_bench, "PREFILLS", [(1, 512)])
     monkeypatch.setattr(attention_tune, "time_decode", lambda *_: {(2.0, tile): 1.0})
     monkeypatch.setattr(attention_tune, "time_prefill", lambda *_: {(64, (64, 4, 3)): 1.0, (128, (64, 4, 3)): 2.0})
     found = run_tune(monkeypatch, attention_tune, known, tmp_path)

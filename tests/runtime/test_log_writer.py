@@ -34,14 +34,14 @@ def test_nobody_waits_for_a_reader_that_has_stopped(ends: Callable[[], tuple[int
     reading, writing = ends()
     writer = LogWriter(writing)
     for number in range(5000):  # more than the pipe holds
-        print(f"{number:100}", file=writer, flush=True)  # type: ignore[arg-type]
+        print(f"{number:100}", file=writer, flush=True)
     lines = read_until(reading, b"4999\n").decode().splitlines()
     assert [int(line) for line in lines] == list(range(5000)), "none is lost, cut or out of order"
     writer.wait(LIMIT_S)
-    print("after", file=writer)  # type: ignore[arg-type]
+    print("after", file=writer)
     assert read_until(reading, b"after\n") == b"after\n"
     os.close(reading)
-    print("nobody is there", file=writer)  # type: ignore[arg-type]
+    print("nobody is there", file=writer)
     writer.close()
     os.close(writing)
 
@@ -52,7 +52,7 @@ def test_what_is_left_out_is_counted(line: str, is_json: bool, monkeypatch: pyte
     reading, writing = os.pipe()
     writer = LogWriter(writing)
     for _ in range(100_000):  # more than the pipe and the memory hold
-        print(line, file=writer)  # type: ignore[arg-type]
+        print(line, file=writer)
     read = b""
     while b"in time" not in read:
         read += os.read(reading, 1 << 16)
@@ -68,7 +68,7 @@ def test_what_is_left_out_is_counted(line: str, is_json: bool, monkeypatch: pyte
 def test_those_who_share_the_pipe_wait_as_before() -> None:
     reading, writing = os.pipe()
     writer = LogWriter(writing)
-    print("a line", file=writer)  # type: ignore[arg-type]
+    print("a line", file=writer)
     assert os.get_blocking(writing)
     writer.close()
     os.close(reading)

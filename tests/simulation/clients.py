@@ -15,7 +15,7 @@ from meshlm.detokenizer import decode
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
-from meshlm.frontend.choice import Choice
+from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.io import FrontendApp
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Identity, RequestId, Role
@@ -23,14 +23,11 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, Pool, PoolKind
 from meshlm.protocol.text_edge import (
     Accepted,
-    Finished,
-    PositionLogprobs,
     Retry,
     Submit,
     TextParams,
     TokenPrompt,
 )
-from meshlm.protocol.token_edge import First
 from meshlm.runtime.mesh import Mesh
 
 
@@ -114,7 +111,7 @@ class Got:
 
 
 class Client:
-    """An Exchange that compares every token with what it should be."""
+    """A ResponseSink that compares every token with what it should be."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask, self.expected = ask, expected(ask)
@@ -174,22 +171,14 @@ class Client:
             self.left = True
             self.frontend.close(self.choices)
 
-    # --- Exchange ---
+    # --- ResponseSink ---
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None:
         assert accepted.num_prompt_tokens == len(self.ask.prompt)
 
-    def row(
-        self,
-        choice: Choice,
-        token_ids: memoryview,
-        text: str,
-        finished: Finished | None,
-        logprobs: list[PositionLogprobs] | None,
-        prompt_logprobs: list[PositionLogprobs | None] | None,
-        first: First | None,
-    ) -> None:
-        self.text(choice, token_ids, text)
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        self.text(choice, choice.token_ids[len(choice.token_ids) - num_tokens :].tolist(), text)
+        finished = details.finished if details is not None else None
         if finished is None or self.got[choice.index].end is not None:
             return
         got, wanted, name = self.got[choice.index], self.expected, choice.submit.request_ids[0]
@@ -201,21 +190,15 @@ class Client:
         assert finished.num_output_tokens == len(got.tokens)
         assert choice.pooled == wanted.vector, f"{name} got the vector {choice.pooled!r} instead of {wanted.vector!r}"
 
-    def plain(self, choice: Choice) -> None:
-        """Its rows are looked at one by one."""
-
-    def text(self, choice: Choice, token_ids: memoryview, text: str) -> None:
+    def text(self, choice: Choice, new: list[int], text: str) -> None:
         got, name = self.got[choice.index], choice.submit.request_ids[0]
         assert not self.left, f"{name} has news although its client left"
         assert choice in self.choices, f"{name} has news on an earlier connection"
         have, passed = len(got.tokens), len(choice.token_ids)
-        if self.num_retries and (got.end is not None or (passed <= have and len(token_ids))):
+        if self.num_retries and (got.end is not None or (passed <= have and new)):
             return  # it has that event
         assert got.end is None, f"{name} has news after its end"
-        assert passed == have + len(token_ids), (
-            f"{name}: a row of {len(token_ids)} to {passed} does not begin at {have}"
-        )
-        new = token_ids.tolist()
+        assert passed == have + len(new), f"{name}: a row of {len(new)} to {passed} does not begin at {have}"
         assert new == self.expected.tokens[have : have + len(new)], f"{name} got {new} at {have}, not {self.expected}"
         got.tokens += new
         got.text += text

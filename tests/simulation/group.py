@@ -190,7 +190,7 @@ class Worker(WorkerApp):
         elif self._group is None:
             self._later(dice.random() * self._step_s, self._compute, message)
         else:
-            self._begin(message)
+            self._begin_step(message)
 
     def _done(self) -> None:
         self._busy = False
@@ -232,7 +232,7 @@ class Worker(WorkerApp):
 
     # --- a step of a group ---
 
-    def _begin(self, plan: StepPlan) -> None:
+    def _begin_step(self, plan: StepPlan) -> None:
         """The rank is at this step; it is computed when its whole stage is."""
         group, shard = self._group, self._shard
         assert group is not None

@@ -312,7 +312,7 @@ def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
     if kind is Kind.LOSE_LINK:
         ends = [dice.choice([one for one in identities if one.role is role]) for role in ENDS]
         dice.shuffle(ends)
-        return Fault(at, kind, *ends)
+        return Fault(at, kind, ends[0], ends[1])
     everyone = [*identities, *plain.supervisors]
     linked = plain.linked
     who, peer = dice.choice([(a, b) for a in everyone for b in everyone if linked(a, b) or linked(b, a)])

@@ -284,7 +284,7 @@ def test_peers_memory_is_used_unless_it_is_disabled(disabled: bool, monkeypatch:
     monkeypatch.setattr(connecting.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(connecting.dist, "group", SimpleNamespace(WORLD=object()))
     monkeypatch.setattr(connecting, "_say_hello", lambda *_: None)
-    monkeypatch.setitem(sys.modules, "meshlm.workers.distributed.symmetric", SimpleNamespace(make_symmetric=try_peers))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "meshlm.workers.distributed.symmetric", SimpleNamespace(make_symmetric=try_peers))
     parallel = ParallelConfig(tensor_parallel_size=2, disable_custom_all_reduce=disabled)
     config = MeshConfig(parallel=parallel, run=RunConfig(run_dir="/nowhere"))
     placement = WorkerPlacement.of(config, 1, Membership())

@@ -1,5 +1,7 @@
 """A coordinator on the bench, and what is said to it: shared by its tests."""
 
+from typing import Any
+
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator
@@ -28,8 +30,8 @@ def admit(name: str, prompt_len: int = 10, max_tokens: int = 10, handle: int = 1
     return Admit(EngineRequest(RequestId(name), Handle(handle), prompt, sampling, **more), dp_rank)  # type: ignore[arg-type]
 
 
-def load(num_running: int = 0, num_waiting: int = 0, free: int = 100, **more: object) -> Load:
-    return Load(num_running, num_waiting, 100, free, 0, **more)  # type: ignore[arg-type]
+def load(num_running: int = 0, num_waiting: int = 0, free: int = 100, **more: Any) -> Load:
+    return Load(num_running, num_waiting, 100, free, 0, **more)
 
 
 def member(identity: Identity, life: int = LIFE, ready: bool = True) -> control.Member:

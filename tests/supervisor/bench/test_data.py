@@ -165,7 +165,7 @@ def test_the_hub_needs_a_package_and_may_fail(monkeypatch: pytest.MonkeyPatch) -
             raise OSError("no\nnetwork")
         return [1]
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
     assert data.rows_of_hub("x/y", "part", None, stream=True) == [1]
     assert asked == [("x/y", {"name": "part", "split": "train", "streaming": True})]
     with pytest.raises(UsageError, match="--dataset-path bad: OSError: no network"):
