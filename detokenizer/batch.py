@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.request_state import RequestState
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.logprobs import each_position, num_bytes_of_prompt
 from meshlm.protocol.tasks import ALONE_BYTES
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, TextDeltas
@@ -37,8 +37,11 @@ class FrontendBatch:
     )
 
     def __init__(self) -> None:
-        self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
-        self.more: dict[int, list[int]] = {}  # row -> tokens after its first, not in `tokens` yet
+        self.handles: list[int] = []
+        self.starts: list[int] = []
+        self.tokens: list[int] = []
+        self.counts: dict[int, int] = {}  # row -> its tokens in `tokens`, where they are not one
+        self.more: dict[int, list[int]] = {}  # row -> tokens after those, not in `tokens` yet
         self.texts: list[str] = []
         self.num_bytes = 0  # of what few rows have, about
         self.finished: list[Finished] = []
@@ -50,12 +53,14 @@ class FrontendBatch:
 
     def row(self, handle: int, start: int, tokens: "array[int] | list[int]", text: str) -> int:
         """Add a row; its place in the batch."""
+        place = len(self.texts)
+        if len(tokens) != 1:
+            self.counts[place] = len(tokens)
         self.handles.append(handle)
         self.starts.append(start)
-        self.counts.append(len(tokens))
         self.tokens.extend(tokens)
         self.texts.append(text)
-        return len(self.texts) - 1
+        return place
 
     def token(self, request: RequestState, start: int, token: int, text: str) -> None:
         """One more token of a request. Where its last row is in this batch too (tokens pile up), the row grows."""
@@ -66,7 +71,6 @@ class FrontendBatch:
         request.batch, request.place = self, len(self.texts)
         self.handles.append(request.frontend_handle)
         self.starts.append(start)
-        self.counts.append(1)
         self.tokens.append(token)
         self.texts.append(text)
 
@@ -126,25 +130,25 @@ class FrontendBatch:
             self.num_bytes += len(request.pooled)
         self.finished.append(replace(finished, row=place))
 
-    def _spread(self) -> None:
-        """Bring the tokens of `more` into their places."""
-        more, flat, at = self.more, array("i"), 0
-        for row, count in enumerate(self.counts):
-            flat.extend(self.tokens[at : at + count])
-            at += count
-            if row in more:
-                flat.extend(array("i", more[row]))
-                self.counts[row] = count + len(more[row])
-        self.tokens, self.more = flat, {}
+    def _spread(self) -> list[int]:
+        """Bring the tokens of `more` into their places; all rows' counts."""
+        counts, flat, at = [], list[int](), 0
+        for row in range(len(self.texts)):
+            end = at + self.counts.get(row, 1)
+            tokens = self.tokens[at:end] + self.more.get(row, [])
+            flat += tokens
+            counts.append(len(tokens))
+            at = end
+        self.tokens = flat
+        return counts
 
     def message(self) -> TextDeltas:
-        if self.more:
-            self._spread()
+        counts = self._spread() if self.counts or self.more else []
         return TextDeltas(
-            handles=self.handles.tobytes(),
-            starts=self.starts.tobytes(),
-            counts=b"" if len(self.tokens) == len(self.texts) and 0 not in self.counts else self.counts.tobytes(),
-            token_ids=self.tokens.tobytes(),
+            handles=pack_i32(self.handles),
+            starts=pack_i32(self.starts),
+            counts=pack_i32(counts),
+            token_ids=pack_i32(self.tokens),
             texts=self.texts,
             finished=self.finished,
             logprobs=self.logprobs,

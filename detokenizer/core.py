@@ -17,7 +17,7 @@ from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
 from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import ints, unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.text_edge import (
     Abort,
@@ -55,7 +55,7 @@ class Detokenizer(Attempts):
         self.now = now
         match event:
             case Received(message=TokenDeltas() as deltas):
-                return self._tokens(event, deltas)
+                return self._tokens(event.sender, event.incarnation, deltas)
             case Received():
                 return self._received(event)
             case Encoded():
@@ -164,27 +164,39 @@ class Detokenizer(Attempts):
 
     # --- tokens ---
 
-    def _tokens(self, event: Received, deltas: TokenDeltas) -> list[Effect]:
-        sender = event.sender
+    def _tokens(self, sender: Identity, incarnation: Incarnation, deltas: TokenDeltas) -> list[Effect]:
+        """Rows of tokens. One token that needs a table look-up alone, as nearly all, is decoded here; what needs more, by `_known`."""
+        handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
+        counts = ints(deltas.counts) if deltas.counts else [1] * len(handles)
         for row in deltas.first:
-            self._heard(unpack_i32(deltas.handles)[row], SchedulerIncarnation(sender, event.incarnation))
-        return self._uneven(sender, deltas) if deltas.counts else self._one_each(sender, deltas)
-
-    def _uneven(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
-        """Rows of any number of tokens: after a preemption, an end without a token, an Attach."""
-        starts, tokens = unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
+            self._heard(handles[row], SchedulerIncarnation(sender, incarnation))
         ended = {end.row: end for end in deltas.ended}
+        detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs}  # an end too, where a vector is
         effects: list[Effect] = []
-        at = 0
-        for row, (handle, count) in enumerate(zip(unpack_i32(deltas.handles), unpack_i32(deltas.counts), strict=True)):
-            request = self.by_handle.get(handle)
-            if request is not None:
-                effects += self._known(
-                    sender, request, starts[row], tokens[at : at + count], ended.get(row), row, deltas
-                )
-            elif row not in ended:
-                effects += self._stranger(sender, handle)
-            at += count
+        by_handle = self.by_handle
+        frontend: Identity | None = None
+        batch = FrontendBatch()  # of `frontend`
+        end = 0
+        for row, (handle, start, count) in enumerate(zip(handles, starts, counts, strict=True)):
+            begin, end = end, end + count
+            request = by_handle.get(handle)
+            if request is None:
+                effects += self._stranger(sender, handle) if row not in ended else ()
+                continue
+            if start != len(request.output_token_ids) or count != 1 or request.slow or row in detailed:
+                effects += self._known(sender, request, start, tokens[begin:end], ended.get(row), row, deltas)
+                frontend = None  # that may have begun another batch
+                continue
+            if request.frontend is not frontend:
+                frontend = request.frontend
+                batch = self._batch_of(request)
+                batch.timings = deltas.timings_ns or batch.timings
+            token = tokens[begin]
+            batch.token(request, start, token, request.push(token))
+            if request.stop is not None and request.stop.matched is not None:
+                self._finish_row(request, request.place, FinishReason.STOP, request.stop.matched)
+                effects += self._say_abort((request.work_id,))
+        self.num_tokens += len(tokens)
         return effects
 
     def _known(
@@ -192,7 +204,7 @@ class Detokenizer(Attempts):
         sender: Identity,
         request: RequestState,
         start: int,
-        tokens: memoryview,
+        tokens: list[int],
         ended: Ended | None,
         row: int,
         deltas: TokenDeltas,
@@ -205,43 +217,8 @@ class Detokenizer(Attempts):
             return self._new_tokens(request, tokens[skip:], ended, row, deltas, skip)
         return []
 
-    def _one_each(self, sender: Identity, deltas: TokenDeltas) -> list[Effect]:
-        """A token for each: the hot loop. What needs more than a table look-up goes the general way."""
-        handles, starts, tokens = unpack_i32(deltas.handles), unpack_i32(deltas.starts), unpack_i32(deltas.token_ids)
-        ended = {end.row: end for end in deltas.ended}
-        special = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs}
-        effects: list[Effect] = []
-        by_handle, batches = self.by_handle, self._batches
-        frontend: Identity | None = None
-        batch: FrontendBatch | None = None
-        for row, handle in enumerate(handles):
-            request = by_handle.get(handle)
-            if request is None:
-                effects += self._stranger(sender, handle) if row not in ended else ()
-                continue
-            have, start = len(request.output_token_ids), starts[row]
-            if start != have or request.slow or row in special:
-                effects += self._known(sender, request, start, tokens[row : row + 1], ended.get(row), row, deltas)
-                frontend = None  # that may have begun another batch
-                continue
-            if request.frontend is not frontend:
-                frontend = request.frontend
-                batch = batches.get(frontend)
-                if batch is None:
-                    batch = batches[frontend] = FrontendBatch()
-            assert batch is not None
-            token = tokens[row]
-            batch.token(request, have, token, request.push(token))
-            if request.stop is not None and request.stop.matched is not None:
-                self._finish_row(request, request.place, FinishReason.STOP, request.stop.matched)
-                effects += self._say_abort((request.work_id,))
-        self.num_tokens += len(handles)
-        if deltas.timings_ns and batch is not None:
-            batch.timings = deltas.timings_ns
-        return effects
-
     def _new_tokens(
-        self, request: RequestState, new: memoryview, ended: Ended | None, row: int, deltas: TokenDeltas, skip: int
+        self, request: RequestState, new: list[int], ended: Ended | None, row: int, deltas: TokenDeltas, skip: int
     ) -> list[Effect]:
         """Decode, look for stop strings, add a row to the frontend's batch. `skip`: tokens of the row that were here before."""
         before = request.cut - len(request.output_token_ids)
@@ -250,7 +227,6 @@ class Detokenizer(Attempts):
             if self.by_handle.get(request.handle) is not request:
                 return effects
             return effects + self._new_tokens(request, new[before:], ended, row, deltas, skip + before)
-        self.num_tokens += len(new)
         kept = 0
         text = ""
         stop = request.stop
@@ -263,7 +239,7 @@ class Detokenizer(Attempts):
                 text += request.push(token)
             if stop is not None and stop.matched is not None:
                 break
-        taken = new[:kept].tolist()
+        taken = new[:kept]
         stopped = stop is not None and stop.matched is not None
         if ended is not None and not stopped:
             request.tail = request.finish()

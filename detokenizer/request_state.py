@@ -137,17 +137,19 @@ class RequestState:
         """One more output token; the text to show. `stop.matched` is set when a stop string is complete."""
         assert self.decoder is not None
         self.output_token_ids.append(token)
-        return self._read(self.decoder, self.stop, token, len(self.output_token_ids))
+        text = self.decoder.push(token)
+        return text if self.stop is None else self._searched(self.stop, text, len(self.output_token_ids))
 
-    def _read(self, decoder: Decoder, stop: StopFinder | None, token: int, num_tokens: int) -> str:
-        text = decoder.push(token)
-        return stop.push(text) if stop is not None and num_tokens > self.sampling.min_tokens else text
+    def _searched(self, stop: StopFinder, text: str, num_tokens: int) -> str:
+        """What may be shown of the text of token number `num_tokens`."""
+        return stop.push(text) if num_tokens > self.sampling.min_tokens else text
 
     def shown(self, table: TokenTable) -> list[str]:
         """The text that each token has shown: read all again, what is held back now stays so."""
         decoder, stop = self._reader(table)
         ids = self.output_token_ids[:-1] if self.hidden else self.output_token_ids
-        return [self._read(decoder, stop, token, number) for number, token in enumerate(ids, 1)]
+        texts = [decoder.push(token) for token in ids]
+        return texts if stop is None else [self._searched(stop, text, num) for num, text in enumerate(texts, 1)]
 
     def borders(self, start: int) -> list[int]:
         """Where its rows begin and end when it is told again from token `start` on: its cut is one, and none is too long."""
