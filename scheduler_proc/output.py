@@ -1,7 +1,8 @@
 """Collects a step's new tokens into one frame per detokenizer."""
 
-from array import array
+from collections.abc import Sequence
 
+from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity
 from meshlm.protocol.tasks import ALONE_BYTES
 from meshlm.protocol.token_edge import Ended, First, LogprobColumns, TokenDeltas
@@ -25,13 +26,14 @@ class Outbox:
         "prompt_logprobs",
         "starts",
         "tokens",
-        "uneven",
     )
 
     def __init__(self, now_ns: int, dp_rank: int) -> None:
         self.now_ns, self.dp_rank = now_ns, dp_rank
-        self.handles, self.starts, self.counts, self.tokens = array("i"), array("i"), array("i"), array("i")
-        self.uneven = False
+        self.handles: list[int] = []
+        self.starts: list[int] = []
+        self.tokens: list[int] = []
+        self.counts: dict[int, int] = {}  # row -> its tokens, where they are not one
         self.num_detail_bytes = 0
         self.ended: list[Ended] = []
         self.logprobs: dict[int, LogprobColumns] = {}
@@ -39,22 +41,22 @@ class Outbox:
         self.first_tokens: dict[int, First] = {}
         self.pooled: dict[int, bytes] = {}
 
-    def row(self, handle: Handle, start: int, tokens: "array[int]") -> int:
-        """A row with any number of tokens; its place in the batch."""
-        self.handles.append(handle)
-        self.starts.append(start)
-        self.counts.append(len(tokens))
-        self.tokens.extend(tokens)
-        self.uneven = self.uneven or len(tokens) != 1
-        return len(self.handles) - 1
-
     def token(self, handle: Handle, start: int, token: int) -> int:
         """A row with one token, at output index `start`; its place in the batch."""
         self.handles.append(handle)
         self.starts.append(start)
-        self.counts.append(1)
         self.tokens.append(token)
         return len(self.handles) - 1
+
+    def row(self, handle: Handle, start: int, tokens: Sequence[int]) -> int:
+        """A row with any number of tokens, from output index `start` on; its place in the batch."""
+        row = len(self.handles)
+        if len(tokens) != 1:
+            self.counts[row] = len(tokens)
+        self.handles.append(handle)
+        self.starts.append(start)
+        self.tokens += tokens
+        return row
 
     def first(self, row: int, request: Request) -> None:
         """What comes with a request's first token only."""
@@ -74,10 +76,10 @@ class Outbox:
 
     def message(self, timings_ns: tuple[int, ...]) -> TokenDeltas:
         return TokenDeltas(
-            handles=self.handles.tobytes(),
-            starts=self.starts.tobytes(),
-            counts=self.counts.tobytes() if self.uneven else b"",
-            token_ids=self.tokens.tobytes(),
+            handles=pack_i32(self.handles),
+            starts=pack_i32(self.starts),
+            counts=pack_i32(self.counts.get(row, 1) for row in range(len(self.handles))) if self.counts else b"",
+            token_ids=pack_i32(self.tokens),
             ended=self.ended,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
@@ -112,7 +114,7 @@ class Output:
         """The end of a Pool."""
         self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
         box = self.of(request.detokenizer)
-        row = box.row(request.handle, 0, array("i"))
+        row = box.row(request.handle, 0, ())
         box.pooled[row] = vector
         box.num_detail_bytes += len(vector)
         if request.num_cached >= 0:
@@ -134,7 +136,7 @@ class Output:
     ) -> None:
         """A terminal row without new tokens."""
         box = self.of(request.detokenizer)
-        row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, array("i"))
+        row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, ())
         box.ended.append(Ended(row, reason, message=message, kind=kind, param=param))
 
 

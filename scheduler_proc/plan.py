@@ -2,6 +2,7 @@
 
 from array import array
 
+from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import BlockId, Row, StepId
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.scheduler_proc import sizes
@@ -54,10 +55,11 @@ class PlanBuilder:
         self.num_tokens = 0
         self.new_row_bytes = self.prompt_bytes = 0  # of new_rows; of the prompts' log-probabilities in the result
         self.decodes: list[Request] = []  # one token each, and sampling: filled by the planning loop itself
-        self.decode_starts = array("i")
+        self.decode_starts: list[int] = []
         self.num_drafts = array("i")  # of the decodes that the planning loop found; empty when none has any
         self._rest: list[Request] = []
-        self._rest_starts, self._rest_counts = array("i"), array("i")
+        self._rest_starts: list[int] = []
+        self._rest_counts: list[int] = []
         self._rest_samples = bytearray()
 
     @property
@@ -98,26 +100,26 @@ class PlanBuilder:
         """`changes`: BlockPool.take_changes()."""
         batch = self.decodes + self._rest
         samples = bytes(self._rest_samples)
-        counts = array("i", [1]) * len(self.decodes) + self._rest_counts if self._rest else array("i")
+        counts = [1] * len(self.decodes) + self._rest_counts if self._rest else []
         num_drafts = self.num_drafts
         if num_drafts:
             num_drafts.extend([0] * (len(batch) - len(num_drafts)))
-        inputs = array("i")
+        inputs: list[int] = []
         if self.names_inputs:
-            inputs.extend(request.tokens[start] for request, start in zip(self.decodes, self.decode_starts))
+            inputs = [request.tokens[start] for request, start in zip(self.decodes, self.decode_starts, strict=True)]
         plan = StepPlan(
             session=session,
             step=step,
-            rows=array("i", [request.row for request in batch]).tobytes(),
-            starts=(self.decode_starts + self._rest_starts).tobytes(),
-            counts=counts.tobytes(),
+            rows=pack_i32([request.row for request in batch]),
+            starts=pack_i32(self.decode_starts + self._rest_starts),
+            counts=pack_i32(counts),
             samples=b"" if all(samples) else b"\x01" * len(self.decodes) + samples,
             num_tokens=self.num_tokens,
-            removed_rows=array("i", self.removed_rows).tobytes(),
+            removed_rows=pack_i32(self.removed_rows),
             new_rows=self.new_rows,
             block_rows=self.block_rows.tobytes(),
             block_ids=self.block_ids.tobytes(),
-            input_ids=inputs.tobytes(),
+            input_ids=pack_i32(inputs),
             forgotten=changes[0],
             remembered=changes[1],
             hashes=changes[2],

@@ -8,6 +8,8 @@ it counts all of them as if they were accepted, and so does `num_computed`: both
 from array import array
 from collections import deque
 from enum import Enum
+from functools import lru_cache
+from itertools import chain
 
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.ids import BlockId, Identity, Incarnation, Row
@@ -35,6 +37,12 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 class InvalidTransition(Exception):
     """A bug: the text tells the request's story."""
+
+
+@lru_cache(1024)
+def _stop_ids(*ids: tuple[int, ...]) -> frozenset[int]:
+    """One object for all requests that stop at the same tokens: each step looks into it for each of them."""
+    return frozenset(chain(*ids))
 
 
 class Request:
@@ -81,7 +89,7 @@ class Request:
         self.num_prompt = len(work.prompt_token_ids) // 4
         self.pool = work.task if isinstance(work.task, Pool) else None
         self.max_len = min(self.num_prompt + (0 if self.pool else work.sampling.max_tokens), max_model_len)
-        self.stop_ids = frozenset(work.sampling.stop_token_ids) | frozenset(work.sampling.eos_token_ids)
+        self.stop_ids = _stop_ids(work.sampling.stop_token_ids, work.sampling.eos_token_ids)
         self.state = RequestState.WAITING
         self.story: deque[str] = deque(["arrived"], maxlen=12)
         self.row = Row(-1)

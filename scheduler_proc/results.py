@@ -6,7 +6,7 @@ Pure; owned by core.py, which knows which step in flight a result belongs to. It
 from itertools import repeat
 
 from meshlm.protocol.admit_edge import Started
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import FinishReason, Identity
 from meshlm.protocol.step_edge import StepResult
 from meshlm.protocol.token_edge import Ended
@@ -31,13 +31,13 @@ class Results:
         """`record` is the step that this is the result of."""
         self._learn(record, result)
         self._table.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
-        tokens = unpack_i32(result.token_ids)
+        tokens = ints(result.token_ids)
         if record.samples or record.num_drafts or result.counts or result.logprobs or result.prompt_logprobs:
             self._tokens_with_details(record, result, tokens, output)
         else:
             self._tokens(record.batch, tokens, output)
 
-    def _tokens(self, batch: list[Request], tokens: "memoryview[int]", output: Output) -> None:
+    def _tokens(self, batch: list[Request], tokens: list[int], output: Output) -> None:
         """One token for each entry of the batch, where a request may stand several times. The hot loop of a result: everything
         rare is in a branch."""
         batching, load, drop = self._table.batching, self._table.load, self._table.drop
@@ -72,12 +72,10 @@ class Results:
         load.generation_tokens += len(batch)
         load.live_tokens += len(batch) - num_dead
 
-    def _tokens_with_details(
-        self, record: Inflight, result: StepResult, tokens: "memoryview[int]", output: Output
-    ) -> None:
+    def _tokens_with_details(self, record: Inflight, result: StepResult, tokens: list[int], output: Output) -> None:
         """A step with unfinished prompts, logprobs or several tokens a row, request by request."""
         samples = record.samples or b"\x01" * len(record.batch)
-        counts = iter(unpack_i32(result.counts)) if result.counts else repeat(1)
+        counts = iter(ints(result.counts)) if result.counts else repeat(1)
         at = 0
         for place, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
