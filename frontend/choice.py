@@ -15,6 +15,7 @@ class Choice:
     """One sequence that is being generated, and what its client has of it."""
 
     __slots__ = (
+        "affixes",
         "begun_with",
         "deaths",
         "detokenizer",
@@ -45,6 +46,7 @@ class Choice:
         self.logprobs: list[
             PositionLogprobs
         ] = []  # of token_ids; only with a Retry, for its detokenizer's next incarnation
+        self.affixes: tuple[bytes, bytes] | None = None  # its sink's: around the text, where that alone makes a chunk
         self.finished: Finished | None = None
         self.first: First | None = None  # what came with its first token
         self.engine = ""  # the rank that computes it, as clients know it; "" before its first token

@@ -38,7 +38,6 @@ class StreamResponse(Response):
         super().__init__(ask, request_id, created, model, on_end)
         self._write, self._progress = write, progress
         self._kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
-        self._affixes: dict[int, tuple[bytes, bytes]] = {}  # of choices whose chunks are nothing but text
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
@@ -47,7 +46,7 @@ class StreamResponse(Response):
         self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if ask.is_chat else nulls.TEXT_CHUNK_CHOICE)}
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
-        affixes = self._affixes.get(choice.index)
+        affixes = choice.affixes
         if affixes is None or details is not None:
             self._detailed(choice, num_tokens, text, details or NO_DETAILS)
         elif text:
@@ -64,7 +63,7 @@ class StreamResponse(Response):
         if self.ask.hides_tokens:
             logprobs = None
         self.note(choice, details)
-        affixes = self._affixes.get(index)
+        affixes = choice.affixes
         if finished is None and logprobs is None and affixes is not None:
             if text:
                 self._emit(choice, affixes[0] + _encode(text) + affixes[1])
@@ -89,7 +88,7 @@ class StreamResponse(Response):
         if reading.needed(self.ask):
             self._readers[index] = Reader(self.ask, self.request_id, index)
         else:
-            self._become_plain(index)
+            self._become_plain(choice)
         nothing = {**self._nothing, "token_ids": [] if self._shows_ids else None}
         usage = self._usage_so_far(choice, 0)
         if self.ask.is_chat:
@@ -100,13 +99,14 @@ class StreamResponse(Response):
             first = {"index": index, **nothing, **self._echo(choice, prompt_logprobs), **self.prompt_ids(choice)}
             self._emit(choice, self._event([first], usage), 0)
 
-    def _become_plain(self, index: int) -> None:
+    def _become_plain(self, choice: Choice) -> None:
         """From now on the choice brings nothing but text, unless each chunk is to tell more."""
         if self._plain:
             mark = "\x00"
             delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
-            prefix, suffix = self._event([{"index": index, **delta, **self._nothing}]).split(_encode(mark))
-            self._affixes[index] = (prefix, suffix)
+            event = self._event([{"index": choice.index, **delta, **self._nothing}])
+            prefix, suffix = event.split(_encode(mark))
+            choice.affixes = (prefix, suffix)
 
     def _echo(self, choice: Choice, prompt_logprobs: PromptLogprobs | None) -> Json:
         """The prompt's text and logprobs; what is generated begins behind them."""
@@ -173,7 +173,7 @@ class StreamResponse(Response):
         said = reader.push(text, last=finished is not None)
         if reader.plain:
             del self._readers[choice.index]
-            self._become_plain(choice.index)
+            self._become_plain(choice)
         delta: Json = reasoning.fields(said.reasoning) if said.reasoning else {}
         if said.content:
             delta["content"] = said.content

@@ -19,6 +19,7 @@ from meshlm.protocol.channels import MAX_FRAME_BYTES
 READ_AT_MOST = 128  # frames per turn of the loop, so that timers are not starved ...
 READ_FOR_S = 0.02  # ... and none is begun after so long: one that takes long is not to have others behind it
 RECONNECT_MS = 2
+POLLIN = int(zmq.POLLIN)  # `&` with the flag itself takes as long as the system call before it
 
 Socket = zmq.Socket[bytes]
 
@@ -81,7 +82,7 @@ class Inbox:
                 raise
             if self._loop is None:
                 return  # closed by what the frame said
-            if not state(zmq.EVENTS) & zmq.POLLIN:  # half the cost of another recv's exception
+            if not state(zmq.EVENTS) & POLLIN:  # a fraction of the cost of another recv's exception
                 break
             if self._loop.time() > until:
                 self._loop.call_soon(self._read)
