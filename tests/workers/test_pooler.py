@@ -12,6 +12,7 @@ import torch
 from engine_driver import Driver, engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from near_transformers import vector
 from numpy.typing import NDArray
 from sharded_models import Threads, communicators, shards
 from small_models import SMALL
@@ -50,13 +51,6 @@ def saved(name: str, folder: Path) -> Any:
     return theirs
 
 
-def wanted(theirs: Any, prompt: list[int], kind: PoolKind) -> NDArray[np.float32]:
-    with torch.inference_mode():
-        states = theirs.model(torch.tensor([prompt])).last_hidden_state[0]
-    found: Any = {PoolKind.LAST: states[-1], PoolKind.MEAN: states.mean(0), PoolKind.CLS: states[0]}[kind].numpy()
-    return found  # type: ignore[no-any-return]
-
-
 def same(found: bytes, expected: NDArray[np.float32]) -> None:
     np.testing.assert_allclose(np.frombuffer(found, np.float32), expected, rtol=1e-4, atol=1e-5)
 
@@ -72,7 +66,7 @@ def test_beside_a_text(name: str, kind: PoolKind, tmp_path: Path) -> None:
     assert list(driver.pooled) == [1]
     driver.step({2: 1, 0: 4})
     for row in range(2):
-        same(driver.pooled[row], wanted(theirs, prompts[row], kind))
+        same(driver.pooled[row], vector(theirs, prompts[row], kind))
         assert len(driver.pooled[row]) == ours.facts.pooled_bytes
     ours.reset()
     alone = Driver(ours, [prompts[2]], GREEDY)
@@ -110,7 +104,7 @@ def test_histories(small: tuple[Any, ModelEngine], data: st.DataObject) -> None:
             driver.step(counts)
         waiting -= set(driver.pooled)
     for row, kind in enumerate(kinds):
-        same(driver.pooled[row], wanted(theirs, prompts[row], kind))
+        same(driver.pooled[row], vector(theirs, prompts[row], kind))
 
 
 class Placed(WorkerPlacement):
@@ -143,8 +137,8 @@ def test_ranks_of_a_group(tp: int, pp: int, tmp_path: Path) -> None:
         found = list(threads.map(one, ranks, communicators(ranks)))
     for shard, vectors in zip(ranks, found, strict=True):
         assert sorted(vectors) == (list(range(3)) if shard.is_last else [])
-        for row, vector in vectors.items():
-            same(vector, wanted(theirs, prompts[row], KINDS[row]))
+        for row, found_vector in vectors.items():
+            same(found_vector, vector(theirs, prompts[row], KINDS[row]))
 
 
 def placed(config: MeshConfig, shard: Shard, comm: Threads) -> ModelEngine:

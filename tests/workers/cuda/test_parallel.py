@@ -11,6 +11,9 @@ from meshlm import LLM, SamplingParams
 if torch.cuda.device_count() < 2:
     pytest.skip("needs several CUDA devices", allow_module_level=True)
 
+from engine_driver import in_bfloat16
+from quantised_models import KINDS, LARGER, Reference, write
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TOKENS, NEAR = 24, 0.125  # two steps of a bfloat16 logit of about 10
 AGREED = 0.95  # of the tokens: with random weights about 3 in 100 are as likely as another, as far as bfloat16 can tell
@@ -44,6 +47,56 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     made.to(torch.bfloat16).save_pretrained(folder)
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+FP8 = {"fp8-static": 1, "compressed-channel": 2}
+"""How often a token's scale is found: each rank finds one of its share of the inputs, unless the file says it."""
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_over_two_gpus(kind: str, tmp_path: Path) -> None:
+    """Log-probabilities of prompts, in float32's measure."""
+    import tokenizers
+
+    theirs, _ = write(tmp_path, KINDS[kind], **LARGER)
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    for path, module in theirs.named_modules():
+        if isinstance(module, Reference) and path.endswith(("o_proj", "down_proj")):
+            module.ranks = FP8[kind]
+    llm = LLM(
+        str(tmp_path),
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=512,
+        kv_cache_memory=1 << 28,
+        tensor_parallel_size=2,
+    )
+    try:
+        answers = llm.generate(PROMPTS[:9], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    finally:
+        llm.shutdown()
+    given = torch.tensor(
+        [
+            at[token].logprob
+            for prompt, answer in zip(PROMPTS, answers, strict=False)
+            for at, token in zip((answer.prompt_logprobs or [])[1:], prompt[1:], strict=True)
+            if at is not None
+        ]
+    )
+    exact = logprobs(theirs.cuda(), PROMPTS[:9])
+    rounded = logprobs(in_bfloat16(theirs), PROMPTS[:9])
+    ours, error = (float((each - exact).abs().mean()) for each in (given, rounded))
+    assert ours <= 1.2 * error, f"mean error {ours:.4f}, the definition's own {error:.4f}"
+
+
+def logprobs(theirs: Any, prompts: list[list[int]]) -> torch.Tensor:
+    """Of all tokens of prompts that follow another one."""
+    device, found = next(theirs.parameters()).device, []
+    for prompt in prompts:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([prompt[:-1]], device=device)).logits[0].float()
+        found.append(logits.log_softmax(-1).cpu()[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])])
+    return torch.cat(found)
 
 
 Answer = tuple[list[int], list[float], list[int]]

@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from engine_driver import MODEL, Driver, ModelEngine, in_bfloat16, prompts_of
+from engine_driver import MODEL, Driver, engine, in_bfloat16, prompts_of
+from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import PoolKind
+from meshlm.workers.engine.engine import ModelEngine
 
 LENGTHS = [333, 40]
 SIZES: dict[str, Any] = {
@@ -49,6 +53,19 @@ def gemma(name: str, folder: Path, **changes: object) -> Any:
     return theirs
 
 
+def qwen3(folder: Path) -> Any:
+    """The same with the sizes of MODEL."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k not in ("architectures", "torch_dtype")})
+    theirs = transformers.Qwen3ForCausalLM(config).eval().float()
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    theirs.save_pretrained(folder)
+    return theirs
+
+
 def history(made: ModelEngine) -> Driver:
     """A prompt in two chunks beside another one's decodes, decodes of both, one behind a cached prefix, one preempted."""
     driver = Driver(made, prompts_of(LENGTHS), SamplingParams(max_tokens=16, temperature=0.0))
@@ -83,3 +100,27 @@ def errors(theirs: Any, driver: Driver) -> tuple[float, float]:
     rounded = expected(in_bfloat16(theirs), driver)
     ours = torch.stack([seen.logits for seen in driver.seen])
     return float((ours - exact).abs().mean()), float((rounded - exact).abs().mean())
+
+
+def check_plain_torch(name: str, folder: Path, device: str, **changes: object) -> None:
+    """Without Triton: a float32 engine gives transformers' logits, a bfloat16 one makes the errors of bfloat16."""
+    theirs = gemma(name, folder, **changes)
+
+    def driven(dtype: str) -> Driver:
+        settings: dict[str, object] = {"attention_backend": "torch", "kv_cache_memory": 64 << 20}
+        return history(engine(folder, load_format="auto", device=device, dtype=dtype, **settings))
+
+    exact = driven("float32")
+    found = torch.stack([seen.logits for seen in exact.seen])
+    torch.testing.assert_close(found, expected(theirs, exact), atol=2e-4, rtol=2e-4)
+    ours, error = errors(theirs, driven("bfloat16"))
+    assert ours <= 1.1 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
+
+
+def vector(theirs: Any, prompt: list[int], kind: PoolKind) -> NDArray[np.float32]:
+    """What a Pool of this kind must give, float32 [hidden]."""
+    device = next(theirs.parameters()).device
+    with torch.inference_mode():
+        states = theirs.model(torch.tensor([prompt], device=device)).last_hidden_state[0].float().cpu()
+    found = {PoolKind.LAST: states[-1], PoolKind.MEAN: states.mean(0), PoolKind.CLS: states[0]}[kind]
+    return np.asarray(found, np.float32)

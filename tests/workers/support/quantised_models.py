@@ -14,6 +14,13 @@ MAX = 448.0
 INPUT_SCALES = {"q_proj": 0.02, "k_proj": 0.02, "v_proj": 0.013}  # one product here; the others': 0.02
 
 
+LARGER: dict[str, Any] = {
+    "vocab_size": 4099, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 384,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.08,
+}  # fmt: skip
+"""Sizes that GPUs' kernels know, with several blocks of 128, and some that are no whole ones."""
+
+
 class Quantised(NamedTuple):
     """One kind of checkpoint."""
 
@@ -51,14 +58,20 @@ def rounded(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 class Reference(nn.Module):
-    """y = (x_q s_x) (w_q s_w)^T + b, group by group."""
+    """y = (x_q s_x) (w_q s_w)^T + b, group by group. Values are rounded to FP8 in float32, whatever the model computes in."""
+
+    values: Tensor
+    bias: Tensor | None
 
     def __init__(self, values: Tensor, bias: Tensor | None, kind: Quantised, input_scale: float) -> None:
         super().__init__()
         self.ranks = 1  # that have a share of the inputs each, and so find a token's scale of it
-        self.values, self.bias, self.kind, self.input_scale = values, bias, kind, input_scale
+        self.register_buffer("values", values)
+        self.register_buffer("bias", bias)
+        self.kind, self.input_scale = kind, input_scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Tensor) -> Tensor:
+        x = given.float()
         match self.kind.activation:
             case "static":
                 x = rounded(x, self.input_scale)
@@ -68,7 +81,7 @@ class Reference(nn.Module):
             case "group":
                 groups = x.split(self.kind.block[1], dim=-1)
                 x = torch.cat([rounded(group, group.abs().amax(dim=-1, keepdim=True) / MAX) for group in groups], -1)
-        return nn.functional.linear(x, self.values, self.bias)
+        return nn.functional.linear(x.to(given.dtype), self.values, self.bias)
 
 
 def write(folder: Path, kind: Quantised, **changes: object) -> tuple[nn.Module, dict[str, Tensor]]:
