@@ -38,8 +38,6 @@ def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
         return _in_memory(lambda: ModelEngine(config, gpu, backend, TorchKit(), report, placement))
     from meshlm.workers.engine.triton_kit import TritonKit
 
-    if config.resolved is not None and config.resolved.spec.architecture.startswith("Gemma"):
-        _log.warning("Gemma on a GPU is less exact than transformers in bfloat16 (docs/models.md, Gemma on a GPU)")
     return _in_memory(
         lambda: kernel_cache.retry_without(
             lambda: ModelEngine(config, gpu, backend, TritonKit(), report, placement),

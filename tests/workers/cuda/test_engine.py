@@ -43,7 +43,7 @@ def test_error_is_no_worse_than_transformers_bfloat16(made: ModelEngine) -> None
     exact, rounded = reference(made, prompt + driver.tokens[0][:-1])[:, 332:]
     ours = (torch.stack(rows) - exact).abs().mean()
     theirs = (rounded - exact).abs().mean()
-    assert ours <= 1.5 * theirs, f"mean error {ours:.4f}, transformers' own {theirs:.4f}"
+    assert ours <= 1.2 * theirs, f"mean error {ours:.4f}, transformers' own {theirs:.4f}"
 
 
 def test_chunks_mixed_steps_and_batches_agree(made: ModelEngine) -> None:

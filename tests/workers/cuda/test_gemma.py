@@ -20,4 +20,4 @@ def test_error_is_no_worse_than_transformers_bfloat16(name: str, mode: str, tmp_
     """Prompts in chunks and behind a cached prefix, decodes, a preempted request: against float32."""
     theirs = gemma(name, tmp_path)
     ours, error = errors(theirs, history(engine(tmp_path, load_format="auto", cudagraph_mode=mode)))
-    assert ours <= 1.2 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
+    assert ours <= 1.1 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
