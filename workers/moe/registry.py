@@ -8,6 +8,10 @@ from torch import Tensor
 from meshlm.protocol.model import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers.partial_sum import Kind
+from meshlm.workers.moe.dispatch.all_gather import AllGather
+from meshlm.workers.moe.dispatch.all_to_all import AllToAll
+from meshlm.workers.moe.dispatch.batches import InBatches
+from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts
@@ -40,6 +44,15 @@ EXPERTS: dict[str, ExpertsKind] = {
     ),
 }
 """By name, the fastest first."""
+
+
+GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
+    "allgather_reducescatter": AllGather,
+    "all_to_all": AllToAll,
+    "allgather_reducescatter, batched": lambda members: InBatches(AllGather(members), members.count),
+    "all_to_all, batched": lambda members: InBatches(AllToAll(members), members.count),
+}
+"""Between data-parallel ranks, by the name of their --all2all-backend."""
 
 
 def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
