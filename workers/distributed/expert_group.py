@@ -37,6 +37,7 @@ class ExpertGroup:
     def connect(self, folder: str, epoch: Epoch) -> None:
         """Meet the other members, who do so at the same time. StepAborted."""
         self.close()
+        self.num_tokens = 0
         if self.size == 1:
             return
         store = FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)

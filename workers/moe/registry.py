@@ -7,6 +7,8 @@ from torch import Tensor
 
 from meshlm.protocol.model import MoESpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.distributed.expert_group import ExpertGroup
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.all_to_all import AllToAll
@@ -49,8 +51,8 @@ EXPERTS: dict[str, ExpertsKind] = {
 GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
     "allgather_reducescatter": AllGather,
     "all_to_all": AllToAll,
-    "allgather_reducescatter, batched": lambda members: InBatches(AllGather(members), members.count),
-    "all_to_all, batched": lambda members: InBatches(AllToAll(members), members.count),
+    "allgather_reducescatter, batched": lambda members: InBatches(AllGather(members), members.num_experts),
+    "all_to_all, batched": lambda members: InBatches(AllToAll(members), members.num_experts),
 }
 """Between data-parallel ranks, by the name of their --all2all-backend."""
 
@@ -65,6 +67,15 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
                 return kind.make(weights)
             reasons.append(f"{name}: {why}")
     raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")
+
+
+def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str) -> Dispatcher:
+    """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend."""
+    begin, end = shard.experts(moe.num_experts)
+    count = end - begin
+    firsts = tuple((member * shard.tp_size + shard.tp_rank) * count for member in range(group.size))
+    kind = Kind.RANK if shard.tp_size > 1 else Kind.WHOLE
+    return GROUP_DISPATCHERS[backend](Members(group, firsts, count, kind))
 
 
 def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:

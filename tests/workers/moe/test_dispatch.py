@@ -56,7 +56,7 @@ def members_of(group: ExpertGroup) -> Members:
 def made(group: ExpertGroup, dispatcher: str, experts: str) -> FusedMoE:
     members = members_of(group)
     return FusedMoE(
-        GROUP_DISPATCHERS[dispatcher](members), EXPERTS[experts].make(weights(members.first, members.count))
+        GROUP_DISPATCHERS[dispatcher](members), EXPERTS[experts].make(weights(members.first, members.num_experts))
     )
 
 
@@ -68,7 +68,7 @@ def test_every_legal_pair(groups: list[ExpertGroup], dispatcher: str, experts: s
     """Ranks with different numbers of tokens, without any, and with padding among them."""
     members = members_of(groups[0])
     kind, way = EXPERTS[experts], GROUP_DISPATCHERS[dispatcher](members)
-    if kind.unsupported(weights(members.first, members.count)) is not None:
+    if kind.unsupported(weights(members.first, members.num_experts)) is not None:
         pytest.skip("not on this device")
     if way.format is not kind.format:
         with pytest.raises(ProcessFatal, match=rf"dispatcher {way.name} and experts .* do not fit"):
@@ -108,7 +108,7 @@ def test_what_is_quantised_travels_with_its_scales(groups: list[ExpertGroup], di
     def one(group: ExpertGroup) -> Tensor:
         group.num_tokens = 5
         members = members_of(group)
-        experts = Rounding(*weights(members.first, members.count))
+        experts = Rounding(*weights(members.first, members.num_experts))
         return FusedMoE(GROUP_DISPATCHERS[dispatcher](members), experts).forward(*given[group.rank])[0].value
 
     for found, (x, routing) in zip(together(groups, one), given, strict=True):

@@ -23,7 +23,7 @@ from meshlm.workers.moe.parts import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllGather:
     """See `meshlm.workers.moe.parts.Dispatcher`."""
 
@@ -44,7 +44,7 @@ class AllGather:
         def send() -> Dispatched:
             rows = group.all_gather(members.padded(values))
             theirs = None if scales is None else group.all_gather(members.padded(scales))
-            of_rows = local_numbers(unpacked(group.all_gather(lines)), members.first, members.count)
+            of_rows = local_numbers(unpacked(group.all_gather(lines)), members.first, members.num_experts)
             return Dispatched(rows, theirs, of_rows, None)
 
         return group.start(send)

@@ -24,7 +24,7 @@ from meshlm.workers.moe.parts import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllToAll:
     """See `meshlm.workers.moe.parts.Dispatcher`."""
 
@@ -41,7 +41,7 @@ class AllToAll:
         members, group = self.members, self.members.group
         values, scales = quantise(x)
         whole = padding(members, routing)
-        of_each = [local_numbers(whole, first, members.count) for first in members.firsts]
+        of_each = [local_numbers(whole, first, members.num_experts) for first in members.firsts]
         goes = torch.stack([(one.experts >= 0).any(dim=1) for one in of_each])  # [members, rows]
 
         def send() -> Dispatched:

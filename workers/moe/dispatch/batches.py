@@ -1,7 +1,5 @@
 """A dispatcher of contiguous rows, for experts that take batches: what has come is sorted by experts before they compute it."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from meshlm.workers.moe.dispatch.none import NoDispatchBatched
@@ -10,7 +8,6 @@ from meshlm.workers.moe.parts import (
     Combined,
     Dispatched,
     Dispatcher,
-    Quantisation,
     Quantise,
     Receiver,
     Routing,
@@ -18,32 +15,22 @@ from meshlm.workers.moe.parts import (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class InBatches:
-    """See `meshlm.workers.moe.parts.Dispatcher`. `count`: experts of this worker, each of which has room for all rows that come."""
+    """See `meshlm.workers.moe.parts.Dispatcher`. Each of this worker's experts has room for all rows that come."""
 
-    rows: Dispatcher
-    count: int
-    format: ActivationFormat = ActivationFormat.BATCHED
-    finishes: frozenset[WeightAndReduce] = frozenset((WeightAndReduce.WEIGHTED_SUM,))
+    format = ActivationFormat.BATCHED
+    finishes = frozenset((WeightAndReduce.WEIGHTED_SUM,))
 
-    @property
-    def name(self) -> str:
-        return f"{self.rows.name}, batched"
-
-    @property
-    def quantisations(self) -> frozenset[Quantisation]:
-        return self.rows.quantisations
-
-    @property
-    def _sort(self) -> NoDispatchBatched:
-        return NoDispatchBatched(0, self.count, self.count)
+    def __init__(self, rows: Dispatcher, num_experts: int) -> None:
+        """num_experts: of this worker."""
+        self.name, self.quantisations = f"{rows.name}, batched", rows.quantisations
+        self._rows, self._sort = rows, NoDispatchBatched(0, num_experts, num_experts)
 
     def most_tokens(self, tokens: int) -> int:
-        return self.rows.most_tokens(tokens)
+        return self._rows.most_tokens(tokens)
 
     def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
-        receive = self.rows.prepare_async(x, routing, quantise)
+        receive = self._rows.prepare_async(x, routing, quantise)
 
         def received() -> Dispatched:
             rows = receive()
@@ -56,4 +43,4 @@ class InBatches:
     def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
         assert given.rows is not None and given.rows.routing is not None  # noqa: PT018
         sums = self._sort.combine_async(out, given, given.rows.routing, left)().value
-        return self.rows.combine_async(sums, given.rows, routing, WeightAndReduce.DONE)
+        return self._rows.combine_async(sums, given.rows, routing, WeightAndReduce.DONE)

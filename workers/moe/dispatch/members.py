@@ -1,6 +1,6 @@
 """What dispatchers between data-parallel ranks have in common: a step's rows, padded so that all members send as many.
 
-Members are the workers of an `ExpertGroup`. Each has `count` experts, and member d those that begin at `firsts[d]`; other experts,
+Members are the workers of an `ExpertGroup`. Each has `num_experts`, and member d those that begin at `firsts[d]`; other experts,
 which workers of other tensor-parallel ranks have, are NOWHERE here: their results are other terms of the ranks' sum (Kind.RANK).
 """
 
@@ -20,7 +20,7 @@ class Members(NamedTuple):
 
     group: ExpertGroup
     firsts: tuple[int, ...]
-    count: int
+    num_experts: int  # of each
     kind: Kind  # of the sums that come back
 
     @property

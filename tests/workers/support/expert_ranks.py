@@ -13,6 +13,7 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 
 LIMIT_S = 60
 T = TypeVar("T")
+G = TypeVar("G")
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def connected(folder: Path, size: int, epoch: int = 1) -> Iterator[list[ExpertGr
         group.close()
 
 
-def together(groups: list[ExpertGroup], work: Callable[[ExpertGroup], T]) -> list[T]:
+def together(groups: list[G], work: Callable[[G], T]) -> list[T]:
     """What each gives, all at the same time."""
     with ThreadPoolExecutor(len(groups)) as pool:
         futures = [pool.submit(work, group) for group in groups]
