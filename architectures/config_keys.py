@@ -28,7 +28,7 @@ NEEDLESS = words("""
     architecture router_aux_loss_coef output_router_logits use_flash_attn use_flash_attention
     cache_implementation model_max_length max_sequence_length do_sample max_length min_length early_stopping
     num_beams num_beam_groups num_return_sequences length_penalty diversity_penalty typical_p
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    aux_loss_alpha seq_aux ep_size encoder_no_repeat_ngram_size exponential_decay_length_penalty
 """)
 """Training, bookkeeping, transformers' own generation, outputs that are not served, and pretraining_tp, which only splits products."""
 

@@ -5,6 +5,8 @@ from functools import cache
 from typing import Any
 
 from meshlm.architectures import (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     llama,
@@ -63,5 +65,18 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
     return {weight.name: weight for weight in _FAMILIES[spec.architecture].weights(spec)}
 
 
-for _module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, mixtral, qwen2_moe, qwen3_moe):
+for _module in (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    gemma2,
+    gemma3,
+    phi3,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+    deepseek_v2,
+    deepseek_v3,
+):
     register(_module.FAMILY)

@@ -27,7 +27,15 @@ class SlidingWindow(Struct, frozen=True, tag="sliding"):
     window: int
 
 
-KVSpec = FullAttention | SlidingWindow
+class Latent(Struct, frozen=True, tag="latent"):
+    """A token sees all tokens before it, of which one line of numbers is kept: what keys and values are projected up from, and the
+    rotated key that all heads share."""
+
+    rank: int
+    rotary: int
+
+
+KVSpec = FullAttention | SlidingWindow | Latent
 
 
 class KVGroup(Struct, frozen=True):
@@ -44,7 +52,7 @@ def first_needed(spec: KVSpec, block_size: int, num_computed: int) -> int:
     match spec:
         case SlidingWindow():
             return max(0, num_computed - spec.window + 1) // block_size
-        case FullAttention():
+        case FullAttention() | Latent():
             return 0
     assert_never(spec)
 
@@ -53,7 +61,7 @@ def num_held(spec: KVSpec, block_size: int, num_tokens: int, step_tokens: int = 
     """Blocks of one group that a request of `num_tokens` holds at most, where a step computes up to `step_tokens` of it."""
     every = -(-num_tokens // block_size)
     match spec:
-        case FullAttention():
+        case FullAttention() | Latent():
             return every
         case SlidingWindow(window):
             return min(every, -(-(window - 1 + step_tokens) // block_size) + 1)
@@ -62,6 +70,8 @@ def num_held(spec: KVSpec, block_size: int, num_tokens: int, step_tokens: int = 
 
 def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
     """What each layer's attention sees."""
+    if model.mla is not None:
+        return [Latent(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim)] * model.num_hidden_layers
     sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers
     return [SlidingWindow(model.sliding_window) if slides else FullAttention() for slides in sliding]
 
@@ -75,7 +85,7 @@ def make_groups(
     longest request takes little more than the least memory; where windows save next to nothing, there is one group that keeps all.
     """
     layers: dict[KVSpec, list[int]] = {}
-    for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: pair[1] != FullAttention()):
+    for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: isinstance(pair[1], SlidingWindow)):
         layers.setdefault(spec, []).append(layer)  # what keeps all comes first
 
     def cost(size: int) -> int:
@@ -86,7 +96,8 @@ def make_groups(
     sizes = range(1, max(map(len, layers.values())) + 1)
     least = min(map(cost, sizes))
     every = list(range(first_layer, first_layer + len(specs)))
-    if len(every) * num_held(FullAttention(), block_size, max_model_len) <= GOOD_ENOUGH * least:
+    has_keys = not any(isinstance(spec, Latent) for spec in layers)
+    if has_keys and len(every) * num_held(FullAttention(), block_size, max_model_len) <= GOOD_ENOUGH * least:
         layers, size = {FullAttention(): every}, len(every)
     else:
         size = max(size for size in sizes if cost(size) <= GOOD_ENOUGH * least)

@@ -64,6 +64,21 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     local_experts: tuple[int, int] | None = None  # begin and end of those that a rank has; None: all
 
 
+class MLASpec(Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: keys and values are projected up from one latent a token. Names are Hugging Face's."""
+
+    kv_lora_rank: int  # of the latent
+    qk_nope_head_dim: int  # of a head's key that comes from the latent
+    qk_rope_head_dim: int  # of the rotated key, which all heads share
+    v_head_dim: int
+    q_lora_rank: int = 0  # 0: queries are projected at once
+
+    @property
+    def line(self) -> int:
+        """Numbers that the KV cache keeps of a token in one layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """The shape of a decoder-only transformer. Field names are Hugging Face's."""
 
@@ -93,6 +108,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     quantization: QuantizationSpec | None = None
     moe: MoESpec | None = None
+    num_nextn_predict_layers: int = 0  # that a checkpoint has behind the last, and that are not loaded
+    mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent
 
     def has_experts(self, layer: int) -> bool:
         """Whether a mixture of experts stands in the place of this layer's MLP."""
@@ -108,6 +125,13 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return dense + own + shared
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @property
     def kv_bytes_per_token_f32(self) -> int:
-        """Bytes of K and V of one token over all layers in float32."""
+        """Bytes that the KV cache keeps of one token over all layers in float32."""
+        if self.mla is not None:
+            return self.num_hidden_layers * self.mla.line * 4
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 4

@@ -37,6 +37,10 @@ def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[s
         notes.append(
             f"{where}: auto_map names code that comes with the model; it is not run, {architecture} is served by our own"
         )
+    if spec.num_nextn_predict_layers:
+        notes.append(
+            f"{where}: num_nextn_predict_layers {spec.num_nextn_predict_layers}: the layers that draft further tokens are not loaded"
+        )
     return spec, tuple(notes)
 
 
@@ -86,7 +90,7 @@ def check(spec: ModelSpec, path: Path) -> None:
     heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     if heads % kv_heads:
         raise ModelFilesError(f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    rotary = int(dim * spec.rope.partial_rotary_factor)
+    rotary = spec.rotary_dim
     for factors in (spec.rope.short_factor, spec.rope.long_factor):
         if len(factors) not in (0, rotary // 2):
             raise ModelFilesError(f"{path}: {len(factors)} factors of rotation; there are {rotary // 2} frequencies")

@@ -40,6 +40,7 @@ class StepInputs:
     num_decodes: int
     lens: RequestLens | None = None
     columns: "Columns | None" = None  # the requests on the device, for backends that read those (triton)
+    fresh: bool = False  # the host knows that no request after the decodes has tokens of earlier steps
     places: Tensor | None = (
         None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     )
@@ -53,8 +54,8 @@ class StepInputs:
 class LayerCache:
     """One layer's KV memory, by block and, for writing, by slot (workers/kv/layout.py)."""
 
-    keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
-    values: Tensor
+    keys: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]; of latent attention one head, whose dimensions are a line's
+    values: Tensor  # of latent attention the keys, whose first numbers they are
     k_scale: float = 1.0  # of an FP8 cache: keys are stored divided by it
     v_scale: float = 1.0
     group: int = 0  # whose slots and block tables it has

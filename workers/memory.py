@@ -109,10 +109,17 @@ def full_step(max_num_batched_tokens: int, max_model_len: int) -> list[int]:
     return [length] * (max_num_batched_tokens // length) + ([left] if left else [])
 
 
-def cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device, backend: Backend) -> torch.dtype:
-    """Of the KV tensors, for --kv-cache-dtype `wanted` and a model of `dtype`. ProcessFatal where FP8 cannot be used."""
+def cache_dtype(
+    wanted: str, dtype: torch.dtype, device: torch.device, backend: Backend, *, latent: bool = False
+) -> torch.dtype:
+    """Of the KV tensors, for --kv-cache-dtype `wanted` and a model of `dtype`. ProcessFatal where FP8 cannot be used.
+
+    latent: the model has latent attention.
+    """
     if wanted == "auto":
         return dtype
+    if latent:
+        raise ProcessFatal(f"--kv-cache-dtype {wanted}: the latents of this model are not kept in 8 bits; use auto")
     if device.type != "cuda":
         raise ProcessFatal(f"--kv-cache-dtype {wanted}: it needs a GPU, this worker computes on the CPU; use auto")
     major, minor = torch.cuda.get_device_capability(device)

@@ -8,7 +8,6 @@ supervisor hands the resolved tree to every child in memory (JSON); a child read
 from msgspec import Struct
 
 from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
-from meshlm.protocol.config.experts import ExpertConfig
 from meshlm.protocol.config.model import ModelConfig
 from meshlm.protocol.config.parallel import NetworkConfig, Node, ParallelConfig
 from meshlm.protocol.config.per_node import PER_NODE
@@ -19,7 +18,6 @@ from meshlm.protocol.config.server import ServerConfig
 __all__ = [
     "PER_NODE",
     "CacheConfig",
-    "ExpertConfig",
     "MeshConfig",
     "ModelConfig",
     "NetworkConfig",
@@ -41,7 +39,6 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()
-    experts: ExpertConfig = ExpertConfig()
     server: ServerConfig = ServerConfig()
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()
@@ -50,6 +47,5 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def lockstep(self) -> bool:
-        """Whether the data-parallel ranks step together, since they share experts. Those of dense models never do."""
-        share_experts = self.experts.enable_expert_parallel and self.parallel.data_parallel_size > 1
-        return share_experts or self.worker.fake_lockstep
+        """Whether the data-parallel ranks step together. Those of dense models never do."""
+        return self.worker.fake_lockstep

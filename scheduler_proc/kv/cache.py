@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import FullAttention, KVSpec, first_needed, longest_request, pages_of
+from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow, first_needed, longest_request, pages_of
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
@@ -35,7 +35,7 @@ class KVCache:
         self._kinds = kinds_of(self._specs, block_size)
         self.num_groups = len(self._specs)
         self._matched: Request | None = None  # the last one
-        self._freeing = [kind for kind in self._kinds if kind.spec != FullAttention()]
+        self._freeing = [kind for kind in self._kinds if isinstance(kind.spec, SlidingWindow)]
 
     @property
     def num_blocks(self) -> int:

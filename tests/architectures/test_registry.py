@@ -6,6 +6,7 @@ from tiny_models import spec_of
 
 from meshlm.architectures import registry
 from meshlm.architectures.registry import families, gguf_families, register, weights_of
+from meshlm.protocol.model import MLASpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.weights.slices import place
@@ -29,8 +30,14 @@ def test_a_family_that_is_added_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool) -> None:
     """Each element once: what the weights of a parameter have in all is what the module declares."""
+    mla = MLASpec(kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=5, q_lora_rank=7 if tied else 0)
     spec = spec_of(
-        architecture=architecture, num_hidden_layers=2, num_attention_heads=2, head_dim=4, tie_word_embeddings=tied
+        architecture=architecture,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=4,
+        tie_word_embeddings=tied,
+        mla=mla if architecture.startswith("Deepseek") else None,
     )
     with torch.device("meta"):
         model = model_class(spec)(spec, 64, WHOLE)

@@ -7,6 +7,7 @@ from meshlm.protocol.kv import (
     FullAttention,
     KVGroup,
     KVSpec,
+    Latent,
     SlidingWindow,
     longest_request,
     make_groups,
@@ -44,6 +45,15 @@ def test_gemma_3_4b_holds_more_than_two_and_a_half_times_the_tokens() -> None:
     every = make_groups([FULL] * 34, BLOCK, GEMMA_LAYER_BYTES, length)
     assert tokens_held(every, memory, length) == memory // (34 * GEMMA_LAYER_BYTES * BLOCK) * BLOCK
     assert tokens_held(grouped, memory, length) / tokens_held(every, memory, length) > 5.5
+
+
+def test_latents_have_one_group() -> None:
+    """Also where the longest request is short: a line is no key and no value, whatever it keeps."""
+    for length in (64, 1 << 17):
+        (group,) = make_groups([Latent(512, 64)] * 27, BLOCK, 1152, length)
+        assert group.spec == Latent(512, 64)
+        assert group.layers == tuple(range(27))
+        assert group.page_bytes == 27 * BLOCK * 1152
 
 
 def test_half_and_half() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from gguf_models import write_gguf
-from small_models import GEMMA, MOE, SMALL, caches, load, run
+from small_models import DEEPSEEK, GEMMA, MOE, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -50,6 +50,7 @@ CASES = {
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),
     **MOE,
+    **DEEPSEEK,
     "gemma3-linear": ("Gemma3TextConfig", GEMMA | {"layer_types": MIXED, "rope_parameters": BY_KIND}),
 }
 
@@ -67,6 +68,9 @@ def test_logits_equal_transformers(case: str, kind: str, tmp_path: Path, monkeyp
     for parameter_name, parameter in theirs.named_parameters():
         if parameter_name.endswith("norm.weight"):
             parameter.data += torch.randn_like(parameter) * 0.3
+    for buffer_name, buffer in theirs.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer += torch.randn_like(buffer) * 0.3
     theirs.save_pretrained(tmp_path)
     if kind == "torch":
         monkeypatch.setattr(cpu_ops, "available", lambda: False)

@@ -10,7 +10,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 
 
 class StepAttention(Protocol):
@@ -30,6 +30,23 @@ class StepAttention(Protocol):
         """qkv [t, (heads + 2 kv_heads) d] as projected -> [t, heads, d]. Keys and values are in the cache afterwards.
 
         table: cosines and sines by position (layers/rope.py). sliding_window 0: all keys.
+        """
+        ...
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        ops: Ops,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        heads: LatentShape,
+        scale: float,
+    ) -> Tensor:
+        """Multi-head latent attention: query [t, heads, nope + rotary], latent [t, rank + rotary] as projected -> [t, heads, wide].
+
+        Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated.
         """
         ...
 

@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 
 
 class RotatedAttention(ABC):
@@ -24,6 +25,22 @@ class RotatedAttention(ABC):
     ) -> Tensor:
         query = ops.rope_cache(qkv, batch, table, cache, heads)
         return self.run(query, cache, scale, sliding_window, heads.softcap)
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        ops: Ops,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        heads: LatentShape,
+        scale: float,
+    ) -> Tensor:
+        """Absorbed: all heads over one, whose keys are the cache's lines, and whose values are the latents in them."""
+        ops.latent_cache(query, latent, batch, table, cache, heads)
+        absorbed = torch.cat((heads.absorb(query), query[..., heads.nope :]), dim=-1)
+        return heads.values(self.run(absorbed, cache, scale)[..., : heads.rank])
 
     @abstractmethod
     def run(

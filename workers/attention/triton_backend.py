@@ -12,10 +12,12 @@ from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.tiles import decode_tiles, most_parts, tile_of_head
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
+from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, LatentShape, Ops
 
 WORKSPACE_FLOATS = 1 << 22
+MOST_RANK = 512
 
 
 class Workspace:
@@ -45,11 +47,14 @@ class Workspace:
 class TritonAttention:
     """One step. Needs `batch.columns`."""
 
-    def __init__(self, batch: StepInputs, block_size: int, workspace: Workspace, side: AuxStream) -> None:
+    def __init__(
+        self, batch: StepInputs, block_size: int, workspace: Workspace, side: AuxStream, latent: LatentWorkspace
+    ) -> None:
         assert batch.columns is not None
         self._batch, self._workspace, self._side = batch, workspace, side
         columns = batch.columns
         self._longest = columns.blocks.shape[1] * block_size
+        self._latent = TritonLatentAttention(batch, latent, side)
         self._num = columns.n if batch.num_decodes == UNKNOWN else batch.num_decodes
         shared = (columns.rows, columns.starts, columns.ends)
         self._columns = [Columns(*shared, columns.n, blocks) for blocks in batch.block_tables]  # by group
@@ -86,6 +91,20 @@ class TritonAttention:
         else:
             prompts()
         return out
+
+    def attend_latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        ops: Ops,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        heads: LatentShape,
+        scale: float,
+    ) -> Tensor:
+        ops.latent_cache(query, latent, batch, table, cache, heads)
+        return self._latent.attend(query, latent, cache.keys.squeeze(2), self._columns[cache.group], heads, scale)
 
     def _decode(
         self,
@@ -125,7 +144,7 @@ class TritonBackend:
     name, graphs, fp8 = "triton", True, True
 
     def __init__(self) -> None:
-        self._of: dict[torch.device, tuple[Workspace, AuxStream]] = {}
+        self._of: dict[torch.device, tuple[Workspace, AuxStream, LatentWorkspace]] = {}
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:
         if device.type != "cuda":
@@ -137,6 +156,8 @@ class TritonBackend:
             return f"it computes in --dtype float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
         if not 16 <= spec.head_dim <= 256:
             return f"it supports head sizes from 16 to 256, this model has {spec.head_dim}"
+        if spec.mla is not None and spec.mla.kv_lora_rank > MOST_RANK:
+            return f"it supports latents of up to {MOST_RANK}, this model has kv_lora_rank {spec.mla.kv_lora_rank}"
         if block_size & (block_size - 1) or block_size < 8:
             return f"--block-size {block_size} is not a power of two from 8 up"
         return ""
@@ -144,5 +165,6 @@ class TritonBackend:
     def step(self, batch: StepInputs, block_size: int) -> TritonAttention:
         own = self._of.get(batch.device)
         if own is None:
-            own = self._of[batch.device] = Workspace(batch.device, most_parts(batch.device)), AuxStream(batch.device)
+            workspaces = Workspace(batch.device, most_parts(batch.device)), LatentWorkspace(batch.device)
+            own = self._of[batch.device] = workspaces[0], AuxStream(batch.device), workspaces[1]
         return TritonAttention(batch, block_size, *own)

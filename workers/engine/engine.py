@@ -55,7 +55,9 @@ class ModelEngine:
         self.spec = placement.shard.local(resolved.spec)
         self._others = memory.taken_by_others() if device.type == "cuda" else 0
         self.dtype, self._block_size = DTYPES[resolved.dtype], config.cache.block_size
-        self._cache_dtype = memory.cache_dtype(config.cache.kv_cache_dtype, self.dtype, device, backend)
+        self._cache_dtype = memory.cache_dtype(
+            config.cache.kv_cache_dtype, self.dtype, device, backend, latent=self.spec.mla is not None
+        )
 
         def progress(done: int, total: int) -> None:
             report("weights", done // MB, total // MB, "MB")
@@ -66,8 +68,6 @@ class ModelEngine:
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         self.model.join(self.comm)
         self.together = Together(placement.experts(device)) if config.lockstep else None
-        if self.together is not None:
-            self.model.share_experts(self.together.experts, config.experts.all2all_backend)
         self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
         if not (self.shard.is_first and self.shard.is_last):
             self._stream = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
@@ -129,11 +129,11 @@ class ModelEngine:
         """Lengths of the prompts of a step that is as large as steps get."""
         return memory.full_step(self.resolved.max_num_batched_tokens, self.resolved.max_model_len)
 
-    def dummy_step(self, counts: list[int]) -> None:
-        """Prompts of the dummy row: reads and writes block 0, which must hold nothing yet."""
+    def dummy_step(self, counts: list[int], start: int = 0) -> None:
+        """Prompts of the dummy row that begin at `start`: reads and writes block 0, which must hold nothing yet."""
         n = min(len(counts), self.rows.max_rows)
         step = columns_of(
-            np.full(n, self.rows.max_rows, np.int32), np.zeros(n, np.int32), np.array(counts[:n], np.int32)
+            np.full(n, self.rows.max_rows, np.int32), np.full(n, start, np.int32), np.array(counts[:n], np.int32)
         )
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self.inputs.send(step, n, NOTHING, 0, np.arange(n))
@@ -184,10 +184,7 @@ class ModelEngine:
         agreed = self.together.agree(step, graph=not why_not)
         if not (agreed.graph and agreed.num_tokens):
             return None
-        key = self.graphs.find(agreed.num_tokens, agreed.num_requests, uniform=agreed.uniform)
-        if key is not None:
-            self.together.experts.num_tokens = key.tokens
-        return key
+        return self.graphs.find(agreed.num_tokens, agreed.num_requests, uniform=agreed.uniform)
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()

@@ -11,6 +11,7 @@ rows, starts, ends: see kernels/prepare_inputs; padding requests have the dummy 
 then of one that is padding. CUDA graphs keep the addresses: the buffer never moves. Owned by the engine; used by the stepper thread.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,8 @@ class TritonInputs:
     def of_step(self, step: StepColumns) -> StepInputs:
         """The tensors of a step that was sent."""
         count = step.num_samples if self._samples else 0
-        return self._batch((step.n, step.t), step.num_decodes, count, padded=False)
+        fresh = not step.starts[step.num_decodes :].any()
+        return replace(self._batch((step.n, step.t), step.num_decodes, count, padded=False), fresh=fresh)
 
     def padded(self, requests: int, tokens: int) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""

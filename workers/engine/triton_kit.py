@@ -5,6 +5,7 @@ import torch
 
 from meshlm.kernels.attention.tiles import warm_sizes
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.workers.engine import ProgressReport
@@ -44,8 +45,7 @@ class TritonKit:
             votes = torch.full((8,), float(worked), dtype=engine.dtype, device=engine.device)
             return int(engine.comm.all_reduce(votes)[0].item()) == size
 
-        agree = on_all_ranks if size > 1 else None
-        graphs = Dispatcher(keys, self._padded, agree if engine.together is None else engine.together.vote)
+        graphs = Dispatcher(keys, self._padded, on_all_ranks if size > 1 else None)
         return graphs, Captures(graphs, self._inputs.clear)
 
     def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:
@@ -72,14 +72,18 @@ class TritonKit:
         rows, resolved = engine.rows, engine.resolved
         longest = rows.block_tables.shape[-1] * rows.block_size
         most = rows.max_rows
-        kv_heads = engine.spec.num_key_value_heads
-        group = engine.spec.num_attention_heads // kv_heads
-        decodes = warm_sizes(kv_heads, most, longest, engine.device, group)
+        spec, kv_heads = engine.spec, engine.spec.num_key_value_heads
+        if spec.mla is None:
+            decodes = warm_sizes(kv_heads, most, longest, engine.device, spec.num_attention_heads // kv_heads)
+        else:
+            decodes = latent_tiles.warm_sizes(spec.num_attention_heads, most, engine.device)
         tokens = resolved.max_num_batched_tokens
         prompt = min(tokens, resolved.max_model_len)
         sizes = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
         for counts in warm_up.steps(decodes, sizes, most, prompt, tokens):
             engine.dummy_step(counts)
+        if spec.mla is not None and prompt > 1:  # the rest of a prompt, of which earlier steps have computed some
+            engine.dummy_step([prompt - 1], start=1)
         self._inputs.clear()
         with torch.inference_mode():
             for key in warm_up.graphs(engine.graphs.keys, sizes, min(tokens, most * prompt)):

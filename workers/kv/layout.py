@@ -10,7 +10,7 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow, make_groups, pages_of, spec_of_layers
+from meshlm.protocol.kv import FullAttention, KVSpec, Latent, SlidingWindow, make_groups, pages_of, spec_of_layers
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -21,6 +21,8 @@ def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int)
     match spec:
         case FullAttention() | SlidingWindow():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
+        case Latent(rank, rotary):
+            return num_pages, block_size, 1, rank + rotary
     assert_never(spec)
 
 
@@ -29,6 +31,8 @@ def layer_cache(spec: KVSpec, tensor: Tensor, group: int, scales: tuple[float, f
     match spec:
         case FullAttention() | SlidingWindow():
             return LayerCache(tensor[0], tensor[1], *scales, group)
+        case Latent():
+            return LayerCache(tensor, tensor, group=group)
     assert_never(spec)
 
 

@@ -1,6 +1,7 @@
 """A linear layer of a model. How its weight is stored, and which kernel computes with it, is its `LinearMethod`'s affair."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.workers.layers.norm import RMSNorm
@@ -47,3 +48,18 @@ class Linear(nn.Module):
         normed, residual = ops.norm(x, (norm.weight, norm.eps))
         out = self.method.apply(self, normed, ops)
         return (ops.silu_mul(out) if gate else out), residual
+
+
+class Matrix(Linear):
+    """A linear layer whose weight the model multiplies with in ways of its own: a plain matrix, however the files store it."""
+
+    def prepare(self, ops: Ops) -> None:
+        """The weight becomes its values, and nothing else is left."""
+        values = self.method.values(self)
+        self.use(UNQUANTIZED)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self._parameters.pop("weight_scale", None)
+        self._parameters.pop("input_scale", None)
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return F.linear(x, self.weight)

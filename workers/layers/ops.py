@@ -13,7 +13,7 @@ from torch import Tensor
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
-from meshlm.workers.layers.rope import apply_rope
+from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 
 
 class AttentionShape:
@@ -33,6 +33,33 @@ class AttentionShape:
         """softcap: scores s become softcap tanh(s / softcap), unless it is 0."""
         self.num_heads, self.num_kv_heads, self.head_dim, self.softcap = num_heads, num_kv_heads, head_dim, softcap
         self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
+
+
+class LatentShape:
+    """What backends and latent_cache need to know of a layer of multi-head latent attention (kernels/mla/kernel.py)."""
+
+    __slots__ = ("behind", "into", "nope", "norm", "num_heads", "rank", "rotary", "up", "wide")
+
+    def __init__(self, up: Tensor, sizes: tuple[int, int, int], norm: tuple[Tensor, float]) -> None:
+        """up [heads (nope + wide), rank]: from a latent to the keys and values of all heads. sizes: nope, rotary, wide."""
+        self.nope, self.rotary, self.wide = sizes
+        self.up, self.rank, self.norm = up, up.shape[1], norm  # of the latent: weight and eps
+        by_head = up.view(-1, self.nope + self.wide, self.rank)
+        self.num_heads = by_head.shape[0]
+        self.into, self.behind = by_head[:, : self.nope], by_head[:, self.nope :]  # W_UK, W_UV
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """query [t, heads, nope + rotary] -> [t, heads, rank]: what its first part is multiplied with latents by."""
+        out = torch.empty(query.shape[0], self.num_heads, self.rank, dtype=query.dtype, device=query.device)
+        torch.bmm(query[..., : self.nope].transpose(0, 1), self.into, out=out.transpose(0, 1))
+        return out
+
+    def values(self, found: Tensor, out: Tensor | None = None) -> Tensor:
+        """Weighted sums of latents [t, heads, rank] -> those of values [t, heads, wide]."""
+        if out is None:
+            out = torch.empty(found.shape[0], self.num_heads, self.wide, dtype=found.dtype, device=found.device)
+        torch.bmm(found.transpose(0, 1), self.behind.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -137,6 +164,15 @@ class Ops(Protocol):
         """
         ...
 
+    def latent_cache(
+        self, query: Tensor, latent: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: LatentShape
+    ) -> None:
+        """Norm the latent, rotate its key and the heads of the query, in place; and write the latent's line to the cache.
+
+        query [t, heads, nope + rotary]; latent [t, rank + rotary]. Lines of both may be strided.
+        """
+        ...
+
 
 class Composed:
     """embed and norm_linear by their parts; the rarer activations in plain torch."""
@@ -177,6 +213,21 @@ class Composed:
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[act](gate) * up
+
+    def latent_cache(
+        self: "Ops",
+        query: Tensor,
+        latent: Tensor,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        heads: LatentShape,
+    ) -> None:
+        cos, sin = table[batch.positions].to(query.dtype)[:, None].chunk(2, dim=-1)
+        for x in (query, latent[:, None]):
+            x[..., -heads.rotary :] = apply_rope_to_neighbours(x[..., -heads.rotary :], cos, sin)
+        latent[:, : heads.rank] = self.rms_norm(latent[:, : heads.rank].contiguous(), *heads.norm)
+        cache.keys.flatten(0, 1).index_copy_(0, batch.slot_mapping[cache.group], latent[:, None])
 
     def norm(self: "Ops", x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
         """Terms that are split along K are added up by `add_rms_norm`, where there are any."""

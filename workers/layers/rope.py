@@ -15,7 +15,7 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 def rope_table(spec: ModelSpec, max_len: int, rope: RopeSpec | None = None) -> Tensor:
     """float32 [max_len, rotary_dim]: cosines in the first half, sines in the second. rope: another than the model's."""
     rope = rope or spec.rope
-    dim = int(spec.head_dim * rope.partial_rotary_factor)
+    dim = spec.rotary_dim if rope is spec.rope else int(spec.head_dim * rope.partial_rotary_factor)
     frequencies, factor = _frequencies(rope, dim, spec.max_position_embeddings, max_len)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * factor
@@ -51,9 +51,14 @@ def _llama3(rope: RopeSpec, base: Tensor, original: int) -> Tensor:
     return torch.where(between, blended, scaled)
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much YaRN lengthens queries and keys of a context that is `factor` times as long (Peng et al. 2023, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def _yarn(rope: RopeSpec, base: Tensor, dim: int, original: int) -> tuple[Tensor, float]:
     def mscale(weight: float = 1.0) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+        return yarn_mscale(rope.factor, weight)
 
     if rope.attention_factor is not None:
         factor = rope.attention_factor
@@ -90,3 +95,9 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)
+
+
+def apply_rope_to_neighbours(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same for heads [t, h, rotary_dim] of which numbers 2i and 2i + 1 are turned together."""
+    first, second = heads[..., ::2], heads[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

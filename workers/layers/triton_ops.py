@@ -11,12 +11,13 @@ from meshlm.kernels.embedding.kernel import embed
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gemm import kernel as products
 from meshlm.kernels.gemv.kernel import gemv, pays
+from meshlm.kernels.mla.cache import latent_cache
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Composed
+from meshlm.workers.layers.ops import AttentionShape, Composed, LatentShape
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 
@@ -107,3 +108,9 @@ class TritonOps(Composed):
             cache.k_scale,
             cache.v_scale,
         )
+
+    def latent_cache(
+        self, query: Tensor, latent: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: LatentShape
+    ) -> None:
+        lines = cache.keys.squeeze(2)
+        latent_cache(query, latent, batch.positions, batch.slot_mapping[cache.group], table, heads.norm, lines)

@@ -15,7 +15,6 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
-from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.linear import Linear
@@ -25,7 +24,7 @@ from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
-from meshlm.workers.moe.registry import group_dispatch, no_dispatch
+from meshlm.workers.moe.registry import no_dispatch
 
 
 class Embedding(nn.Module):
@@ -59,16 +58,21 @@ class Attention(nn.Module):
         super().__init__()
         self._spec = spec
         self.window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
+        self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
+        self.make(spec)
+
+    def make(self, spec: ModelSpec) -> None:
+        """Its layers. `qkv` is the product behind the norm, `o` the last one."""
         self.scale = (spec.query_pre_attn_scalar or spec.head_dim) ** -0.5
         width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
         self.o = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
         self._heads: AttentionShape | None = None
 
     def prepare(self) -> None:
+        """After its layers."""
         norms = (
             (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None and self.k_norm is not None else None
         )
@@ -114,10 +118,12 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, and an MLP or a mixture of experts. Each begins with a norm, which first adds to the residual what came before."""
 
+    attention_type: ClassVar[type[Attention]] = Attention
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.attention = Attention(spec, layer)
+        self.attention = self.attention_type(spec, layer)
         self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp: MLP | MoE = MoE(spec) if spec.has_experts(layer) else MLP(spec)
 
@@ -179,10 +185,11 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.prepare(self.ops)
-            elif isinstance(module, Attention):
-                module.prepare()
             elif isinstance(module, MoE):
                 module.router.prepare(self.ops)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.attention.prepare()
         self._use_dispatcher()
         if self.head is not None:
             self._head_weight = self.head.weight.data
@@ -201,16 +208,9 @@ class Decoder(nn.Module):
 
     def _use_dispatcher(self) -> None:
         """Let experts have their tokens."""
-        for module in self._mixtures():
-            module.use(no_dispatch(module.moe, self.shard.tp_size))
-
-    def share_experts(self, group: ExpertGroup, backend: str) -> None:
-        """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend."""
-        for module in self._mixtures():
-            module.use(group_dispatch(module.moe, self.shard, group, backend))
-
-    def _mixtures(self) -> list[MoE]:
-        return [module for module in self.modules() if isinstance(module, MoE)]
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.use(no_dispatch(module.moe, self.shard.tp_size))
 
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
@@ -238,9 +238,7 @@ class Decoder(nn.Module):
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
 
     def idle(self) -> None:
-        """Compute a step without tokens: what other ranks send to the experts here."""
-        for module in self._mixtures():
-            module.idle()
+        """Compute a step without tokens: nothing, but for experts that compute what other ranks send them."""
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """What the first layer gets; see `Embedding.forward`."""

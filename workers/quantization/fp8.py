@@ -74,6 +74,11 @@ class Fp8Linear:
         if linear.weight.device.type == "cpu":
             linear.weight = nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
 
+    def values(self, linear: "Linear") -> Tensor:
+        assert isinstance(linear.weight_scale, Tensor)
+        self._scales = linear.weight_scale
+        return self._values(linear, _Rows(0, linear.outputs, None, None), self._dtype)
+
     def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
         products = [self._product(linear, x, rows, ops) for rows in self._rows]
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)

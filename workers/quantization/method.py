@@ -32,6 +32,10 @@ class LinearMethod(Protocol):
         """After loading: bring the parameters into the form that `apply` wants."""
         ...
 
+    def values(self, linear: "Linear") -> Tensor:
+        """After loading, in the place of `finish`: the weight [outputs, inputs] in the dtype of the model."""
+        ...
+
     def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
         """[m, inputs] -> [m, outputs], with the bias."""
         ...

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshlm.architectures.quantization import FP8
 from meshlm.protocol.config import Resolved
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needless
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.decoder import Decoder
@@ -34,7 +35,7 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
         if short == "lm_head.weight" and spec.tie_word_embeddings:
             expected[short] = expected["embed_tokens.weight"]
         if short not in expected:
-            if not is_needless(name) and not SCALE_OF_KV_CACHE.fullmatch(name):
+            if not is_needless(name) and not SCALE_OF_KV_CACHE.fullmatch(name) and not _drafts(short, spec):
                 foreign.append(name)
             continue
         if short in found:
@@ -77,6 +78,13 @@ def check_finite(model: Decoder, where: str) -> None:
         if not finite:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ProcessFatal(f"{where}: the weights of {name} hold NaN or infinity in {dtype}")
+
+
+def _drafts(short: str, spec: ModelSpec) -> bool:
+    """Whether it is of the layers behind the last that draft further tokens, which are not loaded."""
+    layer = short.removeprefix("layers.").partition(".")[0] if short.startswith("layers.") else ""
+    begin = spec.num_hidden_layers
+    return layer.isdecimal() and begin <= int(layer) < begin + spec.num_nextn_predict_layers
 
 
 def _short(name: str) -> str:

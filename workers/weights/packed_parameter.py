@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.cpu import packed
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.linear import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.unquantized import PackedGGUF
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
@@ -58,10 +58,10 @@ def keep(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, Pac
     for name, parameter in list(model.named_parameters()):
         covered = end - begin if name in ("embed.weight", "head.weight") else parameter.shape[0]
         forms = _panels(sorted(parts.get(name, ())), covered, parameter.shape[0])
-        if forms is None:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if forms is None or isinstance(owner, Matrix):
             continue
         kept[name] = PackedParameter(forms, parameter.shape[0], parameter.shape[1], covered)
-        owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, Linear):
             with torch.device(parameter.device):
                 owner.use(PackedGGUF(kept[name].size))

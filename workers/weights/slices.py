@@ -71,5 +71,7 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
         case Split.EXPERT:
             return shard.wide(size, of_expert=True)
         case Split.QUERY_HEADS | Split.KV_HEADS:
-            first, last = shard.heads(spec) if weight.split is Split.QUERY_HEADS else shard.kv_heads(spec)
-            return first * spec.head_dim, last * spec.head_dim
+            of_query = weight.split is Split.QUERY_HEADS
+            first, last = shard.heads(spec) if of_query else shard.kv_heads(spec)
+            each = size // (spec.num_attention_heads if of_query else spec.num_key_value_heads)
+            return first * each, last * each

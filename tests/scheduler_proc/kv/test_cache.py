@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow, first_needed, num_held
+from meshlm.protocol.kv import FullAttention, KVSpec, Latent, SlidingWindow, first_needed, num_held
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.cache import KVCache
@@ -52,7 +52,7 @@ class Device:
 
     def sees(self, request: Request, position: int) -> None:
         for group, spec in enumerate(self.specs):
-            first = 0 if spec == FULL else max(0, position - spec.window + 1)  # type: ignore[union-attr]
+            first = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
             for key in range(first, position):
                 known = (group, request.work.cache_salt, tuple(request.tokens[: key + 1]))
                 assert self.slots[self._slot(request, group, key)] == known, f"{spec}: {position} sees a wrong {key}"
@@ -88,6 +88,7 @@ class Device:
 
 GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (),
+    (Latent(8, 2),),
     (SlidingWindow(5),),
     (FULL, SlidingWindow(9)),
     (SlidingWindow(1), FULL),

@@ -36,19 +36,47 @@ GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 with windows that hold everything": ("Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 2048}),
 }
 
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "sliding_window": None,
+    "head_dim": 32,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-lite": ("DeepseekV2Config", _LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        _LATENT
+        | {"q_lora_rank": 192, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+}
 
-def gemma(name: str, folder: Path, **changes: object) -> Any:
+
+def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     """transformers' model with random weights that bfloat16 can hold, saved to the folder."""
     import transformers
 
     torch.manual_seed(0)
-    kind, settings = GEMMA[name]
+    kind, settings = {**GEMMA, **DEEPSEEK}[name]
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():
         if parameter_name.endswith("norm.weight"):
             parameter.data += torch.randn_like(parameter) * 0.1
         parameter.data = parameter.data.bfloat16().float()
+    for buffer_name, buffer in theirs.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer += torch.randn_like(buffer) * 0.1
     theirs.save_pretrained(folder)
     return theirs
 
@@ -104,7 +132,7 @@ def errors(theirs: Any, driver: Driver) -> tuple[float, float]:
 
 def check_plain_torch(name: str, folder: Path, device: str, **changes: object) -> None:
     """Without Triton: a float32 engine gives transformers' logits, a bfloat16 one makes the errors of bfloat16."""
-    theirs = gemma(name, folder, **changes)
+    theirs = transformers_model(name, folder, **changes)
 
     def driven(dtype: str) -> Driver:
         settings: dict[str, object] = {"attention_backend": "torch", "kv_cache_memory": 64 << 20}

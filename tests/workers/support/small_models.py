@@ -52,6 +52,41 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
 """Mixtures of experts: the class of transformers' configuration, and what it gets beside SMALL."""
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "initializer_range": 0.2,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+_CHOSEN_IN_GROUPS = {"topk_method": "group_limited_greedy", **_GROUPS}
+DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-lite": (
+        "DeepseekV2Config",
+        LATENT | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        LATENT | _CHOSEN_IN_GROUPS | {"q_lora_rank": 20, "routed_scaling_factor": 2.0, "rope_parameters": _YARN},
+    ),
+    "deepseek-v2-dense": ("DeepseekV2Config", LATENT | {"first_k_dense_replace": 3}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        LATENT | _GROUPS | {"q_lora_rank": 20, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+}
+"""Names of configurations, and what they differ in from SMALL."""
+
+
 def resolved(path: Path, load_format: str = "auto") -> Resolved:
     files = resolve_model(str(path), load_format=load_format)
     found = {"model_path": str(files.path), "load_format": files.load_format}
@@ -64,6 +99,9 @@ def load(path: Path, load_format: str = "auto") -> Decoder:
 
 
 def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
+    if spec.mla is not None:
+        lines = [torch.zeros(num_blocks, BLOCK, 1, spec.mla.line) for _ in range(spec.num_hidden_layers)]
+        return [LayerCache(line, line) for line in lines]
     shape = (num_blocks, BLOCK, spec.num_key_value_heads, spec.head_dim)
     return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_hidden_layers)]
 

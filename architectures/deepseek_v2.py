@@ -1,0 +1,150 @@
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.dense import decoder_weights, dense_spec, mlp_weights, norm_weights, one_window
+from meshlm.architectures.family import Family, Split, Weight
+from meshlm.architectures.moe import ExpertNames, checked, expert_weights, moe_spec
+from meshlm.protocol.model import MLASpec, ModelSpec, MoESpec
+
+KEYS = words("""
+    kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave
+    n_routed_experts num_experts num_local_experts n_shared_experts num_experts_per_tok moe_intermediate_size
+    first_k_dense_replace moe_layer_freq n_group topk_group topk_method scoring_func norm_topk_prob
+    routed_scaling_factor
+""")
+NAMES = ExpertNames(shared="mlp.shared_experts")
+MODEL = "meshlm.workers.models.deepseek:Deepseek"
+DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 1407,
+    "topk_method": "greedy",
+}
+
+
+def deepseek_spec(config: dict[str, Any], architecture: str, moe: MoESpec) -> ModelSpec:
+    """What V2 and V3 have in common. moe: how experts are chosen; their sizes are read here. KeyError, ValueError."""
+    for key in ("attention_bias", "mlp_bias"):
+        if boolean(config, key):
+            raise ValueError(f"{key} true is not supported for {architecture}")
+    if config.get("rope_interleave") is False:
+        raise ValueError("rope_interleave false is not supported: the weights of this family turn neighbours")
+    mla = latent(config)
+    nope, rotary = mla.qk_nope_head_dim, mla.qk_rope_head_dim
+    spec = dense_spec({**config, "head_dim": nope + rotary}, architecture)
+    if spec.rope.partial_rotary_factor != 1.0:
+        raise ValueError("partial_rotary_factor is not supported: qk_rope_head_dim says what is rotated")
+    if spec.num_key_value_heads != spec.num_attention_heads:
+        raise ValueError("num_key_value_heads must be num_attention_heads: latent attention has no groups of heads")
+    one_window(config, spec, slides=False)
+    return replace(spec, num_key_value_heads=1, mla=mla, moe=experts(config, spec, moe))
+
+
+def latent(config: dict[str, Any]) -> MLASpec:
+    """ValueError."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: integer(config, name) for name in names}
+    sizes["q_lora_rank"] = 0 if config.get("q_lora_rank") is None else integer(config, "q_lora_rank")
+    for name, size in sizes.items():
+        if size < (name != "q_lora_rank"):
+            raise ValueError(f"{name} is {size}; it must be positive")
+    if sizes["qk_rope_head_dim"] % 2:
+        raise ValueError(f"qk_rope_head_dim is {sizes['qk_rope_head_dim']}; it must be even")
+    return MLASpec(**sizes)
+
+
+def experts(config: dict[str, Any], spec: ModelSpec, moe: MoESpec) -> MoESpec | None:
+    """Their sizes, and which layers have them; None: none has. ValueError."""
+    first, every = integer(config, "first_k_dense_replace", 0), integer(config, "moe_layer_freq", 1)
+    if every < 1 or first < 0:
+        raise ValueError(f"moe_layer_freq is {every} and first_k_dense_replace {first}; they must be positive")
+    layers = tuple(layer >= first and layer % every == 0 for layer in range(spec.num_hidden_layers))
+    if config.get("n_routed_experts") is None or not any(layers):
+        return None
+    sizes = moe_spec(config, "n_routed_experts")
+    found = replace(
+        moe,
+        num_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.num_experts_per_tok,
+        moe_intermediate_size=sizes.moe_intermediate_size,
+        routed_scaling_factor=number(config.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
+        n_group=integer(config, "n_group", 1),
+        topk_group=integer(config, "topk_group", 1),
+        shared_intermediate_size=integer(config, "n_shared_experts", 0) * sizes.moe_intermediate_size,
+        moe_layers=() if all(layers) else layers,
+    )
+    return checked(found, "n_routed_experts")
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    method, scoring = config["topk_method"], config.get("scoring_func", "softmax")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method {shown(method)} is not supported; supported: greedy, group_limited_greedy")
+    if scoring != "softmax":
+        raise ValueError(f"scoring_func {shown(scoring)} is not supported for {architecture}; supported: softmax")
+    if boolean(config, "norm_topk_prob"):
+        raise ValueError("norm_topk_prob true is not supported: implementations of this family differ in what it means")
+    if method == "greedy":  # groups, if any are named, play no part
+        config = {**config, "n_group": 1, "topk_group": 1}
+    return deepseek_spec(config, architecture, MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1))
+
+
+def deepseek_weights(spec: ModelSpec) -> Iterator[Weight]:
+    """Every tensor."""
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from _attention(spec)
+        yield from expert_weights(spec, NAMES) if spec.has_experts(layer) else mlp_weights(spec, spec.intermediate_size)
+        yield from norm_weights(spec)
+
+    return decoder_weights(spec, in_layer)
+
+
+def _attention(spec: ModelSpec) -> Iterator[Weight]:
+    mla = spec.mla
+    assert mla is not None
+    heads, hidden, rank = spec.num_attention_heads, spec.hidden_size, mla.kv_lora_rank
+    queries = heads * spec.head_dim
+
+    def weight(
+        name: str, gguf: str, parameter: str, *shape: int, split: Split = Split.REPLICATED, dim: int = 0
+    ) -> Weight:
+        return Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split, dim)
+
+    if mla.q_lora_rank:
+        yield weight("self_attn.q_a_proj", "attn_q_a", "attention.qkv", mla.q_lora_rank, hidden)
+        yield weight("self_attn.q_a_layernorm", "attn_q_a_norm", "attention.q_a_norm", mla.q_lora_rank)
+        yield weight(
+            "self_attn.q_b_proj", "attn_q_b", "attention.q_b", queries, mla.q_lora_rank, split=Split.QUERY_HEADS
+        )
+    else:
+        yield weight("self_attn.q_proj", "attn_q", "attention.qkv", queries, hidden, split=Split.QUERY_HEADS)
+    yield weight("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa", "attention.qkv", mla.line, hidden)
+    yield weight("self_attn.kv_a_layernorm", "attn_kv_a_norm", "attention.kv_norm", rank)
+    up = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    yield weight("self_attn.kv_b_proj", "attn_kv_b", "attention.kv_b", up, rank, split=Split.QUERY_HEADS)
+    wide = heads * mla.v_head_dim
+    yield weight("self_attn.o_proj", "attn_output", "attention.o", hidden, wide, split=Split.QUERY_HEADS, dim=1)
+
+
+FAMILY = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    spec=_spec,
+    weights=deepseek_weights,
+    keys=KEYS,
+    defaults=DEFAULTS,
+    compiles=False,
+    model=MODEL,
+)

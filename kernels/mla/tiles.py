@@ -1,0 +1,96 @@
+"""Which tiles latent attention is computed in on this GPU: tables/<gpu>.json, written by tune.py."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from meshlm.kernels import pdl, tables
+from meshlm.kernels.attention.tiles import one_of_each
+
+MAX_SPLITS = 64
+MOST_WAVES = 4  # of programs, one behind the other, where contexts are split
+BEGIN = 0.03  # what a program costs beside its share of a context, in contexts
+MOST_HEADS = 64  # of a program
+
+
+class DecodeTile(NamedTuple):
+    """How a decode is launched."""
+
+    splits: int  # parts of each context
+    block_n: int  # lines of a tile
+    warps: int
+    stages: int
+    block_h: int = 16  # query heads of a program
+    of_lines: bool = False  # kernel.py: latent_tile_of_lines
+    ahead: int = 0  # tiles whose lines are asked for before their turn
+
+
+class PrefillTile(NamedTuple):
+    """How prompts are computed."""
+
+    rows: int  # queries x heads of a tile
+    block_n: int
+    warps: int
+    stages: int
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tables.read("mla")
+
+
+def decode_tile(requests: int, heads: int, device: torch.device) -> DecodeTile:
+    """Enough parts of each context to fill the GPU, whatever the contexts are."""
+    return decode_tile_of(_table(), requests, heads, pdl.multiprocessors(device))
+
+
+def decode_tile_of(table: dict[str, Any], requests: int, heads: int, multiprocessors: int) -> DecodeTile:
+    """The first entry for so many heads of a program and such splits."""
+    block_h = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    programs = requests * -(-heads // block_h)
+    for entry in table["decode"]:
+        splits = splits_of(programs, int(entry["programs_per_multiprocessor"] * multiprocessors))
+        if block_h <= entry["heads_to"] and splits >= entry.get("splits_from", 1):
+            return DecodeTile(
+                splits, entry["block_n"], entry["warps"], entry["stages"], block_h, entry["of_lines"], entry["ahead"]
+            )
+    raise AssertionError("the last entry of a table fits all")
+
+
+def splits_of(programs: int, slots: int) -> int:
+    """How many parts keep `slots` programs at a time busy: many make equal shares of the GPU, few begin and end less often."""
+
+    def cost(splits: int) -> float:
+        return -(-programs * splits // slots) * (1 / splits + BEGIN)
+
+    most = max(1, min(MAX_SPLITS, MOST_WAVES * slots // programs))
+    return min(range(1, most + 1), key=cost)
+
+
+def most_parts(heads: int, device: torch.device) -> int:
+    """Requests x splits of any decode whose contexts are split."""
+    groups = -(-heads // MOST_HEADS)
+    per = max(entry["programs_per_multiprocessor"] for entry in _table()["decode"])
+    return max(MAX_SPLITS, int(MOST_WAVES * per * pdl.multiprocessors(device)) // groups)
+
+
+def warm_sizes(heads: int, most: int, device: torch.device) -> list[int]:
+    """Numbers of requests whose decodes have all the tiles that any up to `most` has."""
+
+    def variant(requests: int) -> tuple[DecodeTile, int]:
+        tile = decode_tile(requests, heads, device)
+        return tile._replace(splits=0), triton.next_power_of_2(tile.splits)
+
+    return one_of_each(variant, most)
+
+
+def prefill_tile() -> PrefillTile:
+    """Of absorbed queries over pages."""
+    return PrefillTile(**_table()["prefill"])
+
+
+def dense_tile() -> PrefillTile:
+    """Of a step's own tokens, projected up."""
+    return PrefillTile(**_table()["dense"])

@@ -1,0 +1,72 @@
+"""Latent attention of a step by the Triton kernels gives what plain torch gives: decodes, prompts, chunks, and graphs' mixtures."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import BLOCK, batch_of
+
+pytest.importorskip("triton")
+
+from meshlm.kernels.attention.kernel import Columns
+from meshlm.workers.attention import triton_latent
+from meshlm.workers.attention.aux_stream import AuxStream
+from meshlm.workers.attention.torch_backend import TorchAttention
+from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
+from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
+from meshlm.workers.layers.ops import LatentShape, TorchOps
+
+if torch.cuda.is_available():
+    pytest.skip("by the interpreter; tests/workers/cuda has the GPU", allow_module_level=True)
+
+HEADS, NOPE, ROTARY, WIDE, RANK, BLOCKS = 4, 16, 16, 32, 24, 40
+CPU = torch.device("cpu")
+DECODES, CHUNKS, PROMPTS = [(9, 1), (0, 1)], [(7, 5), (12, 3)], [(0, 9), (0, 4)]  # start and tokens
+
+
+def columns_of(batch: StepInputs, requests: list[tuple[int, int]]) -> StepInputs:
+    """The same step as columns."""
+    counts = torch.tensor([count for _, count in requests])
+    starts = torch.tensor([start for start, _ in requests], dtype=torch.int32)
+    rows, ends = torch.arange(len(requests), dtype=torch.int32), counts.cumsum(0).int()
+    columns = Columns(rows, starts, ends, len(requests), batch.block_tables[0].int())
+    return replace(batch, columns=columns, lens=None)
+
+
+@pytest.mark.parametrize("projected_up", [True, False])
+@pytest.mark.parametrize(
+    "requests",
+    [DECODES, PROMPTS, DECODES + PROMPTS, CHUNKS, DECODES + CHUNKS + PROMPTS],
+    ids=["decodes", "prompts", "decodes and prompts", "chunks", "all"],
+)
+def test_a_step(requests: list[tuple[int, int]], projected_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_latent, "DENSE_FROM", 1 if projected_up else 1000)
+    torch.manual_seed(0)
+    order = torch.randperm(BLOCKS).tolist()
+    parts = [([1] * count, start, order[6 * nth : 6 * nth + 6]) for nth, (start, count) in enumerate(requests)]
+    batch = batch_of(parts)
+    tokens, line = len(batch.input_ids), RANK + ROTARY
+    weights = torch.randn(HEADS * (NOPE + WIDE), RANK) * 0.3
+    heads = LatentShape(weights, (NOPE, ROTARY, WIDE), (torch.rand(RANK) + 0.5, 1e-6))
+    query, latent = torch.randn(tokens, HEADS, NOPE + ROTARY), torch.randn(tokens, line)
+    table, pages = torch.randn(64, ROTARY), torch.randn(BLOCKS, BLOCK, 1, line)
+
+    def torchs() -> tuple[torch.Tensor, torch.Tensor]:
+        cache = LayerCache(pages.clone(), pages)
+        attention = TorchAttention(batch, BLOCK)
+        cache = LayerCache(cache.keys, cache.keys)
+        given = (query.clone(), latent.clone(), TorchOps(), batch, table, cache, heads, 0.2)
+        return attention.attend_latent(*given), cache.keys
+
+    expected, kept = torchs()
+    steps = columns_of(batch, requests)
+    mine, theirs = query.clone(), latent.clone()
+    TorchOps().latent_cache(mine, theirs, batch, table, LayerCache(pages, pages), heads)
+    assert torch.equal(pages, kept)
+    fresh = all(start == 0 for start, _ in requests[batch.num_decodes :])
+    given = [replace(steps, fresh=fresh), replace(steps, num_decodes=UNKNOWN)]
+    assert steps.columns is not None
+    for step in given:
+        attention = TritonLatentAttention(step, LatentWorkspace(CPU), AuxStream(CPU))
+        out = attention.attend(mine, theirs, pages.squeeze(2), steps.columns, heads, 0.2)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
