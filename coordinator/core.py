@@ -104,6 +104,8 @@ class Coordinator:
                 return self._join(join.member, now)
             case control.Leave():
                 return self._lost(PeerLost(event.sender, event.incarnation), now)
+            case control.Blocked() as blocked:
+                return self.frontends.blocked(event.sender, blocked.reason)
             case control.AskStats():
                 return self.frontends.ask(event.sender)
             case JointReport() as report if self.lockstep is not None:
@@ -143,9 +145,10 @@ class Coordinator:
     def _lost(self, lost: PeerLost, now: float) -> list[Send]:
         member = self.members.get(lost.identity)
         if member is None or member.incarnation != lost.incarnation:
-            return []
+            return self.frontends.blocked(lost.identity, "")
         del self.members[lost.identity]
-        told = self.frontends.lost(lost.identity) + self.operations.lost(lost.identity)
+        told = self.frontends.blocked(lost.identity, "")
+        told += self.frontends.lost(lost.identity) + self.operations.lost(lost.identity)
         if lost.identity.role is Role.SCHEDULER:
             self.moving.lost(lost.identity)
             told += self.lockstep.lost(lost.identity) if self.lockstep is not None else []

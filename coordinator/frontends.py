@@ -28,6 +28,7 @@ class Frontends:
         self._questions = Questions()
         self.gate = QueueGate()
         self.serving = False
+        self._blocked: dict[Identity, str] = {}  # whose link does not move
 
     def tick(self) -> list[Send]:
         """Everything anew, for a frontend that a message did not reach."""
@@ -43,6 +44,15 @@ class Frontends:
     def lost(self, identity: Identity) -> list[Send]:
         """A rank or a frontend is gone, so that nobody waits for it."""
         return self._answer(self._questions.lost(identity))
+
+    def blocked(self, process: Identity, reason: str) -> list[Send]:
+        """A process says that a link of it does not move, or with "" that all do."""
+        if self._blocked.get(process, "") == reason:
+            return []
+        self._blocked[process] = reason
+        if not reason:
+            del self._blocked[process]
+        return self._stats()
 
     # --- figures ---
 
@@ -81,7 +91,8 @@ class Frontends:
     def _figures(self, *, asked: bool = False) -> control.MeshStats:
         ranks = tuple(rank.stats(self._first_rank) for rank in self._router.ranks.values() if rank.load is not None)
         reason = self._reason()
-        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked)
+        blocked = next(iter(self._blocked.values()), "")
+        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked, blocked)
 
     # --- the queue ---
 

@@ -162,6 +162,10 @@ class FrontendApp:
             return self._stats.reason
         return self._mesh.blocked if self._mesh is not None else ""
 
+    def blocked(self) -> str:
+        """A link anywhere in the mesh on which nothing moves: requests may be served, but not all."""
+        return self._stats.blocked
+
     def refusal(self, *, attaches: bool) -> str:
         """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""
         if self._draining or self._refusing:

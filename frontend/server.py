@@ -104,7 +104,7 @@ class Routes:
         return HttpResponse()
 
     async def ready(self, request: Request) -> HttpResponse:
-        reason = self._backend.not_ready_reason()
+        reason = self._backend.not_ready_reason() or self._backend.blocked()
         return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")
 
     async def version(self, request: Request) -> HttpResponse:

@@ -57,11 +57,12 @@ _F, _D, _C, _S, _W, _SUP = (
     Role.SUPERVISOR,
 )
 _ANY = (_F, _D, _S, _W)
+_MEMBER = control.Join | control.Leave | control.Blocked
 
 CHANNELS: tuple[Channel, ...] = (
     Channel(_F, _D, text.FrontendToDetokenizer, 4096, 65536, WhenFull.REFUSE),
     Channel(_D, _F, text.DetokenizerToFrontend, 4096, 65536, WhenFull.DROP_PEER),
-    Channel(_D, _C, admit.DetokenizerToCoordinator | control.Join | control.Leave, 4096, 65536, WhenFull.REFUSE),
+    Channel(_D, _C, admit.DetokenizerToCoordinator | _MEMBER, 4096, 65536, WhenFull.REFUSE),
     Channel(_C, _D, admit.CoordinatorToDetokenizer | control.Members, 4096, 65536, WhenFull.DROP_PEER),
     Channel(
         _C, _S, admit.CoordinatorToScheduler | control.Members | Operation | JointOrder, 4096, 65536, WhenFull.DROP_PEER
@@ -69,7 +70,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         _S,
         _C,
-        admit.SchedulerToCoordinator | control.Join | control.Leave | OperationDone | JointReport,
+        admit.SchedulerToCoordinator | _MEMBER | OperationDone | JointReport,
         4096,
         65536,
         WhenFull.DROP_PEER,
@@ -78,17 +79,17 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_D, _S, token.DetokenizerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
     Channel(_S, _W, step.SchedulerToWorker | Operation, 64, 64, WhenFull.DROP_PEER),
     Channel(_W, _S, step.WorkerToScheduler | OperationDone, 64, 64, WhenFull.DROP_PEER),
-    Channel(_F, _C, control.Join | control.Leave | control.AskStats | Operation, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_F, _C, _MEMBER | control.AskStats | Operation, 64, 1024, WhenFull.DROP_PEER),
     Channel(
         _C, _F, control.Members | control.MeshStats | control.QueueFull | OperationDone, 256, 1024, WhenFull.DROP_PEER
     ),
-    Channel(_W, _C, control.Join | control.Leave, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_W, _C, _MEMBER, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),
     *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in _ANY),
     Channel(_C, _SUP, control.ChildToSupervisor | OperationDone, 256, 4096, WhenFull.DROP_PEER),
     Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
     *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in _ANY),
-    Channel(_SUP, _C, control.SupervisorToChild | Operation, 256, 4096, WhenFull.DROP_PEER),
+    Channel(_SUP, _C, control.SupervisorToChild | Operation | control.Blocked, 256, 4096, WhenFull.DROP_PEER),
 )
 
 BY_DIRECTION: dict[tuple[Role, Role], Channel] = {(c.sender, c.receiver): c for c in CHANNELS}

@@ -214,6 +214,12 @@ class QueueFull(Struct, frozen=True, tag="queue_full"):
     on: bool
 
 
+class Blocked(Struct, frozen=True, tag="blocked"):
+    """To the coordinator: on a link of this process one frame is sent again and again, and nothing else; "": no longer."""
+
+    reason: str
+
+
 class AskStats(Struct, frozen=True, tag="ask_stats"):
     """A frontend's /metrics is read: send it a MeshStats with `asked`, after all that its clients have been told."""
 
@@ -226,3 +232,4 @@ class MeshStats(Struct, frozen=True, tag="stats"):
     ranks: tuple[RankStats, ...] = ()
     num_held: int = 0  # requests that wait in the coordinator for a rank that serves
     asked: bool = False  # it answers AskStats
+    blocked: str = ""  # a link of any process on which nothing moves

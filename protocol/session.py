@@ -147,6 +147,12 @@ class Session:
         self._progress_at = now
         self._num_replays = 0  # that the peer answered, since it took a frame
         self._awaits_answer = False
+        self._num_stalls, self._stalled_at, self._received_then = (
+            0,
+            -1e9,
+            -1,
+        )  # replays of the peer, one after the other, ...
+        self.starved = False  # ... of a frame that never comes
         self.wire.clear()
 
     def send(self, body: bytes, now: float) -> None:
@@ -204,6 +210,8 @@ class Session:
         elif self.state is SessionState.OPEN:
             if self.silence_s:
                 self._listen(now)
+            self.starved = self._num_stalls >= BLOCKED_REPLAYS and self._received == self._received_then
+            self.starved = self.starved and now - self._stalled_at < 2 * REPLAY_AFTER_S
             if self._received > self._acked_to_peer and now - self._acked_at >= ACK_AFTER_S:
                 self._acked_at = now
                 self._put(Kind.ACK)
@@ -305,6 +313,9 @@ class Session:
         opened = self._open(hello, epoch, incarnation, now) if is_new else None
         if header.kind is Kind.HELLO:
             self._put(Kind.WELCOME, self._hello_body)
+            if opened is None and header.receiver_epoch == self.epoch and now - self._stalled_at > REPLAY_AFTER_S / 2:
+                self._num_stalls = self._num_stalls + 1 if self._received == self._received_then else 1
+                self._stalled_at, self._received_then = now, self._received
         if header.receiver_epoch == self.epoch:  # else it counts what an earlier session brought
             if self._awaits_answer and header.kind is Kind.WELCOME:
                 self._num_replays, self._awaits_answer = self._num_replays + 1, False

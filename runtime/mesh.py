@@ -66,7 +66,8 @@ class Mesh:
         self._limited = Limited(self.log)
         self._links = Links(identity, incarnation, config, self._context, self._remote, self._limited)
         self._peers = self._links.peers
-        self.blocked = ""  # which peer does not take what it is sent, though it answers
+        self.blocked = ""  # which link does not move, though the peer answers
+        self._told_blocked = ""  # to the coordinator
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: Inbox | None = None
         self._timer: asyncio.Handle | None = None
@@ -289,6 +290,7 @@ class Mesh:
             self._listener.on_peer_down(sender, opened.replaced, "replaced by a new process")
         if sender == COORDINATOR:
             self._join()
+            self._told_blocked = ""
         self._listener.on_peer_up(sender, opened.incarnation)
 
     # --- membership ---
@@ -358,6 +360,17 @@ class Mesh:
         if link.session.state is SessionState.OPEN:
             self._listener.on_peer_down(link.session.peer, link.session.peer_incarnation, "nobody knows it")
 
+    def _tell_blocked(self) -> None:
+        """Every frontend's /ready is to know, by way of the coordinator."""
+        if self.identity == COORDINATOR:
+            self._listener.on_message(COORDINATOR, control.Blocked(self.blocked))
+        else:
+            try:
+                self.send(COORDINATOR, control.Blocked(self.blocked))
+            except (LinkDown, LinkFull):
+                return  # at the next tick
+        self._told_blocked = self.blocked
+
     def _tick(self) -> None:
         assert self._loop is not None
         usual_s = TICK_S if self._remote is None else TICK_REMOTE_S
@@ -382,11 +395,15 @@ class Mesh:
                 self._drop(link, "it does not take a message, however often that is sent")
                 self._listener.flush()
             elif session.blocked:
-                self.blocked = f"{session.peer} does not take what it is sent"
+                self.blocked = f"{session.peer} does not take what {self.identity} sends it"
+            elif session.starved:
+                self.blocked = f"what {session.peer} sends does not come to {self.identity}"
             if link.outbox.pending:
                 session.wire.clear()  # the same is waiting already, and one hello is enough
             if session.wire or link.outbox.pending:
                 link.outbox.flush(session.wire)
+        if self.blocked != self._told_blocked:
+            self._tell_blocked()
         if self._remote is not None:
             self._remote.tick(now)
         if impatient:

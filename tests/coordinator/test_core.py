@@ -1,7 +1,7 @@
 """The coordinator: members come, die and come back; requests are routed, and admitted again when a scheduler dies."""
 
 import msgspec
-from coordinator_bench import D0, D1, F0, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
+from coordinator_bench import D0, D1, F0, F1, LIFE, S0, S1, S2, Bench, admit, assigned, load, member, only, stats, told
 
 from meshlm.coordinator.held import HOLD_S
 from meshlm.protocol import control_edge as control
@@ -14,7 +14,7 @@ from meshlm.protocol.admit_edge import (
     SchedulerIncarnation,
 )
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.ids import HEAD, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.events import Send
 
 # --- membership ---
@@ -118,6 +118,24 @@ def test_stats_keep_the_graph_counts_of_a_rank() -> None:
     bench.says(S1, load(4, 2, 25))
     (said,) = stats(bench.tick())
     assert said.ranks[0].graphs == counts
+
+
+def test_a_link_that_does_not_move_is_told_to_every_frontend() -> None:
+    """Each frontend knew of its own links alone: a scheduler's stuck link was seen nowhere."""
+    bench, worker = Bench(F0, F1, D0, S0), Identity(Role.WORKER)
+    bench.join(worker)
+    sends = bench.says(worker, control.Blocked("one"))
+    assert {send.to for send in only(sends, control.MeshStats)} == {F0, F1}
+    assert {said.blocked for said in stats(sends)} == {"one"}
+    assert {(said.serving, said.blocked) for said in stats(bench.tick())} == {(True, "one")}, (
+        "requests are served still"
+    )
+    assert bench.says(worker, control.Blocked("one")) == []
+    bench.says(D0, control.Blocked("two"))
+    assert {said.blocked for said in stats(bench.says(worker, control.Blocked("")))} == {"two"}
+    assert stats(bench.lost(D0))[-1].blocked == "", "its links went with it"
+    bench.says(HEAD, control.Blocked("a supervisor, who is no member"))
+    assert {said.blocked for said in stats(bench.lost(HEAD))} == {""}
 
 
 def asked(sends: list[Send]) -> dict[Identity, int]:

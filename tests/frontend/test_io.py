@@ -4,14 +4,18 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from msgspec import Struct
+from parsing import RESOLVED
 
 from meshlm.frontend import io, request_log
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FULL, FrontendApp
+from meshlm.frontend.server import Routes
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats, Shutdown
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
@@ -268,8 +272,26 @@ def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
     app._stats = MeshStats(True)
     mesh.blocked = ""
     assert app.not_ready_reason() == ""
-    mesh.blocked = "detokenizer/0 does not take what it is sent"
+    mesh.blocked = "detokenizer/0 does not take what frontend/0 sends it"
     assert app.not_ready_reason() == mesh.blocked
+    mesh.blocked = ""
+    app._stats = MeshStats(True, blocked="worker/0 does not take what scheduler/0 sends it")
+    assert "worker/0" in app.blocked()
+    assert app.not_ready_reason() == "", "requests are served as far as they can be"
+
+
+async def test_ready_tells_a_link_of_any_process() -> None:
+    backend: Any = SimpleNamespace(
+        config=MeshConfig(resolved=RESOLVED),
+        version="1",
+        not_ready_reason=lambda: "",
+        blocked=lambda: "worker/0 hears nothing",
+        refusal=lambda: "",
+        refused=id,
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://x") as http:
+        answer = await http.get("/ready")
+    assert (answer.status_code, answer.text) == (503, "worker/0 hears nothing")
 
 
 def test_names_of_unknown_fields_are_neither_kept_whole_nor_without_number() -> None:

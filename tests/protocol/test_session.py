@@ -409,7 +409,7 @@ def test_a_frame_that_is_never_taken_is_noticed_and_nothing_else(sizes: list[int
         assert net.ends[A].blocked or not net.ends[A].stuck
         net.round()
     assert [len(body) for body in net.got[B]] == sizes[:first]
-    assert net.ends[A].stuck == (first < len(sizes)) == bool(net.ends[A].held_up)
+    assert net.ends[A].stuck == (first < len(sizes)) == bool(net.ends[A].held_up) == net.ends[B].starved
     if net.ends[A].stuck:
         assert len(net.ends[A].held_up) == sizes[first]
         assert net.ends[A].lose()
@@ -418,10 +418,26 @@ def test_a_frame_that_is_never_taken_is_noticed_and_nothing_else(sizes: list[int
         assert net.ends[A].state is net.ends[B].state is SessionState.OPEN
         assert not net.ends[A].stuck
         assert not net.ends[A].blocked
+        assert not net.ends[B].starved
         for size in fits:
             net.ends[A].send(b"y" * size, net.now)
             net.round()
         assert [len(body) for body in net.got[B]] == sizes[:first] + fits
+
+
+def test_hellos_of_a_peer_that_greets_anew_are_no_stalls() -> None:
+    """A process that was busy finds many of them at once."""
+    net = Network(make(A, B), make(B, A))
+    net.settle()
+    assert net.ends[A].lose()
+    for _ in range(10):
+        net.now += 1.0
+        net.ends[A].tick(net.now)
+    net.settle()
+    for _ in range(10):
+        net.now += 0.2
+        net.ends[B].tick(net.now)
+        assert not net.ends[B].starved
 
 
 def test_a_peer_that_is_only_slow_is_not_stuck() -> None:

@@ -17,7 +17,8 @@ from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
-F0, D0, D1 = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER), Identity(Role.DETOKENIZER, 1)
+F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
+D0, D1 = Identity(Role.DETOKENIZER), Identity(Role.DETOKENIZER, 1)
 S0, S1, S2 = (Identity(Role.SCHEDULER, index) for index in range(3))
 LIFE = Incarnation(1)
 WALL_S = 1.75e9

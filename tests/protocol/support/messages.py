@@ -259,7 +259,10 @@ FULL: tuple[Struct, ...] = (
     GRAPHS,
     RANK_STATS,
     control.QueueFull(True),
-    control.MeshStats(True, "no detokenizer", (RANK_STATS,), 4, True),
+    control.MeshStats(
+        True, "no detokenizer", (RANK_STATS,), 4, True, "worker/0 does not take what scheduler/0 sends it"
+    ),
+    control.Blocked("worker/0 does not take what scheduler/0 sends it"),
     control.AskStats(),
     # groups that step together
     lockstep.JointOrder(Epoch(5), lockstep.Phase.STOP, ((0, LIFE),), 7, Epoch(4)),
