@@ -21,6 +21,9 @@ MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times t
 MIN_PROMPT_BYTES, BYTES_PER_TOKEN = 1 << 20, 16
 MAX_PROMPT_IDS = 1 << 20  # of one prompt that is to be truncated; or as many as the context holds
 MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is more
+# Log-probabilities: of all prompts of a request (of one prompt: detokenizer/admission.py); of a prompt that is echoed in one chunk of a
+# stream, which its loop writes; of the output tokens of an answer that is kept here until its end.
+MAX_PROMPT_LOGPROBS, MAX_STREAMED_ECHO, MAX_KEPT_LOGPROBS = 1 << 20, 1 << 14, 1 << 22
 
 LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 
@@ -108,6 +111,22 @@ def check_detokenize(num_ids: int, resolved: Resolved) -> None:
     most = max(MAX_DETOKENIZE_IDS, resolved.max_model_len)
     if num_ids > most:
         _refuse("tokens", f"{num_ids} ids", most)
+
+
+def check_prompt_logprobs(of_one: int, of_all: int, *, echoes_in_stream: bool) -> None:
+    """Entries of a prompt, in one of its choices, and of all prompts so far in all of theirs."""
+    if echoes_in_stream and of_one > MAX_STREAMED_ECHO:
+        text = f"{of_one} log-probabilities of an echoed prompt; at most {MAX_STREAMED_ECHO} in a stream"
+        raise HttpError(400, f"logprobs: {text}, more without stream: true", "logprobs")
+    if of_all > MAX_PROMPT_LOGPROBS:
+        _refuse("prompt_logprobs", f"{of_all} for the tokens of all prompts, times n", MAX_PROMPT_LOGPROBS)
+
+
+def check_kept_logprobs(count: int) -> None:
+    """Of output tokens, in an answer that is not streamed, or has an Idempotency-Key."""
+    if count > MAX_KEPT_LOGPROBS:
+        text = f"more than {MAX_KEPT_LOGPROBS} in one answer; with stream: true and without an Idempotency-Key it may have any number"
+        raise HttpError(400, f"logprobs: {text}", "logprobs")
 
 
 def _refuse(name: str, found: str, most: int) -> None:

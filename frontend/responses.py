@@ -1,11 +1,12 @@
 """What the client reads, in OpenAI's form: what all answers share, and whole ones. Streamed ones are stream_response.py's. Pure."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from meshlm.frontend import nulls, reading, reasoning
+from meshlm.frontend import limits, nulls, reading, reasoning
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.logprobs import (
@@ -36,13 +37,31 @@ class Response:
         self.num_cached: dict[int, int] = {}  # by prompt
         self.prompt: dict[int, Accepted] = {}  # by prompt
         self.error: HttpError | None = None
+        self.is_refused = False
+        self._num_prompt_logprobs = self._num_kept_logprobs = 0
         self.num_ended = 0
         self._on_end = on_end
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None:
+        if choice.prompt_index not in self.prompt and self.ask.prompt_logprobs >= 0:
+            self._count_prompt_logprobs(accepted)
         self.prompt[choice.prompt_index] = accepted
         if accepted.arrival_s:  # of the first time that it was asked
             self.created = int(accepted.arrival_s)
+
+    def _count_prompt_logprobs(self, accepted: Accepted) -> None:
+        of_one = (1 + self.ask.prompt_logprobs) * accepted.num_prompt_tokens
+        self._num_prompt_logprobs += of_one * self.ask.num_choices
+        echoes = self.ask.stream and self.ask.echo
+        self._check(partial(limits.check_prompt_logprobs, of_one, self._num_prompt_logprobs, echoes_in_stream=echoes))
+
+    def _check(self, limit: Callable[[], None]) -> None:
+        """Refuse the request as a whole where it is beyond a limit, of which only what has come tells: whoever waits closes it."""
+        try:
+            limit()
+        except HttpError as error:
+            self.error, self.is_refused = self.error or error, True
+            self._on_end()
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         if self.error is None:
@@ -60,6 +79,9 @@ class Response:
         if first is not None and choice.first is None:  # taken up again, it finds its own tokens
             choice.first = first
             self.num_cached.setdefault(choice.prompt_index, first.num_cached_tokens)
+        if details.logprobs and not (self.ask.stream and choice.submit.retry is None):
+            self._num_kept_logprobs += len(details.logprobs) * (1 + max(0, self.ask.logprobs))
+            self._check(partial(limits.check_kept_logprobs, self._num_kept_logprobs))
         if finished is not None and finished.reason is FinishReason.ERROR and self.error is None:
             self.error = self._as_client_knows(finished.kind, finished.message, finished.param)
 

@@ -55,6 +55,8 @@ class StreamResponse(Response):
     def _detailed(self, choice: Choice, num_tokens: int, text: str, details: RowDetails) -> None:
         """A row that needs more than the constant parts, or comes before they are made."""
         index, finished, logprobs = choice.index, details.finished, details.logprobs
+        if self.is_refused:
+            return
         failed = finished is not None and finished.reason is FinishReason.ERROR
         if index not in self._begun and not failed:  # a failure at once still has its HTTP status
             self._begin(choice, details.prompt_logprobs)
