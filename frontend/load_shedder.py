@@ -4,10 +4,12 @@ An overloaded server spends its time on what it refuses, so a refusal must be ch
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from starlette.responses import Response as HttpResponse
+from starlette.types import Receive, Scope
+from starlette.types import Send as AsgiSend
 
 from meshlm.frontend import retry
 from meshlm.frontend.connection import EXTENSION
@@ -30,9 +32,7 @@ class LoadShedder:
     def __init__(self, app: Any, refusal: Refusal, refused: Callable[[float], None]) -> None:
         self._app, self._refusal, self._refused = app, refusal, refused
 
-    async def __call__(
-        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         if scope["type"] == "http" and scope["path"] in PATHS and scope["method"] == "POST":
             names = [name for name, _ in scope["headers"]]
             if reason := self._refusal(attaches=_KEY in names):

@@ -20,9 +20,9 @@ import openai
 import psutil
 import pytest
 from fake_answers import complete, reference, stream_ids
-from http_clients import connect, error_of, head, metric, until
+from http_clients import connect, error_of, head, metric
 from serving import MESHLM, Serving, serving
-from waiting import free_port
+from waiting import free_port, until
 
 from meshlm.supervisor import control
 

@@ -10,7 +10,8 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from hosts import free_ports, made_keys, on_rank, reference, states, stream
+from fake_answers import reference
+from hosts import free_ports, made_keys, on_rank, states, stream
 from serving import Serving
 from waiting import until
 

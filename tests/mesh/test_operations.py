@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from http_clients import error_of, events, reference
+from fake_answers import reference
+from http_clients import error_of, events
 from serving import Serving, meshlm, serving
 from waiting import until
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from http_clients import answer_of, connect, error_of, events, head, metric, post, reference
+from fake_answers import reference
+from http_clients import answer_of, connect, error_of, events, head, metric, post
 from serving import Serving, serving
 from waiting import until
 

@@ -14,7 +14,8 @@ import httpx
 import openai
 import psutil
 import pytest
-from http_clients import connect, error_of, metric, post, reference
+from fake_answers import reference
+from http_clients import connect, error_of, metric, post
 from serving import Serving, serving
 from waiting import until
 

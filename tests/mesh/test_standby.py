@@ -6,7 +6,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_clients import events, reference
+from fake_answers import reference
+from http_clients import events
 from serving import Serving, serving
 from waiting import until
 

@@ -1,5 +1,7 @@
 """Layers are packed into groups whose pages have equal bytes, and what that saves."""
 
+from collections.abc import Sequence
+
 import pytest
 from tiny_models import spec_of
 
@@ -22,7 +24,7 @@ GEMMA_3_4B: list[KVSpec] = [FULL if layer % 6 == 5 else SlidingWindow(1024) for 
 GEMMA_LAYER_BYTES = 2 * 4 * 256 * 2  # of a token: keys and values, 4 heads of 256, bfloat16
 
 
-def groups(specs: list[KVSpec], max_model_len: int = 32768) -> tuple[KVGroup, ...]:
+def groups(specs: Sequence[KVSpec], max_model_len: int = 32768) -> tuple[KVGroup, ...]:
     return make_groups(specs, BLOCK, 100, max_model_len)
 
 
@@ -82,7 +84,7 @@ def test_what_layers_see_is_read_from_the_model() -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 64])
 def test_the_longest_request_is_the_longest(step: int) -> None:
-    specs = [FULL, SlidingWindow(20), SlidingWindow(20)]
+    specs: list[KVSpec] = [FULL, SlidingWindow(20), SlidingWindow(20)]
     longest = longest_request(specs, 4, 50, 1000, step)
     assert pages_of(specs, 4, longest, step) <= 50 < pages_of(specs, 4, longest + 1, step)
     assert num_held(SlidingWindow(20), 4, 1000, step) >= (20 + step) // 4

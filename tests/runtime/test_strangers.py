@@ -105,7 +105,7 @@ async def test_members_and_probes_are_not_said(door: Door) -> None:
 def test_the_address_of_the_connection_that_failed(door: Door) -> None:
     """Several connections at once; one thread ends each right after it has failed."""
     where = {7: "10.0.0.7", 8: "10.0.0.8"}
-    events = [(ACCEPTED, 7), (ACCEPTED, 8), (FAILED, WRONG_KEY), (ENDED, 8), (ENDED, 7)]
+    events: list[tuple[int, int]] = [(ACCEPTED, 7), (ACCEPTED, 8), (FAILED, WRONG_KEY), (ENDED, 8), (ENDED, 7)]
     door.strangers.take(events, lambda descriptor: where[descriptor])
     assert door.log.lines == [{"event": "connection refused", "address": "10.0.0.8", "reason": OTHER_KEY}]
 

@@ -138,8 +138,8 @@ def test_any_history_gives_every_request_its_tokens(data: st.DataObject) -> None
             aborted.add(victim)
             bench.event(Received(COORDINATOR, LIFE, AbortRequests((RequestId(f"r{victim}"),))))
         elif action == "give back":
-            some = tuple(RequestId(f"r{one}") for one in draw(st.sets(st.sampled_from(sorted(asked) or [0]))))
-            bench.event(Received(COORDINATOR, LIFE, GiveBack(some, everything=draw(st.booleans()))))
+            names = tuple(RequestId(f"r{one}") for one in draw(st.sets(st.sampled_from(sorted(asked) or [0]))))
+            bench.event(Received(COORDINATOR, LIFE, GiveBack(names, everything=draw(st.booleans()))))
         elif action == "death" and deaths < MAX_CRASHES - 1:
             deaths += 1
             bench.event(PeerLost(WORKER, LIFE))

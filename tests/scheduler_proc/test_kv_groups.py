@@ -1,5 +1,7 @@
 """The scheduler and the fake device with several groups of layers: what a window no longer sees is freed, and nothing else."""
 
+from typing import Any
+
 import pytest
 from bench import Bench, Model, limits
 from hypothesis import given, settings
@@ -24,7 +26,8 @@ class Device(Model):
         layer_bytes = spec.kv_bytes_per_token_f32 // spec.num_hidden_layers
         size = 1 if spec.sliding_layers else spec.num_hidden_layers  # of a group
         resolved = resolved_of(spec, device="fake", max_model_len=CONTEXT, max_num_batched_tokens=STEP)
-        cache = CacheConfig(block_size=BLOCK, kv_cache_memory=num_pages * size * BLOCK * layer_bytes)
+        block_size: Any = BLOCK  # smaller than a user can have it
+        cache = CacheConfig(block_size=block_size, kv_cache_memory=num_pages * size * BLOCK * layer_bytes)
         config = MeshConfig(cache=cache, worker=WorkerConfig(fake_drafts=drafts), resolved=resolved)
         self.engine = FakeEngine(config, lambda *news: None)
         super().__init__(self.engine.facts.num_blocks, BLOCK, max_drafts=drafts)

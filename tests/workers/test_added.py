@@ -1,5 +1,7 @@
 """A model whose o and down projections add to the stream themselves: the same states as with the sum in the norm."""
 
+from typing import Any
+
 import pytest
 import torch
 from small_models import same_states, two_layers
@@ -41,7 +43,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=["plain", "gelu", "biases"],
 )
 def test_the_same_states(
-    added: list[int], settings: dict[str, object], products: int, lengths: list[int], last: bool
+    added: list[int], settings: dict[str, Any], products: int, lengths: list[int], last: bool
 ) -> None:
     same_states(two_layers(56, **settings), TritonOps(), lengths, last=last)
     tokens = sum(lengths)

@@ -1,5 +1,7 @@
 """A model whose gate and up projections are one kernel with the gate: the same states as unfused."""
 
+from typing import Any
+
 import pytest
 import torch
 from small_models import same_states, two_layers
@@ -45,7 +47,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
     ids=["plain", "window", "gelu", "biases"],
 )
 def test_the_same_states(
-    used: set[tuple[int, int]], settings: dict[str, object], uses: set[tuple[int, int]], lengths: list[int]
+    used: set[tuple[int, int]], settings: dict[str, Any], uses: set[tuple[int, int]], lengths: list[int]
 ) -> None:
     same_states(two_layers(56, **settings), TritonOps(), lengths)
     assert used == (uses if sum(lengths) >= 8 else set())

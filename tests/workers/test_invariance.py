@@ -151,7 +151,6 @@ def drawn(logits: Tensor, params: list[SamplingParams], row: int) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_draws_do_not_depend_on_the_batch(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do the cumulative sums that they invert: those are compared bit for bit."""
-    from meshlm.workers.output import sampler
 
     seen: list[Tensor] = []
 
@@ -160,7 +159,7 @@ def test_draws_do_not_depend_on_the_batch(threads: int, monkeypatch: pytest.Monk
         return real(cumulative, *arguments, **options)
 
     real = torch.searchsorted
-    monkeypatch.setattr(sampler.torch, "searchsorted", search)
+    monkeypatch.setattr(torch, "searchsorted", search)
     torch.set_num_threads(threads)
     logits = torch.randn(17, 49_153, generator=torch.Generator().manual_seed(0)) * 3
     for number, one in enumerate(PARAMS):

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 BY_KIND = {"full_attention": {**LINEAR, "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 300.0}}
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -204,7 +205,7 @@ def test_dummy_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
 )
 def test_a_shortened_model_has_every_kind_of_layer(sliding: tuple[bool, ...], count: int) -> None:
     """And is whole again afterwards, whatever happens meanwhile."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 8,
         "intermediate_size": 8,
         "num_attention_heads": 2,

@@ -10,6 +10,7 @@ from one_row_rank import DECODES, HIDDEN, ROWS, SIZE, run_rank
 from small_models import SMALL
 
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
+from meshlm.kernels.embedding import kernel as embedding
 from meshlm.kernels.gemv.kernel import Turn
 from meshlm.workers.distributed import one_row
 
@@ -70,7 +71,7 @@ def test_a_capture_that_failed_leaves_no_turn_behind(monkeypatch: pytest.MonkeyP
         turns.append(turn.nth)
         return torch.empty_like(line)
 
-    monkeypatch.setattr(one_row.embedding, "send", embed)
+    monkeypatch.setattr(embedding, "send", embed)
     monkeypatch.setattr(one_row, "gemv", lambda x, *rest, **named: (torch.empty_like(line), line))
     monkeypatch.setattr(one_row, "pays", lambda weight, rows: True)
     addresses = torch.zeros(2, dtype=torch.int64)

@@ -32,7 +32,7 @@ from meshlm.workers.weights.load import weight_bytes
 from meshlm.workers.weights.slices import place
 from meshlm.workers.weights.sources import shapes
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("MistralConfig", {"sliding_window": 7}),
@@ -282,8 +282,8 @@ def test_peers_memory_is_used_unless_it_is_disabled(disabled: bool, monkeypatch:
         return given[-1]  # type: ignore[no-any-return]
 
     monkeypatch.setattr(placing, "meet", lambda *_: None)
-    monkeypatch.setattr(connecting.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(connecting.dist, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
     monkeypatch.setattr(connecting, "_say_hello", lambda *_: None)
     monkeypatch.setitem(sys.modules, "meshlm.workers.distributed.symmetric", SimpleNamespace(make_symmetric=try_peers))
     parallel = ParallelConfig(tensor_parallel_size=2, disable_custom_all_reduce=disabled)

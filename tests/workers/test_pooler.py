@@ -29,7 +29,7 @@ from meshlm.workers.engine.make import make_engine
 
 KINDS = tuple(PoolKind)
 GREEDY = SamplingParams(temperature=0.0)
-ON_CPU: dict[str, object] = {
+ON_CPU: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "kv_cache_memory": 1 << 24,

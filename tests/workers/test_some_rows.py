@@ -1,5 +1,7 @@
 """A model whose small products leave parts of sums, or are computed with gate: what receives them gets the same stream and states."""
 
+from typing import Any
+
 import pytest
 import torch
 from small_models import same_states, two_layers
@@ -48,7 +50,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ids=["plain", "window", "gelu", "biases", "qkv-bias"],
 )
 def test_the_same_states(
-    used: set[str], settings: dict[str, object], uses: set[str], lengths: list[int], last: bool
+    used: set[str], settings: dict[str, Any], uses: set[str], lengths: list[int], last: bool
 ) -> None:
     same_states(two_layers(64, **settings), TritonOps(), lengths, last=last)
     assert used == (uses if sum(lengths) > 1 else set())

@@ -17,7 +17,7 @@ class AuxStream:
             self._stream = cuda.Stream(device)
             self._begun, self._ended = cuda.Event(), cuda.Event()
 
-    def both(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+    def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Behind what the current stream has so far, `second` beside `first`; what follows on it waits for both.
 
         What they use stays allocated until this returns, so it needs no record of the second stream. `first` begins first: the GPU

@@ -26,12 +26,22 @@ PORTS = 12
 LIMIT_S = 40
 
 
-class Link(Protocol):
-    """How the two sides are started, and what happens to the link between them."""
+class Sides(Protocol):
+    """How the two sides are started."""
 
-    prefix: tuple[str, ...]  # of the node's command line
-    head_flags: tuple[str, ...]
-    node_flags: tuple[str, ...]
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Of the node's command line."""
+        ...
+
+    @property
+    def head_flags(self) -> tuple[str, ...]: ...
+    @property
+    def node_flags(self) -> tuple[str, ...]: ...
+
+
+class Link(Sides, Protocol):
+    """What happens to the link between them, too."""
 
     def cut(self) -> None: ...
     def restore(self) -> None: ...
@@ -214,11 +224,11 @@ def link_of(kind: str) -> Iterator[ProxyLink | NamespaceLink]:
         link.close()
 
 
-def head(link: Link, key_file: str, *flags: str) -> Serving:
+def head(link: Sides, key_file: str, *flags: str) -> Serving:
     return Serving("--device", "fake", "-dp", "2", "--key-file", key_file, *link.head_flags, *flags)
 
 
-def node(link: Link, key_file: str, *flags: str) -> Serving:
+def node(link: Sides, key_file: str, *flags: str) -> Serving:
     return Serving(
         *("--device", "fake", "-dp", "2", "--headless", "--key-file", key_file, *link.node_flags, *flags),
         prefix=link.prefix,

@@ -19,8 +19,9 @@ def name(number: int) -> bytes:
 
 def plan(pool: BlockPool, session: int = 1) -> StepPlan:
     forgotten, remembered, hashes = pool.take_changes()
-    columns = {"forgotten": forgotten, "remembered": remembered, "hashes": hashes}
-    return StepPlan(session, StepId(1), b"", b"", b"", b"", 0, **columns)
+    return StepPlan(
+        session, StepId(1), b"", b"", b"", b"", 0, forgotten=forgotten, remembered=remembered, hashes=hashes
+    )
 
 
 def known(directory: PrefixCacheMirror) -> dict[int, bytes]:

@@ -1,6 +1,7 @@
 """A scheduler with a model that proves its KV: slots hold what was really computed into them. The tests of this folder share it."""
 
 from collections import deque
+from typing import Any
 
 from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
 from meshlm.protocol.columns import ints, pack_i32
@@ -260,6 +261,6 @@ class Bench:
         assert self.core.batching.kv.pool.num_free == self.model.num_blocks, "leaked blocks"
 
 
-def limits(**changes: int | bool) -> Limits:
-    values: dict[str, int | bool] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+def limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
     return Limits(**{**values, **changes})

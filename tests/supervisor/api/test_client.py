@@ -2,6 +2,7 @@
 detokenizer had when it died is asked again."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,6 @@ from meshlm.protocol.text_edge import (
 )
 from meshlm.runtime.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.runtime.errors import LinkFull, MessageTooLong
-from meshlm.supervisor.api import client as client_module
 from meshlm.supervisor.api.client import SENDS_A_TURN, Client, name_of
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
@@ -299,7 +299,7 @@ def test_deaths_over_minutes_end_no_request(monkeypatch: pytest.MonkeyPatch) -> 
         outputs = asyncio.ensure_future(client.run(asks(client, 1), None))
         await stub.was_sent(1)
         for number in range(3 * MAX_DEATHS):
-            monkeypatch.setattr(client_module.time, "monotonic", lambda at=number * WINDOW_S / 4: at)
+            monkeypatch.setattr(time, "monotonic", lambda at=number * WINDOW_S / 4: at)
             died(client, stub, DETOKENIZER)
             came(client, stub, DETOKENIZER)
         monkeypatch.undo()

@@ -8,6 +8,7 @@ import pytest
 from meshlm.protocol.config import MeshConfig
 from meshlm.supervisor.api import llm as llm_module
 from meshlm.supervisor.api.llm import LLM, SamplingParams
+from meshlm.supervisor.api.offline_prompts import of_generate
 
 
 @pytest.fixture
@@ -19,13 +20,13 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
     background = SimpleNamespace(supervisor=None, client=client, stop=lambda: None)
-    monkeypatch.setattr(llm_module.resolve, "resolve", resolve)
+    monkeypatch.setattr("meshlm.supervisor.settings.resolve.resolve", resolve)
     monkeypatch.setattr(llm_module, "Background", lambda config: background)
     return LLM
 
 
 def seeds(llm: LLM, params: SamplingParams) -> list[int]:
-    made = llm._submits(iter([llm_module.of_generate("a"), llm_module.of_generate("a")]), [params] * 2, [0, 0])
+    made = llm._submits(iter([of_generate("a"), of_generate("a")]), [params] * 2, [0, 0])
     return [submit.sampling.seed for submit, _ in made]
 
 

@@ -1,5 +1,7 @@
 """SamplingParams of the Python API: what is not allowed is named before anything is computed."""
 
+from typing import Any, cast
+
 import pytest
 
 from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams
@@ -39,7 +41,7 @@ def test_a_bias_has_openais_range() -> None:
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
 def test_what_is_not_supported_is_named_at_once(name: str) -> None:
     with pytest.raises(ValueError, match=f"^SamplingParams.{name}: not supported; "):
-        SamplingParams(**{name: ["x"]})
+        SamplingParams(**{name: cast(Any, ["x"])})
 
 
 VLLM_FIELDS = [
@@ -118,7 +120,7 @@ def test_other_mistakes_are_found_at_once() -> None:
     with pytest.raises(ValueError, match="detokenize=True"):
         SamplingParams(stop="x", detokenize=False)
     with pytest.raises(TypeError):
-        SamplingParams(1, 16)  # type: ignore[misc]  # vLLM's second field is another one
+        SamplingParams(1, 16)  # type: ignore[call-arg]  # vLLM's second field is another one
     assert SamplingParams.from_optional(n=None, logit_bias={"3": 1.0}, max_tokens=None) == SamplingParams(
         logit_bias={3: 1.0}, max_tokens=None
     )

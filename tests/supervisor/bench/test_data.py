@@ -140,7 +140,7 @@ def test_requests_that_are_longer_than_the_context_are_told_before_they_are_sent
 
 
 def test_rows_of_the_hub_by_their_columns() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"id": 1, "conversations": [{"from": "human", "value": "a b"}, {"value": "c d e"}]},
         {"messages": [{"role": "user", "content": "a"}]},
         {"turns": ["a b c", "d"]},

@@ -11,7 +11,7 @@ import pytest
 
 from meshlm.supervisor.cli import main
 
-CHUNKS = {
+CHUNKS: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "Hi"}}],
     "/v1/completions": [{"text": "Hi"}],
 }

@@ -11,7 +11,7 @@ from meshlm.supervisor.group.operations import Operations
 HEAD, NODE, OTHER = (Identity(Role.SUPERVISOR, index) for index in (0, 2, 3))
 COORDINATOR, FRONTEND = Identity(Role.COORDINATOR), Identity(Role.FRONTEND)
 S0, S1, S2 = (Identity(Role.SCHEDULER, index) for index in range(3))
-ALL = {"command": "restart", "what": "all"}
+ALL: dict[str, object] = {"command": "restart", "what": "all"}
 NEWS = {"command": "restart-news", "from": 0}
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,12 +20,12 @@ from meshlm.supervisor.settings import layout
 FACTS = {"the version": "1", "the model": "abc (m)", "--dtype": "float32"}
 
 
-def config(network: dict[str, object] | None = None, **parallel: object) -> MeshConfig:
+def config(network: dict[str, object] | None = None, **parallel: Any) -> MeshConfig:
     tree = {"parallel": parallel, "network": network or {}}
     return msgspec.convert(tree, MeshConfig)
 
 
-def places(**parallel: object) -> tuple[list[int], list[int]]:
+def places(**parallel: Any) -> tuple[list[int], list[int]]:
     ranks, workers = layout.places(config(**parallel))
     return list(ranks), list(workers)
 
@@ -84,7 +85,8 @@ def test_the_private_interface_has_a_name() -> None:
     assert layout._interface("203.0.113.77") == "", "none of this host"
 
 
-LISTEN, JOIN = {"listen": "tcp://127.0.0.1:5600"}, {"join": "tcp://127.0.0.1:5600", "headless": True}
+LISTEN: dict[str, object] = {"listen": "tcp://127.0.0.1:5600"}
+JOIN: dict[str, object] = {"join": "tcp://127.0.0.1:5600", "headless": True}
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,12 @@ def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, o
 def test_from_python_a_mesh_has_one_node() -> None:
     """LLM starts all of it or nothing: two of four ranks would serve without a word about the others."""
     layout.check_alone(config(data_parallel_size=2, tensor_parallel_size=2))
-    for network, parallel, text in (
+    cases: list[tuple[dict[str, object], dict[str, object], str]] = [
         ({}, {"data_parallel_size": 4, "data_parallel_size_local": 2}, "data_parallel_size_local"),
         (LISTEN, {"data_parallel_size": 2, "nnodes": 2}, "nnodes"),
         (JOIN, {"data_parallel_size": 2}, "headless"),
-    ):
+    ]
+    for network, parallel, text in cases:
         with pytest.raises(UsageError, match=f"{text}.*from Python it has one node"):
             layout.check_alone(config(network, **parallel))
 

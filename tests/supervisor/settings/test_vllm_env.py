@@ -41,7 +41,7 @@ def test_a_key_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, key: str
         keys(monkeypatch, ("good", key))
     for name in vllm_env.API_KEYS:
         with pytest.raises(UsageError, match=name):
-            keys(monkeypatch, **{name: key})
+            keys(monkeypatch, (), **{name: key})
 
 
 def test_a_repeated_flag_adds_a_key(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_a_repeated_flag_adds_a_key(tmp_path: Path) -> None:
     assert flags.build(parsed(*words), None).server.api_key == ("a", "b", "c")
     file = tmp_path / "serve.yaml"
     file.write_text("api-key: [old]\nport: 9001\n")
-    words = tuple(expand(["serve", "--config", str(file), "--api-key", "new"])[1:])
-    config = flags.build(parsed(*words), None)
+    typed = tuple(expand(["serve", "--config", str(file), "--api-key", "new"])[1:])
+    config = flags.build(parsed(*typed), None)
     assert (config.server.api_key, config.server.port) == (("new",), 9001), "what is typed wins over the file"
 
 

@@ -1,6 +1,7 @@
 """FP8 checkpoints on a GPU: codes stay in memory, and logits are as near to float32's as the definition is in bfloat16."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from quantised_models import FP8, KINDS, LARGER, write
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def driven(folder: Path, **settings: object) -> Driver:
+def driven(folder: Path, **settings: Any) -> Driver:
     return history(engine(folder, load_format="auto", **settings))
 
 

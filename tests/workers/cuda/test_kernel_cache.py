@@ -74,7 +74,7 @@ def test_one_of_a_group_does_not_start_over(cache: Path) -> None:
 def test_what_another_worker_has_set_aside_is_not_moved_again(cache: Path, made_again: bool) -> None:
     """Its kernels may be half written already, by workers that do not fail."""
     aside = cache.with_name("cache.broken-1")
-    calls = []
+    calls: list[None] = []
 
     def make() -> str:
         calls.append(None)

@@ -1,6 +1,7 @@
 """`--attention-backend torch` on a GPU, which is what GPUs without Triton run: no kernels of ours and no graphs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.head import TorchHead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-PLAIN: dict[str, object] = {"attention_backend": "torch", "dtype": "float32", "load_format": "auto"}
+PLAIN: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "load_format": "auto"}
 
 
 @pytest.mark.parametrize("name", GEMMA)

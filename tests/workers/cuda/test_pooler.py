@@ -1,6 +1,7 @@
 """Vectors of prompts on a GPU, by kernels and by plain torch, against transformers' hidden states."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ LENGTHS = [333, 200, 90, 1, 50]
 KINDS = dict(enumerate([PoolKind.MEAN, PoolKind.LAST, PoolKind.CLS, PoolKind.MEAN]))
 
 
-def driven(folder: Path, **settings: object) -> Driver:
+def driven(folder: Path, **settings: Any) -> Driver:
     """Chunks beside a text, and a prompt that begins anew in the middle."""
     made = engine(folder, load_format="auto", **settings)
     tasks = {row: Pool(kind) for row, kind in KINDS.items()}

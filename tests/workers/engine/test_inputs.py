@@ -1,9 +1,13 @@
 """Plain torch prepares the same inputs as the kernels do (in the interpreter, no GPU): so a CPU proves what a GPU runs."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from meshlm.protocol.columns import pack_i32
 
 pytest.importorskip("triton")
 
@@ -47,11 +51,11 @@ def plans(groups: int = 1) -> list[StepPlan]:
         return NewRow(Row(row), tokens, length, table(blocks), biased)
 
     def plan(
-        rows: list[int], starts: list[int], counts: list[int], samples: list[bool] | None, **rest: object
+        rows: list[int], starts: list[int], counts: list[int], samples: list[bool] | None, **rest: Any
     ) -> StepPlan:
-        columns = (np.array(column, np.int32).tobytes() for column in (rows, starts, counts))
+        columns = [pack_i32(column) for column in (rows, starts, counts)]
         chosen = b"" if samples is None else bytes(samples)
-        return StepPlan(1, StepId(1), *columns, chosen, sum(counts), **rest)  # type: ignore[arg-type]
+        return StepPlan(1, StepId(1), columns[0], columns[1], columns[2], chosen, sum(counts), **rest)
 
     def blocks(*pairs: tuple[int, int]) -> dict[str, bytes]:
         rows, ids = zip(*pairs, strict=True)
@@ -108,7 +112,7 @@ def test_nothing_that_changes_is_nothing_that_is_written() -> None:
     inputs = TorchInputs(rows)
     send(rows, inputs, plans()[0])
     before = rows.state.clone()
-    decodes = (np.array(column, np.int32).tobytes() for column in ([4, 1], [10, 17]))
-    found = inputs.of_step(send(rows, inputs, StepPlan(1, StepId(2), *decodes, b"", b"", 2)))
+    decodes = StepPlan(1, StepId(2), pack_i32([4, 1]), pack_i32([10, 17]), b"", b"", 2)
+    found = inputs.of_step(send(rows, inputs, decodes))
     assert torch.equal(rows.state, before)
     assert found.slot_mapping[0].tolist() == [3 * BLOCK + 2, 2 * BLOCK + 1]

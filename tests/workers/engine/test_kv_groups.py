@@ -91,7 +91,7 @@ class Engines(Model):
 
     def run(self, plan: StepPlan) -> StepResult:
         self._forget(plan)
-        results = list(self._pool.map(lambda engine: engine.step(plan, 0).wait(), self.engines))
+        results: list[StepResult] = list(self._pool.map(lambda engine: engine.step(plan, 0).wait(), self.engines))
         assert len({result.token_ids for result in results[-self.engines[0].shard.tp_size :]}) == 1
         return results[-1]
 

@@ -1,6 +1,7 @@
 """A whole engine by plain torch is as near to float32 as transformers is. On a GPU: cuda/test_plain_torch.py, cuda/test_gemma.py."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,12 @@ def test_deepseek(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_deepseek_by_the_compiled_kernels(name: str, tmp_path: Path) -> None:
     """Latents in the cache: chunks, a cached prefix, a preempted request, and the same greedy tokens."""
     theirs = transformers_model(name, tmp_path, **DEEPSEEK_SIZES)
-    settings = {"device": "cpu", "attention_backend": "cpu", "kv_cache_memory": 16 << 20, "dtype": "float32"}
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "cpu",
+        "kv_cache_memory": 16 << 20,
+        "dtype": "float32",
+    }
     driver = history(engine(tmp_path, load_format="auto", **settings))
     assert driver.engine.facts.kv_specs == (Latent(128, 32),)
     found, wanted = torch.stack([seen.logits for seen in driver.seen]), expected(theirs, driver)

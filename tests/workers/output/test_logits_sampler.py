@@ -1,7 +1,7 @@
 """Logits to tokens in chunks: every line as if it were alone, whatever the others ask for (kernels in the interpreter, no GPU)."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -63,9 +63,9 @@ class Case:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         monkeypatch.setattr(logits_sampler, "LINES_BY_TORCH", 2)
         monkeypatch.setattr(logprobs, "LINES", 2)
-        self.model: Any = Model()
+        self.model = Model()
         self.rows, self.table = DeviceRows(ROWS, LENGTH, 16, CPU), SamplingTable(ROWS)
-        self.head = LogitsSampler(self.model, self.rows, torch.float32, CPU, chunk)
+        self.head = LogitsSampler(cast(Any, self.model), self.rows, torch.float32, CPU, chunk)
         dice = np.random.default_rng(0)
         self.tokens = dice.integers(0, VOCAB, (ROWS, 10)).astype(np.int32)
         self.tokens[:, 5:] = self.tokens[:, 4:5]

@@ -135,7 +135,7 @@ def check_plain_torch(name: str, folder: Path, device: str, **changes: object) -
     theirs = transformers_model(name, folder, **changes)
 
     def driven(dtype: str) -> Driver:
-        settings: dict[str, object] = {"attention_backend": "torch", "kv_cache_memory": 64 << 20}
+        settings: dict[str, Any] = {"attention_backend": "torch", "kv_cache_memory": 64 << 20}
         return history(engine(folder, load_format="auto", device=device, dtype=dtype, **settings))
 
     exact = driven("float32")

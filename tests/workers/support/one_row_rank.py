@@ -85,7 +85,7 @@ def run_rank(
 ) -> None:
     torch.set_num_threads(1)
     cpu_ops.available = lambda: False  # weights as they are
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, SIZE), rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=SIZE)
     shard = Shard(rank, SIZE)
     found: list[Any] = []
     with torch.inference_mode():

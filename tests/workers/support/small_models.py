@@ -108,7 +108,9 @@ def caches(spec: ModelSpec, num_blocks: int) -> list[LayerCache]:
 
 def batch_of(parts: list[tuple[list[int], int, list[int]]]) -> StepInputs:
     """One step; parts are (token ids, start, block table), decodes first."""
-    ids, positions, slots, tables, lens = [], [], [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    slots, tables, lens = [], [], []
     for tokens, start, table in parts:
         ids += tokens
         positions += range(start, start + len(tokens))
