@@ -45,6 +45,21 @@ class EventWriter:
     """
 
     FREE_BYTES = 1 << 20
+    __slots__ = (
+        "_chunked",
+        "_cycle",
+        "_draining",
+        "_flow",
+        "_is_free",
+        "_num_taken",
+        "_num_waiting",
+        "_send",
+        "_transport",
+        "_unsent",
+        "_waiting",
+        "_wake",
+        "started",
+    )
 
     def __init__(self, scope: Scope, send: Any, unsent: ByteBudget) -> None:
         self._send = send
