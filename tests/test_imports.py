@@ -72,8 +72,11 @@ def test_no_pickle() -> None:
 @pytest.mark.parametrize("name", [*PROCESSES[:-1], "supervisor"])
 def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
     """In a fresh interpreter, as the mesh starts it. The supervisor is `meshlm serve`."""
-    main = f"import meshlm.{name}.{'cli.serve' if name == 'supervisor' else 'main'}"
-    heavy = "{'torch', 'triton', 'numpy', 'transformers', 'openai', 'httpx'}"
-    found = f"{main}, sys; print(sorted({heavy} & {{name for name, module in sys.modules.items() if module}}))"
-    done = subprocess.run([sys.executable, "-P", "-c", found], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout == "[]\n"
+    begin = f"from meshlm.runtime import entry; sys.argv = ['', '{name}', str(os.getppid()), '--help']; entry.main()"
+    if name == "supervisor":
+        begin = "from meshlm.supervisor.cli.main import main; main(['serve', '--help'])"
+    heavy = "{'torch', 'triton', 'numpy', 'transformers', 'openai', 'httpx', 'rich'}"
+    found = f"print(sorted({heavy} & {{name for name, module in sys.modules.items() if module}}))"
+    script = f"import atexit, os, sys; atexit.register(lambda: {found}); {begin}"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.endswith("\n[]\n"), done.stdout[-500:]

@@ -11,6 +11,7 @@ import sys
 from typing import NoReturn
 
 from meshlm import __version__
+from meshlm.runtime.entry import import_structlog
 from meshlm.runtime.streams import complain, flush, json_from_here, open_closed
 from meshlm.supervisor.cli import flag_help
 from meshlm.supervisor.errors import StartError, UsageError
@@ -123,5 +124,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             "run-batch is not there; LLM.generate and LLM.chat take lists of prompts, and meshlm serve requests"
         )
     for name in COMMANDS if wanted not in COMMANDS else (wanted,):
+        if name == "serve":  # the only one that logs
+            import_structlog()
         importlib.import_module(module_of(name)).add_parser(commands)
     return parser
