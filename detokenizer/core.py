@@ -305,6 +305,7 @@ class Detokenizer(Attempts):
                 gone += self._let_wait(request)
         self._batches.pop(event.identity, None)
         self._full = [(frontend, batch) for frontend, batch in self._full if frontend != event.identity]
+        self._replays = {to: replay for to, replay in self._replays.items() if to[0] != event.identity}
         self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
         return self._abort(gone)
 

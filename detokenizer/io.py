@@ -75,6 +75,7 @@ class DetokenizerApp:
         self._waiting_bytes = 0
         self._to_encode: deque[Encode] = deque()
         self._to_admit: deque[Encoded] = deque()
+        self._flushes_again = False
         self._num_new = 0  # of those, since the threads were called last
         self._early: list[Event] = []  # what peers said before start() ran
 
@@ -269,6 +270,13 @@ class DetokenizerApp:
         if self._core is not None:
             for send in self._core.batches():
                 self._send(send.to, send.message)
+            if self._core.tells_again and self._mesh is not None and not self._flushes_again:
+                self._flushes_again = True
+                self._mesh.call_soon_threadsafe(self._flush_again)
+
+    def _flush_again(self) -> None:
+        """In a later turn of the loop; the flush follows."""
+        self._flushes_again = False
 
     def beat(self) -> tuple[int, str]:
         core = self._core

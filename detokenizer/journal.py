@@ -3,14 +3,14 @@
 The base of attempts.py, which decides where a request runs, and so of core.py's Detokenizer; this part keeps, replays and forgets.
 """
 
-from itertools import pairwise
-
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.batch import MAX_BATCH_BYTES, FrontendBatch
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.keyed import PARAM, TAKEN_OVER, Keyed
+from meshlm.detokenizer.replay import Replay
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
+from meshlm.protocol import text_edge
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.protocol.text_edge import Attach, Detach, Finished, Rejected, Submit
 from meshlm.runtime.events import Send
@@ -28,12 +28,20 @@ class Journal:
         self._next_handle = 0
         self._batches: dict[Identity, FrontendBatch] = {}
         self._full: list[tuple[Identity, FrontendBatch]] = []  # go before those
+        self._replays: dict[tuple[Identity, Handle], Replay] = {}  # by connection; the next piece is of the first
 
     def batches(self) -> list[Send]:
-        """One message for each frontend that has news; more where one would be too long."""
+        """One message for each frontend that has news; more where one would be too long. Called again in the next turn of the loop
+        while `tells_again`."""
+        self._tell_again()
         full, self._full = self._full, []
         batches, self._batches = self._batches, {}
         return [Send(to, batch.message()) for to, batch in (*full, *batches.items()) if to != NOBODY]
+
+    @property
+    def tells_again(self) -> bool:
+        """Clients that came back have not been told all yet."""
+        return bool(self._replays)
 
     def _new_handle(self) -> Handle:
         self._next_handle = self._next_handle % 0x7FFF_FFFF + 1
@@ -44,6 +52,8 @@ class Journal:
         if self.by_id.get(request.request_id) is request:
             del self.by_id[request.request_id]
             self.keyed.remove(request)
+            if request.status is not RequestStatus.FINISHED:  # else its client is told the rest
+                self._replays.pop(connection_of(request), None)
 
     # --- rows ---
 
@@ -88,21 +98,37 @@ class Journal:
 
     def _again(self, request: RequestState, start: int) -> None:
         """Its rows from token `start` on, to the frontend that has it now."""
-        request.batch = None
-        finished = request.finished
         if request.submit.retry is not None:
-            if start == len(request.output_token_ids) and finished is None:
+            if start == len(request.output_token_ids) and request.finished is None:
                 return  # nothing yet: a row would only begin the client's stream
             if start == 0 and request.lacks_prompt_logprobs:
                 return  # the client's stream begins with them: its frontend sees the gap before the next token, and asks
-        texts, borders = request.shown(self.table), request.borders(start)
-        for begin, end in pairwise(borders):
-            batch = self._batch_of(request, alone=begin == start and request.prompt_logprobs is not None)
-            place = batch.again(request, begin, end, "".join(texts[begin:end]))
-            if begin == start:
-                batch.of_first_row(request, place)
-            if end == borders[-1] and finished is not None:
-                batch.end(request, place, finished)
+        self._replays[connection_of(request)] = Replay(request, self.table, start)
+
+    def _tell_again(self) -> None:
+        """As much as one turn of the loop has time for, of each replay in turn."""
+        left = text_edge.PIECE_ENTRIES
+        while self._replays and left > 0:
+            replay = self._replays.pop(to := next(iter(self._replays)))
+            left -= self._tell_piece(replay)
+            if not replay.is_over:
+                self._replays[to] = replay
+
+    def _tell_piece(self, replay: Replay) -> int:
+        """About how many entries it had."""
+        request, is_first = replay.request, replay.is_first
+        if (piece := replay.take()) is None:
+            return text_edge.PIECE_ENTRIES
+        begin, end, text = piece
+        request.batch = None
+        batch = self._batch_of(request, alone=is_first and request.prompt_logprobs is not None)
+        place = batch.again(request, begin, end, text)
+        request.told_again = end
+        if is_first:
+            batch.of_first_row(request, place)
+        if replay.is_over and request.finished is not None:
+            batch.end(request, place, request.finished)
+        return (end - begin) * (1 + max(0, request.sampling.logprobs))
 
     # --- connections ---
 
@@ -123,8 +149,10 @@ class Journal:
         assert submit.retry is not None
         cuts = submit.retry.cuts
         request.cut = max(num_delivered, cuts[choice] if choice < len(cuts) else 0)
+        self._replays.pop(connection_of(request), None)
         request.frontend, request.frontend_incarnation = sender, incarnation
         request.frontend_handle, request.arrival_s = handle, submit.arrival_s
+        request.told_again = 0
         self.keyed.back(request)
         if request.status is RequestStatus.ENCODING:
             return effects
@@ -145,13 +173,15 @@ class Journal:
 
     def _let_wait(self, request: RequestState) -> list[RequestId]:
         self._note_told(request)
+        self._replays.pop(connection_of(request), None)
         request.frontend, request.batch = NOBODY, None
         return [] if request.status is RequestStatus.FINISHED else self.keyed.wait(request, self.now)
 
     def _note_told(self, request: RequestState) -> None:
         """Its connection has all that there is; the next one, which gets it again, is not to count it again."""
         if request.frontend != NOBODY:
-            request.num_told = max(request.num_told, len(request.output_token_ids))
+            replay = self._replays.get(connection_of(request))
+            request.num_told = max(request.num_told, len(request.output_token_ids) if replay is None else replay.at)
 
     def _attach(self, attach: Attach, sender: Identity, incarnation: Incarnation) -> list[Effect]:
         """Another frontend, or the same one after a gap, wants a request from `from_index` on."""
@@ -162,6 +192,8 @@ class Journal:
         if request.submit.retry is not None:
             if request.frontend_handle != attach.handle or not is_of(request, sender, incarnation):
                 return []  # a newer connection has it
+            if connection_of(request) in self._replays or attach.from_index < request.told_again:
+                return []  # what it lacks is on its way
         else:
             request.frontend, request.frontend_incarnation = sender, incarnation
             request.frontend_handle = attach.handle
@@ -175,6 +207,11 @@ class Journal:
             away = request.frontend == NOBODY or request.status is RequestStatus.FINISHED
             assert away == (request.request_id in self.keyed.until), "who waits for a client is not who has none"
             assert (request.status is RequestStatus.ADMITTED) == (self.by_handle.get(request.handle) is request)
+
+
+def connection_of(request: RequestState) -> tuple[Identity, Handle]:
+    """The frontend's connection that has the request."""
+    return request.frontend, request.frontend_handle
 
 
 def is_of(request: RequestState, frontend: Identity, incarnation: Incarnation) -> bool:

@@ -8,7 +8,7 @@ from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, Submit, piece_len
+from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, Submit
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -63,6 +63,7 @@ class RequestState:
         "stop",
         "submit",
         "tail",
+        "told_again",
         "work_id",
     )
 
@@ -106,6 +107,7 @@ class RequestState:
         cuts = submit.retry.cuts if submit.retry is not None else ()
         self.cut = cuts[choice] if choice < len(cuts) else 0  # a row must begin at this token
         self.num_told = len(submit.delivered) // 4  # tokens that connections before this one had
+        self.told_again = 0  # tokens that this connection was told again
         self.logprobs = logprobs
         self.prompt_logprobs: PromptLogprobs | None = None
         self.first: First | None = None
@@ -117,7 +119,7 @@ class RequestState:
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""
         self.prompt, self.sampling = prompt, sampling
-        self.decoder, self.stop = self._reader(table)
+        self.decoder, self.stop = self.reader(table)
         for token in array("i", self.submit.delivered):
             self.push(token)
         self.begun_with = len(self.output_token_ids)
@@ -127,7 +129,7 @@ class RequestState:
         """Whether the next tokens need more than a look-up and a search for stop strings."""
         self.slow = len(self.output_token_ids) < self.cut
 
-    def _reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
+    def reader(self, table: TokenTable) -> tuple[Decoder, StopFinder | None]:
         """The state of decoding, before the first token."""
         text = self.submit.text
         stop = StopFinder(text.stop, text.include_stop_str_in_output) if text.stop else None
@@ -138,29 +140,16 @@ class RequestState:
         assert self.decoder is not None
         self.output_token_ids.append(token)
         text = self.decoder.push(token)
-        return text if self.stop is None else self._searched(self.stop, text, len(self.output_token_ids))
+        return text if self.stop is None else self.searched(self.stop, text, len(self.output_token_ids))
 
-    def _searched(self, stop: StopFinder, text: str, num_tokens: int) -> str:
+    def searched(self, stop: StopFinder, text: str, num_tokens: int) -> str:
         """What may be shown of the text of token number `num_tokens`."""
         return stop.push(text) if num_tokens > self.sampling.min_tokens else text
-
-    def shown(self, table: TokenTable) -> list[str]:
-        """The text that each token has shown: read all again, what is held back now stays so."""
-        decoder, stop = self._reader(table)
-        ids = self.output_token_ids[:-1] if self.hidden else self.output_token_ids
-        texts = [decoder.push(token) for token in ids]
-        return texts if stop is None else [self._searched(stop, text, num) for num, text in enumerate(texts, 1)]
-
-    def borders(self, start: int) -> list[int]:
-        """Where its rows begin and end when it is told again from token `start` on: its cut is one, and none is too long."""
-        end = len(self.output_token_ids)
-        inner = {*range(start, end, piece_len(self.sampling.logprobs)), self.cut}
-        return [start, *sorted(place for place in inner if start < place < end), end]
 
     def num_chars(self, table: TokenTable, count: int) -> list[int]:
         """How many characters each of the newest tokens brings to the text, stop strings apart."""
         if self.measured is None:
-            self.measured = self._reader(table)[0]
+            self.measured = self.reader(table)[0]
         sizes = [len(self.measured.push(token)) for token in self.output_token_ids[self.num_measured :]]
         self.num_measured = len(self.output_token_ids)
         return sizes[len(sizes) - count :]

@@ -1,8 +1,10 @@
 """No message to a frontend is too long for a frame: what is told again comes in pieces, and what cannot be sent ends alone."""
 
+from itertools import pairwise
+
 import pytest
 from journal_bench import token_ids
-from keyed_bench import ANSWER, F0, F1, LIFE, Bench
+from keyed_bench import ANSWER, F0, F1, LIFE, WINDOW_S, Bench
 
 from meshlm.detokenizer import admission, journal
 from meshlm.detokenizer.admission import checked_sampling
@@ -12,6 +14,7 @@ from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
+    Abort,
     Accepted,
     Delivered,
     Detokenize,
@@ -25,7 +28,7 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
 )
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.events import Received, Send
+from meshlm.runtime.events import PeerLost, Received, Send
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -48,12 +51,79 @@ def test_what_is_told_again_comes_in_pieces(finished: bool, monkeypatch: pytest.
     monkeypatch.setattr(bench.core, "batches", noted)
     second = bench.ask(F1, cut=6, logprobs=0)
     assert (second.text, second.logprobs, second.num_of_prompt) == (first.text, first.logprobs, 2)
-    assert [start for start, _ in second.rows] == [0, 4, 6, 8, 12]
+    assert [start for start, _ in second.rows] == [0, 4, 6, 10, 14][: 5 if finished else 4]
     assert len(sent) > 2
     assert max(len(message.logprobs) for message in sent) < 3
     bench.generate(bench.works[0], 14, len(ANSWER), logprobs=True) if not finished else None
     assert second.text == ANSWER
     assert second.end is not None
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_others_tokens_come_between_the_pieces(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that came back after 100,000 tokens had all of them at once: everybody else waited for seconds."""
+    monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 2)
+    bench = Bench()
+    first = bench.ask(logprobs=0)
+    other = bench.ask(F1, name="other")
+    long, short = bench.works
+    bench.generate(long, 0, 12, logprobs=True)
+    bench.leave(first)
+    bench.all_turns = False
+    second = bench.ask(F1, logprobs=0)
+    told = [second.num_tokens]
+    while bench.core.tells_again:
+        if len(told) == 2:
+            bench.generate(short, 0, 1)
+            assert other.text == ANSWER[0]
+            bench.generate(
+                long, 12, len(ANSWER) if finished else 14, logprobs=True
+            )  # too early for a client that has four
+        else:
+            bench.flush()
+        told.append(second.num_tokens)
+    assert told[:2] == [2, 4]
+    assert sorted(set(told)) == sorted(told), "a turn told nothing"
+    assert max(end - begin for begin, end in pairwise(told)) <= 4
+    if not finished:
+        bench.generate(long, 14, len(ANSWER), logprobs=True)
+    assert (second.text, len(second.logprobs)) == (ANSWER, len(ANSWER))
+    assert second.end is not None
+
+
+def test_a_connection_that_goes_is_told_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left, a newer one came, its frontend died, or the request was aborted."""
+    monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 2)
+    bench = Bench()
+    bench.leave(bench.ask())
+    bench.generate(bench.works[0], 0, 12)
+    bench.all_turns = False
+    bench.leave(bench.ask(F1))
+    assert not bench.core.tells_again
+    older, newer = bench.ask(F0), bench.ask(F1)
+    assert len(bench.core._replays) == 1
+    bench.event(PeerLost(F1, LIFE))
+    assert not bench.core.tells_again
+    assert bench.ask(F0).num_tokens == 2
+    bench.event(Received(F0, LIFE, Abort((RequestId("r"),))))
+    assert not bench.core.tells_again
+    assert (older.num_tokens, newer.num_tokens) == (2, 2)
+
+
+def test_one_that_must_make_room_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished request is forgotten for a newer one while its client, who came back, is told it."""
+    monkeypatch.setattr(text_edge, "PIECE_ENTRIES", 2)
+    bench = Bench()
+    bench.ask()
+    bench.generate(bench.works[0], 0, len(ANSWER))
+    bench.all_turns = False
+    again = bench.ask(F1)
+    bench.tick(WINDOW_S + 1)
+    assert RequestId("r") not in bench.core.by_id
+    while bench.core.tells_again:
+        bench.flush()
+    assert again.text == ANSWER
+    assert again.end is not None
 
 
 def test_logprobs_that_were_lost_on_their_way_are_not_left_out_in_silence() -> None:

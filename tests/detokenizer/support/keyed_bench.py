@@ -84,6 +84,7 @@ class Bench:
         self.aborted: set[RequestId] = set()
         self.connections: list[Connection] = []
         self._next_handle = 0
+        self.all_turns = True
         self._jobs: list[Encode] = []
         self.event(PeerUp(COORDINATOR, LIFE))
 
@@ -109,8 +110,11 @@ class Bench:
                 connection.hear(message)
 
     def flush(self) -> None:
+        """One turn of the loop, or with `all_turns` as many as there is something to tell."""
         for send in self.core.batches():
             self._told(send.to, send.message)
+        if self.all_turns and self.core.tells_again:
+            self.flush()
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
