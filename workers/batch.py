@@ -1,7 +1,7 @@
 """The explicit record that a model's forward takes, one step's tensors, and a layer's KV memory. Nothing about a step is global."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ class RequestLens:
     max_decode_len: int  # longest context among the decodes
 
 
+class Prompt(NamedTuple):
+    """A request of a step that is no decode."""
+
+    row: int
+    start: int  # tokens of earlier steps
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """n requests, t tokens; the first `num_decodes` requests have one token each and stand first.
@@ -40,7 +48,9 @@ class StepInputs:
     num_decodes: int
     lens: RequestLens | None = None
     columns: "Columns | None" = None  # the requests on the device, for backends that read those (triton)
-    fresh: bool = False  # the host knows that no request after the decodes has tokens of earlier steps
+    prompts: tuple["Prompt", ...] | None = (
+        None  # beside columns: the requests after the decodes, where the host knows them
+    )
     places: Tensor | None = (
         None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.measure import keep, microseconds
 from meshlm.kernels.mla.decode import decode
+from meshlm.kernels.mla.dense import context as see_context
 from meshlm.kernels.mla.dense import dense
 from meshlm.kernels.mla.prefill import prefill
 from meshlm.kernels.mla.tiles import DecodeTile, PrefillTile, decode_tile
@@ -79,23 +80,24 @@ class Prompt:
         self.into, self.behind = by_head[:, :NOPE], by_head[:, NOPE:]
         self.out = torch.empty(tokens, heads, WIDE, device="cuda", dtype=torch.bfloat16)
         self.inner = torch.empty(tokens, heads, RANK, device="cuda", dtype=torch.bfloat16)
-        self.found, self.prior = torch.empty_like(self.inner), torch.empty_like(self.out)
+        self.found = torch.empty_like(self.inner)
         self.sums = torch.empty(tokens, heads, device="cuda")
 
-    def absorbed(self, tile: PrefillTile | None = None, *, of_context: bool = False) -> None:
-        """All of it, or what earlier steps have cached."""
+    def absorbed(self, tile: PrefillTile | None = None) -> None:
+        """All of it over the cache."""
         torch.bmm(self.query[..., :NOPE].transpose(0, 1), self.into, out=self.inner.transpose(0, 1))
-        sums, out = (self.sums, self.prior) if of_context else (None, self.out)
-        prefill(self.inner, self.query, self.cache, self.at, 0.1, self.found, context=sums, tile=tile)
-        torch.bmm(self.found.transpose(0, 1), self.behind.transpose(1, 2), out=out.transpose(0, 1))
+        prefill(self.inner, self.query, self.cache, self.at, 0.1, self.found, tile=tile)
+        torch.bmm(self.found.transpose(0, 1), self.behind.transpose(1, 2), out=self.out.transpose(0, 1))
 
     def projected(self, tile: PrefillTile | None = None) -> None:
-        """This step's tokens projected up."""
+        """This step's tokens, and those of earlier steps, projected up."""
         up = F.linear(self.latent[:, :RANK], self.up)
         prior = None
         if self.context:
-            self.absorbed(of_context=True)
-            prior = self.prior, self.sums
+            prior = torch.zeros(self.out.shape, device="cuda"), torch.full(self.sums.shape, -torch.inf, device="cuda")
+            blocks = self.at.blocks[0, : self.context // PAGE]
+            lines = self.cache.index_select(0, blocks).flatten(0, 1)
+            see_context(self.query, lines, F.linear(lines[:, :RANK], self.up), 0.1, prior)
         dense(self.query, self.latent, up, self.at, 0.1, self.out, prior=prior, tile=tile)
 
     def operations(self) -> float:

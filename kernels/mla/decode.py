@@ -34,7 +34,8 @@ def _decode(
     absorbed, query, query_stride, cache, out, parts, sums, blocks, blocks_stride, rows, starts, ends, splits, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    OF_LINES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    OF_LINES: tl.constexpr, STAGES: tl.constexpr, ASKS: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -42,9 +43,9 @@ def _decode(
     before, count, table, first, last, used = _share(
         request, split, rows, starts, ends, blocks, blocks_stride, splits, BLOCK_N
     )
-    if AHEAD:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
+    if ASKS:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
         if (count == 1) & (split < used):
-            for nth in tl.static_range(AHEAD):
+            for nth in tl.static_range(1 + AHEAD):
                 ask_for(first + nth * BLOCK_N, last, table, cache, PAGE, RANK + ROTARY, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -138,8 +139,8 @@ def decode(
         absorbed, query, query.stride(0), cache, out, parts, sums, *columns, tile.splits, scale, **shape,
         NOPE=query.shape[2] - rotary, ROTARY=rotary, PAGE=cache.shape[1], BLOCK_H=tile.block_h,
         BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=max(16, triton.next_power_of_2(rotary)), OF_LINES=tile.of_lines,
-        STAGES=tile.stages, AHEAD=tile.ahead if asks(cache) else 0,
-        num_warps=tile.warps, num_stages=tile.stages, **launch,
+        STAGES=tile.stages, ASKS=asks(cache), AHEAD=tile.ahead if asks(cache) else 0,
+        num_warps=tile.warps, num_stages=tile.stages, **launch, **({"maxnreg": 128} if tile.warps * tile.block_h == 128 else {}),
     )  # fmt: skip
     if tile.splits > 1:
         most = triton.next_power_of_2(tile.splits)

@@ -3,7 +3,8 @@
     k = (W_UK c, r) [nope + rotary],  v = W_UV c [wide]
 
 A query and a key cost 2 (nope + rotary + wide) operations instead of 2 (2 rank + rotary), a third for DeepSeek. What the lines of
-earlier steps give (prefill.py with `context`) is where a tile's maximum, sum and output begin.
+earlier steps give is where a tile's maximum, sum and output begin: `context` finds it a piece at a time, with the piece projected up,
+or prefill.py, absorbed.
 """
 
 import torch
@@ -80,12 +81,45 @@ def _dense(
     tl.store(out + ((token * HEADS + head) * WIDE)[:, None] + w[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-def supported(query: Tensor, latent: Tensor, up: Tensor, wide: int, rotary: int) -> bool:
-    """Tiles come by bulk copies (TMA) of Hopper and later, which want powers of two and lines at multiples of 16 bytes."""
-    nope = query.shape[2] - rotary
-    if any(size < 16 or size & (size - 1) for size in (nope, wide, rotary)):
+@triton.jit(do_not_specialize=["tokens", "n"])
+def _context(
+    query, query_stride, keys, values, rotated, prior, sums, tokens, n, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, WIDE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head, nth = tl.program_id(0), tl.program_id(1) * BLOCK_Q
+    token = (nth + tl.arange(0, BLOCK_Q)).to(tl.int64)
+    d, p, w, inside = tl.arange(0, NOPE), tl.arange(0, ROTARY), tl.arange(0, WIDE), (token < tokens)[:, None]
+    line = query + (token * query_stride + head * (NOPE + ROTARY))[:, None]
+    q = tl.load(line + d[None, :], mask=inside, other=0.0)
+    q_rope = tl.load(line + NOPE + p[None, :], mask=inside, other=0.0)
+    place = prior + ((token * HEADS + head) * WIDE)[:, None] + w[None, :]
+    found = tl.load(sums + token * HEADS + head, mask=token < tokens, other=float("-inf"))
+    m = tl.maximum(found, -1.0e30)
+    l = tl.where(found == float("-inf"), 0.0, 1.0)
+    acc = tl.load(place, mask=inside, other=0.0)
+    whole = n // BLOCK_N * BLOCK_N
+    last = tl.zeros((BLOCK_Q,), tl.int32) + n - 1
+    m, l, acc = _dense_tile(
+        q, q_rope, m, l, acc, 0, whole, last, keys, values, rotated, 0, head, scale, NOPE, WIDE, RANK, BLOCK_N, False, STAGES
+    )  # fmt: skip
+    m, l, acc = _dense_tile(
+        q, q_rope, m, l, acc, whole, n, last, keys, values, rotated, 0, head, scale, NOPE, WIDE, RANK, BLOCK_N, True, STAGES
+    )  # fmt: skip
+    tl.store(place, acc / l[:, None], mask=inside)
+    tl.store(sums + token * HEADS + head, m + tl.log2(l), mask=token < tokens)
+
+
+def supported(query: Tensor, latent: Tensor, weight: Tensor, wide: int) -> bool:
+    """Tiles come by bulk copies (TMA) of Hopper and later, which want powers of two and lines at multiples of 16 bytes.
+
+    latent [t, rank + rotary]; weight [heads (nope + wide), rank]: what it is projected up by.
+    """
+    rotary = latent.shape[1] - weight.shape[1]
+    nope, size = query.shape[2] - rotary, query.element_size()
+    if any(width < 16 or width & (width - 1) for width in (nope, wide, rotary)):
         return False
-    if any(x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16 for x in (latent, up)):
+    if latent.stride(0) * size % 16 or latent.data_ptr() % 16 or latent.shape[1] * size % 16:
         return False
     return not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (9, 0)
 
@@ -114,13 +148,46 @@ def dense(
     rotary = dim - nope
     tile = tile or dense_tile()
 
-    def tiles(x: Tensor, width: int) -> TensorDescriptor:
-        return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tile.block_n, width])
-
+    tiles = _tiles(up, latent, (nope, wide, rotary), tile.block_n)
     _dense[(heads, (tokens - skip) // tile.rows + at.n - skip)](
-        query, query.stride(0), tiles(up, nope), tiles(up, wide), tiles(latent, rotary), out, *(prior or (out, out)),
+        query, query.stride(0), *tiles, out, *(prior or (out, out)),
         at.ends, at.n, skip, scale,
         HEADS=heads, NOPE=nope, WIDE=wide, RANK=latent.shape[1] - rotary, ROTARY=rotary, BLOCK_Q=tile.rows,
         BLOCK_N=tile.block_n, PRIOR=prior is not None, SEARCH=256, STAGES=tile.stages,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def context(
+    query: Tensor,
+    lines: Tensor,
+    up: Tensor,
+    scale: float,
+    prior: tuple[Tensor, Tensor],
+    tile: PrefillTile | None = None,
+) -> None:
+    """What one request's queries [t, heads, nope + rotary] see of some of its earlier tokens, added to what `prior` has so far.
+
+    lines [n, rank + rotary] of the cache, up [n, heads (nope + wide)]; prior: float32 outputs [t, heads, wide], and logarithms (of
+    base 2) of the sums [t, heads], minus infinity where nothing was seen yet.
+    """
+    tokens, heads, dim = query.shape
+    wide = prior[0].shape[2]
+    nope = up.shape[1] // heads - wide
+    rotary, tile = dim - nope, tile or dense_tile()
+    tiles = _tiles(up, lines, (nope, wide, rotary), tile.block_n)
+    _context[(heads, -(-tokens // tile.rows))](
+        query, query.stride(0), *tiles, *prior, tokens, lines.shape[0], scale,
+        HEADS=heads, NOPE=nope, WIDE=wide, RANK=lines.shape[1] - rotary, ROTARY=rotary, BLOCK_Q=tile.rows,
+        BLOCK_N=tile.block_n, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _tiles(up: Tensor, lines: Tensor, widths: tuple[int, int, int], block_n: int) -> tuple[TensorDescriptor, ...]:
+    """Of keys, values and rotated keys, whose widths these are."""
+
+    def of(x: Tensor, width: int) -> TensorDescriptor:
+        return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [block_n, width])
+
+    nope, wide, rotary = widths
+    return of(up, nope), of(up, wide), of(lines, rotary)

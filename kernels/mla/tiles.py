@@ -24,7 +24,7 @@ class DecodeTile(NamedTuple):
     stages: int
     block_h: int = 16  # query heads of a program
     of_lines: bool = False  # kernel.py: latent_tile_of_lines
-    ahead: int = 0  # tiles whose lines are asked for before their turn
+    ahead: int = 0  # tiles whose lines are asked for before their turn, beside the first
 
 
 class PrefillTile(NamedTuple):

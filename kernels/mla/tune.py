@@ -26,15 +26,14 @@ FEW_HEADS = [  # lines of a tile, warps, stages, whether lines are the rows of t
     (64, 4, 3, False, 0),
     (64, 4, 3, False, 1),
     (64, 4, 3, False, 2),
+    (64, 8, 3, False, 0),
     (64, 8, 3, False, 1),
     (64, 8, 3, False, 2),
-    (64, 4, 1, True, 1),
+    (64, 8, 1, True, 0),
     (64, 8, 1, True, 1),
-    (64, 8, 1, True, 2),
     (64, 4, 2, True, 0),
     (64, 4, 2, True, 1),
     (64, 4, 3, True, 1),
-    (64, 8, 3, True, 1),
 ]
 MANY_HEADS = [(64, 8, 2, False, 0), (64, 8, 3, False, 0), (64, 8, 3, False, 1), (64, 8, 3, False, 2)]
 LONE = 32  # splits from which on a decode is bound by how long one program takes

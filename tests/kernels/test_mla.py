@@ -8,6 +8,7 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.mla import cache as caching
 from meshlm.kernels.mla import reference
 from meshlm.kernels.mla.decode import decode
+from meshlm.kernels.mla.dense import context as see_context
 from meshlm.kernels.mla.dense import dense, supported
 from meshlm.kernels.mla.prefill import prefill
 from meshlm.kernels.mla.tiles import DecodeTile, PrefillTile, decode_tile_of, splits_of
@@ -121,13 +122,13 @@ def test_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     assert bool(out[:2].isnan().all())
 
 
-@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("earlier", ["nothing", "absorbed", "projected"])
 @pytest.mark.parametrize(("shape", "dtype"), [case for case in CASES if case[0][1] >= 16])
-def test_prompts_projected_up(shape: tuple[int, int, int, int], earlier: bool, dtype: torch.dtype) -> None:
+def test_prompts_projected_up(shape: tuple[int, int, int, int], earlier: str, dtype: torch.dtype) -> None:
     """As absorbed attention finds it, with lines of earlier steps from their pages."""
     heads, nope, rank, rotary = shape
     wide = 32
-    requests = [(5, 1), (0, 22), (21, 19), (33, 3)] if earlier else [(0, 1), (0, 22), (0, 19), (0, 3)]
+    requests = [(5, 1), (0, 22), (21, 19), (33, 3)] if earlier != "nothing" else [(0, 1), (0, 22), (0, 19), (0, 3)]
     step = Step(requests, shape, dtype)
     step.latent.mul_(0.5)
     step.cache.mul_(0.5)
@@ -138,9 +139,21 @@ def test_prompts_projected_up(shape: tuple[int, int, int, int], earlier: bool, d
     found, _ = step.expected()
     expected = torch.einsum("thr,hwr->thw", found, behind.float())
     up = step.latent[:, :rank] @ weights.flatten(0, 1).T
-    assert supported(step.query, step.latent, up, wide, rotary)
+    assert supported(step.query, step.latent, weights.flatten(0, 1), wide)
     prior = None
-    if earlier:
+    if earlier == "projected":
+        prior = (
+            torch.zeros(len(up), heads, wide, device=DEVICE),
+            torch.full((len(up), heads), -torch.inf, device=DEVICE),
+        )
+        for row, (start, count), end in zip(step.at.rows.tolist(), requests, step.at.ends.tolist(), strict=True):
+            own = slice(end - count, end)
+            for begin in range(0, start, PAGE):  # a page at a time
+                lines = step.cache[step.at.blocks[row, begin // PAGE]][: start - begin]
+                projected = lines[:, :rank] @ weights.flatten(0, 1).T
+                seen = (prior[0][own], prior[1][own])
+                see_context(step.query[own], lines, projected, step.scale, seen, PrefillTile(16, 16, 4, 2))
+    if earlier == "absorbed":
         context, sums = torch.zeros_like(step.absorbed), torch.zeros(step.absorbed.shape[:2], device=DEVICE)
         prefill(
             step.absorbed, step.query, step.cache, step.at, step.scale, context, skip=1, context=sums,

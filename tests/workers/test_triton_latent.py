@@ -13,7 +13,7 @@ from meshlm.workers.attention import triton_latent
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
-from meshlm.workers.batch import UNKNOWN, LayerCache, StepInputs
+from meshlm.workers.batch import UNKNOWN, LayerCache, Prompt, StepInputs
 from meshlm.workers.layers.ops import LatentShape, TorchOps
 
 if torch.cuda.is_available():
@@ -33,14 +33,16 @@ def columns_of(batch: StepInputs, requests: list[tuple[int, int]]) -> StepInputs
     return replace(batch, columns=columns, lens=None)
 
 
-@pytest.mark.parametrize("projected_up", [True, False])
+@pytest.mark.parametrize("projected_up", ["no", "with absorbed contexts", "yes"])
 @pytest.mark.parametrize(
     "requests",
     [DECODES, PROMPTS, DECODES + PROMPTS, CHUNKS, DECODES + CHUNKS + PROMPTS],
     ids=["decodes", "prompts", "decodes and prompts", "chunks", "all"],
 )
-def test_a_step(requests: list[tuple[int, int]], projected_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_latent, "DENSE_FROM", 1 if projected_up else 1000)
+def test_a_step(requests: list[tuple[int, int]], projected_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_latent, "DENSE_FROM", 1000 if projected_up == "no" else 1)
+    monkeypatch.setattr(triton_latent, "FEW_CONTEXTS", 8 if projected_up == "yes" else 0)
+    monkeypatch.setattr(triton_latent, "PIECE", 2 * BLOCK)
     torch.manual_seed(0)
     order = torch.randperm(BLOCKS).tolist()
     parts = [([1] * count, start, order[6 * nth : 6 * nth + 6]) for nth, (start, count) in enumerate(requests)]
@@ -63,8 +65,8 @@ def test_a_step(requests: list[tuple[int, int]], projected_up: bool, monkeypatch
     mine, theirs = query.clone(), latent.clone()
     TorchOps().latent_cache(mine, theirs, batch, table, LayerCache(pages, pages), heads)
     assert torch.equal(pages, kept)
-    fresh = all(start == 0 for start, _ in requests[batch.num_decodes :])
-    given = [replace(steps, fresh=fresh), replace(steps, num_decodes=UNKNOWN)]
+    prompts = tuple(Prompt(row, *requests[row]) for row in range(batch.num_decodes, len(requests)))
+    given = [replace(steps, prompts=prompts), replace(steps, num_decodes=UNKNOWN)]
     assert steps.columns is not None
     for step in given:
         attention = TritonLatentAttention(step, LatentWorkspace(CPU), AuxStream(CPU))

@@ -17,8 +17,10 @@ from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.layers.ops import LatentShape
 
-DENSE_FROM = 192
+DENSE_FROM = 32
 """Tokens of prompts in a step from which on projecting them up pays."""
+PIECE = 4096  # tokens of a context that are projected up at a time; a multiple of every size of pages
+FEW_CONTEXTS = 8  # requests with one, in a step
 
 
 class LatentWorkspace:
@@ -52,16 +54,20 @@ class TritonLatentAttention:
 
         columns: those of the step, with the layer's block tables.
         """
-        decodes = self._batch.num_decodes
-        if decodes in (UNKNOWN, columns.n) or query.shape[0] - decodes < DENSE_FROM:
-            return self._absorbed(query, cache, columns, heads, scale)
-        up = F.linear(latent[:, : heads.rank], heads.up)
-        if not dense.supported(query, latent, up, heads.wide, heads.rotary):
+        decodes, known = self._batch.num_decodes, self._batch.prompts
+        if (
+            not known
+            or query.shape[0] - decodes < DENSE_FROM
+            or not dense.supported(query, latent, heads.up, heads.wide)
+        ):
             return self._absorbed(query, cache, columns, heads, scale)
         out = torch.empty(query.shape[0], heads.num_heads, heads.wide, dtype=query.dtype, device=query.device)
 
         def prompts() -> None:
-            prior = None if self._batch.fresh else self._context(query, cache, columns, heads, scale)
+            prior = None
+            if any(prompt.start for prompt in known):
+                prior = self._context(query, cache, columns, heads, scale)
+            up = F.linear(latent[:, : heads.rank], heads.up)
             dense.dense(query, latent, up, columns, scale, out, decodes, prior=prior)
 
         def few() -> None:
@@ -124,9 +130,22 @@ class TritonLatentAttention:
     def _context(
         self, query: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """What prompts see of earlier steps: see `dense.dense`."""
-        absorbed = heads.absorb(query)
-        found = torch.empty_like(absorbed)
-        sums = torch.empty(absorbed.shape[:2], device=query.device)
-        prefill(absorbed, query, cache, columns, scale, found, self._batch.num_decodes, context=sums)
-        return heads.values(found), sums
+        """What prompts see of earlier steps: see `dense.dense`. Projected up piece by piece, or absorbed where many have a context."""
+        prompts = self._batch.prompts
+        assert prompts is not None
+        sums = torch.full(query.shape[:2], -torch.inf, device=query.device)
+        if sum(prompt.start > 0 for prompt in prompts) > FEW_CONTEXTS:
+            absorbed = heads.absorb(query)
+            found = torch.empty_like(absorbed)
+            prefill(absorbed, query, cache, columns, scale, found, self._batch.num_decodes, context=sums)
+            return heads.values(found), sums
+        out = torch.zeros(*query.shape[:2], heads.wide, device=query.device)
+        page, first = cache.shape[1], self._batch.num_decodes
+        for row, start, count in prompts:
+            own = slice(first, first := first + count)
+            for begin in range(0, start, PIECE):
+                blocks = columns.blocks[row, begin // page : -(-min(begin + PIECE, start) // page)]
+                lines = cache.index_select(0, blocks).flatten(0, 1)[: start - begin]
+                up = F.linear(lines[:, : heads.rank], heads.up)
+                dense.context(query[own], lines, up, scale, (out[own], sums[own]))
+        return out, sums

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
-from meshlm.workers.batch import UNKNOWN, StepInputs
+from meshlm.workers.batch import UNKNOWN, Prompt, StepInputs
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows, aligned
@@ -112,8 +112,10 @@ class TritonInputs:
     def of_step(self, step: StepColumns) -> StepInputs:
         """The tensors of a step that was sent."""
         count = step.num_samples if self._samples else 0
-        fresh = not step.starts[step.num_decodes :].any()
-        return replace(self._batch((step.n, step.t), step.num_decodes, count, padded=False), fresh=fresh)
+        first = step.num_decodes
+        columns = (column[first:].tolist() for column in (step.rows, step.starts, step.counts))
+        prompts = tuple(map(Prompt, *columns))
+        return replace(self._batch((step.n, step.t), first, count, padded=False), prompts=prompts)
 
     def padded(self, requests: int, tokens: int) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""
