@@ -1,0 +1,108 @@
+"""What config.json says of DeepSeek-V2 and V3, and what of it is refused by name."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshlm.architectures.registry import weights_of
+from meshlm.protocol.kv import Latent, make_groups, spec_of_layers
+from meshlm.protocol.model import MLASpec
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_config import parse_config
+
+LITE = Path(__file__).parents[2] / "benchmarks" / "models" / "deepseek-v2-lite" / "config.json"
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
+    "ep_size": 1,
+    "seq_aux": True,
+    "aux_loss_alpha": 0.001,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+def lite(**changes: object) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(LITE.read_text())
+    return {**config, **changes}
+
+
+def test_v2_lite() -> None:
+    spec, notes = parse_config(lite(), Path("m"))
+    assert not notes
+    assert spec.mla == MLASpec(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert (spec.head_dim, spec.num_key_value_heads, spec.rotary_dim) == (192, 1, 64)
+    assert spec.moe is not None
+    assert (spec.moe.shared_intermediate_size, spec.moe.n_group, spec.moe.group_score) == (2816, 1, "max")
+    assert [spec.has_experts(layer) for layer in range(3)] == [False, True, True]
+    assert sum(prod(weight.shape) for weight in weights_of(spec).values()) == 15_706_484_224
+    (group,) = make_groups(spec_of_layers(spec), 16, 576 * 2, 4096)
+    assert group.spec == Latent(512, 64)
+    assert group.page_bytes == 27 * 16 * 1152
+
+
+def test_v3() -> None:
+    spec, notes = parse_config(V3, Path("m"))
+    assert notes == ("m/config.json: num_nextn_predict_layers 1: the layers that draft further tokens are not loaded",)
+    assert spec.mla is not None
+    assert spec.mla.q_lora_rank == 1536
+    moe = spec.moe
+    assert moe is not None
+    assert (moe.scoring_func, moe.group_score, moe.correction_bias, moe.norm_topk_prob) == (
+        "sigmoid",
+        "top2",
+        True,
+        True,
+    )
+    assert (moe.num_experts, moe.n_group, moe.topk_group, moe.routed_scaling_factor) == (256, 8, 4, 2.5)
+    assert sum(prod(weight.shape) for weight in weights_of(spec).values()) == 671_026_419_200
+
+
+def test_experts_in_every_second_layer() -> None:
+    spec, _ = parse_config(lite(moe_layer_freq=2), Path("m"))
+    assert [spec.has_experts(layer) for layer in range(5)] == [False, False, True, False, True]
+    without, _ = parse_config(lite(n_routed_experts=None), Path("m"))
+    assert without.moe is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias true is not supported for DeepseekV2ForCausalLM"),
+        ({"mlp_bias": True}, "mlp_bias true is not supported"),
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported for DeepseekV2"),
+        ({"norm_topk_prob": True}, "norm_topk_prob true is not supported"),
+        ({"rope_interleave": False}, "rope_interleave false is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads must be num_attention_heads"),
+        ({"sliding_window": 4096}, "sliding_window 4096 with these layer_types is not supported"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be positive"),
+        ({"q_lora_rank": -1}, "q_lora_rank is -1; it must be positive"),
+        ({"v_head_dim": "wide"}, "v_head_dim must be an integer"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ({"n_routed_experts": 4}, "num_experts_per_tok is 6"),
+        ({"topk_method": "group_limited_greedy", "n_group": 7}, "n_group 7 and topk_group 1 do not fit 64 experts"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 changes what the model computes"),
+    ],
+)
+def test_what_is_not_honoured_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelFilesError, match=said):
+        parse_config(lite(**changes), Path("m"))
+
+
+@pytest.mark.parametrize("changes", [{"topk_method": "greedy"}, {"scoring_func": "softmax"}])
+def test_v3_chooses_experts_in_one_way(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelFilesError, match="is not supported for DeepseekV3ForCausalLM; supported: "):
+        parse_config({**V3, **changes}, Path("m"))
