@@ -41,22 +41,22 @@ class InvalidTransition(Exception):
 
 
 class Joined(Struct, frozen=True):
-    """This life of a rank can be reached."""
+    """This incarnation of a rank can be reached."""
 
     rank: int
-    life: Incarnation
+    incarnation: Incarnation
 
 
 class Lost(Struct, frozen=True):
-    """This life of a rank is over."""
+    """This incarnation of a rank is over."""
 
     rank: int
-    life: Incarnation
+    incarnation: Incarnation
 
 
 class Reported(Struct, frozen=True):
     rank: int
-    life: Incarnation
+    incarnation: Incarnation
     report: JointReport
 
 
@@ -91,8 +91,8 @@ class JointGroup:
         self.num_ranks = num_ranks
         self.state = State.PAUSED
         self.reason = "starting"  # while PAUSED
-        self.lives: dict[int, Incarnation] = {}
-        self.reports: dict[int, JointReport] = {}  # the newest of each rank, of its present life
+        self.incarnations: dict[int, Incarnation] = {}
+        self.reports: dict[int, JointReport] = {}  # the newest of each rank, of its present incarnation
         self.order = JointOrder(Epoch(first_epoch), Phase.PREPARE, ())
         self._pause_reason = ""
 
@@ -110,30 +110,32 @@ class JointGroup:
             case Resume():
                 self._pause_reason = ""
             case Tick():
-                return self._advance() or [Tell(rank, self.order) for rank in self.lives if not self._follows(rank)]
+                return self._advance() or [
+                    Tell(rank, self.order) for rank in self.incarnations if not self._follows(rank)
+                ]
         effects = self._advance()
         return effects or ([] if self.order is before else self._tell_all())
 
     # --- members ---
 
     def _join(self, event: Joined) -> None:
-        if self.lives.get(event.rank, 0) >= event.life or not 0 <= event.rank < self.num_ranks:
+        if self.incarnations.get(event.rank, 0) >= event.incarnation or not 0 <= event.rank < self.num_ranks:
             return
-        self.lives[event.rank] = event.life
+        self.incarnations[event.rank] = event.incarnation
         self.reports.pop(event.rank, None)
         self._new_epoch()
 
     def _lose(self, event: Lost) -> None:
-        if self.lives.get(event.rank) != event.life:
+        if self.incarnations.get(event.rank) != event.incarnation:
             return
-        del self.lives[event.rank]
+        del self.incarnations[event.rank]
         self.reports.pop(event.rank, None)
         self._new_epoch()
 
     def _new_epoch(self) -> None:
         """Other members than before: whatever runs is aborted."""
-        members = tuple(sorted(self.lives.items()))
-        missing = [str(rank) for rank in range(self.num_ranks) if rank not in self.lives]
+        members = tuple(sorted(self.incarnations.items()))
+        missing = [str(rank) for rank in range(self.num_ranks) if rank not in self.incarnations]
         epoch = Epoch(self.order.epoch + 1)
         self.order = JointOrder(epoch, Phase.PREPARE, members, group=Epoch(0) if missing else epoch)
         if self.state is not State.PAUSED:
@@ -141,7 +143,7 @@ class JointGroup:
         self.reason = f"rank {', '.join(missing)} is missing" if missing else "members prepare"
 
     def _report(self, event: Reported) -> None:
-        if self.lives.get(event.rank) != event.life:
+        if self.incarnations.get(event.rank) != event.incarnation:
             return
         known = self.reports.get(event.rank)
         news = event.report
@@ -160,7 +162,7 @@ class JointGroup:
 
     def _advance(self) -> list[Tell]:
         """At most one transition; its orders."""
-        if len(self.lives) < self.num_ranks or not all(self._follows(rank) for rank in self.lives):
+        if len(self.incarnations) < self.num_ranks or not all(self._follows(rank) for rank in self.incarnations):
             return []
         work = any(report.has_work for report in self.reports.values())
         match self.state:
@@ -209,11 +211,11 @@ class JointGroup:
         return self._tell_all()
 
     def _tell_all(self) -> list[Tell]:
-        return [Tell(rank, self.order) for rank in self.lives]
+        return [Tell(rank, self.order) for rank in self.incarnations]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        assert self.order.members == tuple(sorted(self.lives.items())), "an order for other members"
+        assert self.order.members == tuple(sorted(self.incarnations.items())), "an order for other members"
         phases = {
             State.IDLE: (Phase.PREPARE, Phase.STOP),
             State.STEPPING: (Phase.STEP,),
@@ -221,5 +223,5 @@ class JointGroup:
             State.PAUSED: (Phase.PREPARE, Phase.STOP),
         }
         assert self.order.phase in phases[self.state], f"{self.state.value} in phase {self.order.phase.name}"
-        assert self.state is State.PAUSED or len(self.lives) == self.num_ranks, "not all are there"
+        assert self.state is State.PAUSED or len(self.incarnations) == self.num_ranks, "not all are there"
         assert bool(self.reason) == (self.state is State.PAUSED), "paused, and nobody knows why"

@@ -14,14 +14,14 @@ class Lockstep:
 
     def reported(self, scheduler: Identity, report: JointReport) -> list[Send]:
         """A rank whose workers are all there is a member; one that has lost a worker is none until they are."""
-        if not report.life:
+        if not report.incarnation:
             return self.lost(scheduler)
         rank = scheduler.index
-        return self._do(Joined(rank, report.life)) + self._do(Reported(rank, report.life, report))
+        return self._do(Joined(rank, report.incarnation)) + self._do(Reported(rank, report.incarnation, report))
 
     def lost(self, scheduler: Identity) -> list[Send]:
-        life = self.group.lives.get(scheduler.index)
-        return [] if life is None else self._do(Lost(scheduler.index, life))
+        incarnation = self.group.incarnations.get(scheduler.index)
+        return [] if incarnation is None else self._do(Lost(scheduler.index, incarnation))
 
     def tick(self) -> list[Send]:
         return self._do(Tick())

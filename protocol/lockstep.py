@@ -30,7 +30,7 @@ class JointOrder(Struct, frozen=True, tag="joint_order"):
 
     epoch: Epoch
     phase: Phase
-    members: tuple[tuple[int, Incarnation], ...]  # rank, life
+    members: tuple[tuple[int, Incarnation], ...]  # rank, incarnation
     stop_at: int = 0
     group: Epoch = Epoch(0)  # in which these members' communicators are built; 0: not all are there, and none are
 
@@ -43,13 +43,13 @@ class JointReport(Struct, frozen=True, tag="joint_report"):
     step: int  # begun in this epoch
     finished: int  # of those, finished
     has_work: bool
-    life: Incarnation = Incarnation(
+    incarnation: Incarnation = Incarnation(
         0
     )  # of the rank: new whenever one of its workers was lost; 0: they are not all there
 
 
 class JointRank:
-    """One life of a rank. Whoever steps asks `may_begin`, then calls `begin` and, after the collectives, `finish`.
+    """One incarnation of a rank. Whoever steps asks `may_begin`, then calls `begin` and, after the collectives, `finish`.
 
     depth: steps that may have begun and not finished.
     """

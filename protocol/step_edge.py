@@ -27,14 +27,14 @@ HASH_BYTES = 32  # of a prefix: sha256
 class Reset(Struct, frozen=True, tag="reset"):
     """A scheduler's first word in each session: forget all rows. The worker answers WorkerReady once it can step.
 
-    `lives` are the incarnations of the group's workers, by rank, where there are several (tensor and pipeline parallelism). A
-    worker that has met other lives ends: it is started again and meets these.
+    `incarnations` are those of the group's workers, by rank, where there are several (tensor and pipeline parallelism). A worker that
+    has met others ends: it is started again and meets these.
 
     A step of an earlier session that waits for workers of other ranks is aborted.
     """
 
     session: int
-    lives: tuple[int, ...] = ()
+    incarnations: tuple[int, ...] = ()
     group: StepGroup | None = None  # with the workers of other ranks; each step waits for all of them
 
 
@@ -116,7 +116,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
 
 
 class LastPlan(Struct, frozen=True, tag="standing"):
-    """A worker of a group at once on Reset: the last plan that it was sent in its life, zeros for none.
+    """A worker of a group sends this at once on Reset: the last plan that its process was sent, zeros for none.
 
     A scheduler may die between sending a plan to one worker and to the next. Then they differ, and the one that has the plan waits for
     the others inside a collective.

@@ -1,7 +1,8 @@
 """The scheduler's end of a group of ranks that step together: follows the coordinator's orders. Pure; owned by core.py.
 
-A rank has a life: new with each session that its workers begin because one of them was lost. An order to prepare with other members
-than before begins a session too, in which the workers build communicators for these members; what they computed is computed again.
+A rank has an incarnation: a new one with each session that its workers begin because one of them was lost. An order to prepare
+with other members than before begins a session too, in which the workers build communicators for these members; what they computed is
+computed again.
 """
 
 from meshlm.protocol.ids import COORDINATOR, Epoch, Incarnation
@@ -15,16 +16,16 @@ class Lockstep:
     def __init__(self, depth: int, workers_per_rank: int) -> None:
         self._rank = JointRank(depth)
         self._workers_per_rank = workers_per_rank
-        self.life = Incarnation(0)  # 0: the workers are not all there
+        self.incarnation = Incarnation(0)  # 0: the workers are not all there
         self._wanted = self._built = Epoch(0)  # groups: 0 is none
         self._follows = False  # the workers are as the newest order wants them
         self._told: tuple[object, ...] = ()
 
     # --- workers ---
 
-    def begin(self, life: int) -> None:
+    def begin(self, incarnation: int) -> None:
         """The workers begin a session because one of them is new; 0: one cannot be reached yet."""
-        self.life = Incarnation(life)
+        self.incarnation = Incarnation(incarnation)
         self._follows = False
         self._built = Epoch(0)
 
@@ -43,7 +44,7 @@ class Lockstep:
         before = self._rank.epoch
         self._rank.follow(order)
         self._told = ()  # the coordinator wants to hear
-        if self._rank.epoch == before or not self.life:
+        if self._rank.epoch == before or not self.incarnation:
             return False
         self._wanted = order.group
         self._follows = bool(order.group) and order.group == self._built
@@ -63,14 +64,14 @@ class Lockstep:
         rank = self._rank
         rank.has_work = has_work
         at_end = rank.finished if rank.phase >= Phase.DRAIN else 0
-        news = (self.life, rank.epoch, rank.phase, self._follows, has_work, at_end)
+        news = (self.incarnation, rank.epoch, rank.phase, self._follows, has_work, at_end)
         if news == self._told:
             return []
         self._told = news
         if self._follows:
-            told = JointReport(rank.epoch, rank.phase, rank.step, rank.finished, has_work, self.life)
+            told = JointReport(rank.epoch, rank.phase, rank.step, rank.finished, has_work, self.incarnation)
         else:
-            told = JointReport(Epoch(0), Phase.PREPARE, 0, 0, has_work, self.life)
+            told = JointReport(Epoch(0), Phase.PREPARE, 0, 0, has_work, self.incarnation)
         return [Send(COORDINATOR, told)]
 
     def tell_again(self) -> None:

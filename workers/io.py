@@ -275,8 +275,8 @@ class WorkerApp:
             self._exchange = None
         if reset.group is not None:
             self._exchange = self._exchanges[reset.session] = self._make_exchange(reset.group)
-        if reset.lives:
-            if not self._membership.offer(reset.lives):
+        if reset.incarnations:
+            if not self._membership.offer(reset.incarnations):
                 self._leave("another worker of the group was started again")
                 return
             self._send(LastPlan(reset.session, *self._last))

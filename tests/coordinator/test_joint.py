@@ -74,8 +74,8 @@ def test_a_lost_member_aborts_the_step_and_its_return_makes_a_new_epoch() -> Non
     effects = bench.group.handle(Joined(1, Incarnation(2)))
     while effects:
         answers = [(tell.rank, bench.ranks[tell.rank].follow(tell.order)) for tell in effects]
-        lives = (Incarnation(1), Incarnation(2))
-        effects = [e for rank, said in answers for e in bench.group.handle(Reported(rank, lives[rank], said))]
+        incarnations = (Incarnation(1), Incarnation(2))
+        effects = [e for rank, said in answers for e in bench.group.handle(Reported(rank, incarnations[rank], said))]
     assert bench.state() is State.STEPPING
     assert bench.ranks[0].epoch == bench.ranks[1].epoch > epoch
 
@@ -106,10 +106,10 @@ def test_old_orders_are_not_followed() -> None:
 
 
 @dataclass
-class Life:
-    """One life of a rank: its rules, and how many jobs it still has."""
+class Member:
+    """One incarnation of a rank: its rules, and how many jobs it still has."""
 
-    life: Incarnation
+    incarnation: Incarnation
     jobs: int
     rank: JointRank = field(default_factory=JointRank)
 
@@ -119,8 +119,8 @@ class Net:
 
     def __init__(self, seed: int, num_ranks: int) -> None:
         self.dice = random.Random(seed)
-        self.num_ranks, self.num_lives, self.tidy = num_ranks, 0, False
-        self.lives: dict[int, Life] = {}
+        self.num_ranks, self.num_started, self.tidy = num_ranks, 0, False
+        self.present: dict[int, Member] = {}
         self.flight: list[tuple[int, Incarnation, JointOrder | JointReport, int]] = []
         self.num_coordinators = 0
         self.num_empty = self.done = 0
@@ -129,20 +129,20 @@ class Net:
             self.start(number)
 
     def start_coordinator(self) -> None:
-        """A new life: it knows who is there, and nothing else."""
+        """A new incarnation: it knows who is there, and nothing else."""
         self.num_coordinators += 1
         self.group = JointGroup(self.num_ranks, self.num_coordinators << 32)
-        for number, one in self.lives.items():
-            self.tell(self.group.handle(Joined(number, one.life)))
+        for number, one in self.present.items():
+            self.tell(self.group.handle(Joined(number, one.incarnation)))
 
     def start(self, number: int) -> None:
-        self.num_lives += 1
-        self.lives[number] = one = Life(Incarnation(self.num_lives), self.dice.randrange(4))
-        self.tell(self.group.handle(Joined(number, one.life)))
+        self.num_started += 1
+        self.present[number] = one = Member(Incarnation(self.num_started), self.dice.randrange(4))
+        self.tell(self.group.handle(Joined(number, one.incarnation)))
 
     def kill(self, number: int) -> None:
-        one = self.lives.pop(number)
-        self.tell(self.group.handle(Lost(number, one.life)))
+        one = self.present.pop(number)
+        self.tell(self.group.handle(Lost(number, one.incarnation)))
 
     def tell(self, effects: list[Tell]) -> None:
         self.group.check()
@@ -151,53 +151,60 @@ class Net:
 
     def put(self, number: int, message: JointOrder | JointReport) -> None:
         copies = 1 if self.tidy else self.dice.choice((0, 1, 1, 1, 2))
-        one = self.lives.get(number)
+        one = self.present.get(number)
         if one is not None:
-            self.flight += [(number, one.life, message, self.num_coordinators)] * copies
+            self.flight += [(number, one.incarnation, message, self.num_coordinators)] * copies
 
     def deliver(self) -> None:
-        number, life, message, coordinator = self.flight.pop(self.dice.randrange(len(self.flight)))
-        one = self.lives.get(number)
-        if one is None or one.life != life:
+        number, incarnation, message, coordinator = self.flight.pop(self.dice.randrange(len(self.flight)))
+        one = self.present.get(number)
+        if one is None or one.incarnation != incarnation:
             return
         if isinstance(message, JointOrder):
             self.put(number, one.rank.follow(message))
         elif coordinator == self.num_coordinators:
-            self.tell(self.group.handle(Reported(number, life, message)))
+            self.tell(self.group.handle(Reported(number, incarnation, message)))
 
     def step(self) -> None:
         """Some rank begins a step, or finishes one that all its members have begun."""
-        number = self.dice.choice(list(self.lives))
-        one = self.lives[number]
+        number = self.dice.choice(list(self.present))
+        one = self.present[number]
         rank = one.rank
         if rank.may_begin():
             self.num_empty += not one.jobs
             rank.begin()
-        elif rank.finished < rank.step and all(self.in_step(rank, peer, life) for peer, life in rank.members):
+        elif rank.finished < rank.step and all(
+            self.in_step(rank, peer, incarnation) for peer, incarnation in rank.members
+        ):
             rank.finish(rank.epoch)
             if one.jobs:
                 one.jobs -= 1
                 self.done += 1
             rank.has_work = one.jobs > 0
 
-    def in_step(self, rank: JointRank, number: int, life: Incarnation) -> bool:
-        peer = self.lives.get(number)
-        return peer is not None and peer.life == life and peer.rank.epoch == rank.epoch and peer.rank.step >= rank.step
+    def in_step(self, rank: JointRank, number: int, incarnation: Incarnation) -> bool:
+        peer = self.present.get(number)
+        return (
+            peer is not None
+            and peer.incarnation == incarnation
+            and peer.rank.epoch == rank.epoch
+            and peer.rank.step >= rank.step
+        )
 
     def tick(self) -> None:
         self.tell(self.group.handle(Tick()))
-        for number, one in self.lives.items():
+        for number, one in self.present.items():
             one.rank.has_work = one.jobs > 0
             self.put(number, one.rank.report())
 
     def check(self) -> None:
         stepping: dict[Epoch, list[int]] = {}
-        for number, one in self.lives.items():
+        for number, one in self.present.items():
             if one.rank.may_begin() or one.rank.finished < one.rank.step:
                 stepping.setdefault(one.rank.epoch, []).append(number)
         assert len(stepping) <= 1, f"ranks step in different epochs: {stepping}"
         for epoch in stepping:
-            steps = [one.rank.step for one in self.lives.values() if one.rank.epoch == epoch]
+            steps = [one.rank.step for one in self.present.values() if one.rank.epoch == epoch]
             assert max(steps) - min(steps) <= 1, "one is ahead by more than the step that it waits in"
 
 
@@ -210,25 +217,25 @@ def test_no_two_ranks_step_in_different_epochs_and_all_work_is_done(seed: int) -
         number = dice.randrange(net.num_ranks)
         if action < 0.45 and net.flight:
             net.deliver()
-        elif action < 0.75 and net.lives:
+        elif action < 0.75 and net.present:
             net.step()
         elif action < 0.9:
             net.tick()
-        elif action < 0.92 and number in net.lives:
+        elif action < 0.92 and number in net.present:
             net.kill(number)
-        elif action < 0.94 and number not in net.lives:
+        elif action < 0.94 and number not in net.present:
             net.start(number)
         elif action < 0.945:
             net.start_coordinator()
         elif action < 0.96:
             net.tell(net.group.handle(Pause("weights") if dice.random() < 0.5 else Resume()))
-        elif action < 0.97 and number in net.lives:
-            net.lives[number].jobs += 1
+        elif action < 0.97 and number in net.present:
+            net.present[number].jobs += 1
         net.check()
     net.tidy = True
     net.tell(net.group.handle(Resume()))
     for number in range(net.num_ranks):
-        if number not in net.lives:
+        if number not in net.present:
             net.start(number)
     for _ in range(200):
         net.tick()
@@ -238,16 +245,16 @@ def test_no_two_ranks_step_in_different_epochs_and_all_work_is_done(seed: int) -
         for _ in range(8 * net.num_ranks):
             net.step()
             net.check()
-        if not any(one.jobs for one in net.lives.values()) and net.group.state is State.IDLE:
+        if not any(one.jobs for one in net.present.values()) and net.group.state is State.IDLE:
             break
-    assert not any(one.jobs for one in net.lives.values()), f"work is left: {net.group.state} {net.group.reason}"
+    assert not any(one.jobs for one in net.present.values()), f"work is left: {net.group.state} {net.group.reason}"
     assert net.group.state is State.IDLE
 
 
 def test_idle_ranks_run_empty_batches() -> None:
     net = Net(1, 3)
     net.tidy = True
-    net.lives[0].jobs, net.lives[1].jobs, net.lives[2].jobs = 20, 0, 0
+    net.present[0].jobs, net.present[1].jobs, net.present[2].jobs = 20, 0, 0
     for _ in range(100):
         net.tick()
         while net.flight:

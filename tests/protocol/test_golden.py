@@ -2,7 +2,7 @@
 
 A failure of `test_bytes` means that processes of two versions no longer understand each other. If that is meant:
 
-    .venv/bin/python tests/protocol/messages.py --write
+    .venv/bin/python tests/protocol/support/messages.py --write
 """
 
 import inspect

@@ -28,7 +28,7 @@ class Rank:
         self.worker = Identity(Role.WORKER, number)
         self.core = Scheduler(limits(lockstep=True, first_worker=number))
         self.model = Model(NUM_BLOCKS, BLOCK_SIZE)
-        self.life = Incarnation(0)  # of the worker; 0: it is not there
+        self.incarnation = Incarnation(0)  # of the worker; 0: it is not there
         self.group: StepGroup | None = None
         self.plans: deque[StepPlan] = deque()
         self.num_plans = self.num_empty = self.num_sessions = 0
@@ -61,13 +61,13 @@ class Net:
                 case JointReport() as report:
                     identity = Identity(Role.SCHEDULER, self.ranks.index(rank))
                     self.order(self.coordinator.reported(identity, report))
-                case Reset() as reset if rank.life:
+                case Reset() as reset if rank.incarnation:
                     rank.plans.clear()
                     rank.model.rows.clear()
                     rank.group = reset.group
                     rank.num_sessions += 1
                     facts = WorkerReady(reset.session, NUM_BLOCKS, BLOCK_SIZE, 64, 64, VOCAB)
-                    self.tell(rank, Received(rank.worker, rank.life, facts))
+                    self.tell(rank, Received(rank.worker, rank.incarnation, facts))
                 case StepPlan() as plan:
                     assert rank.group is not None, "a step without the others"
                     rank.plans.append(plan)
@@ -85,15 +85,15 @@ class Net:
 
     def start(self, number: int) -> None:
         rank = self.ranks[number]
-        rank.life = Incarnation(int(self.now * 1e9))
+        rank.incarnation = Incarnation(int(self.now * 1e9))
         rank.model = Model(NUM_BLOCKS, BLOCK_SIZE)
-        self.tell(rank, PeerUp(rank.worker, rank.life))
+        self.tell(rank, PeerUp(rank.worker, rank.incarnation))
 
     def kill(self, number: int) -> None:
         rank = self.ranks[number]
-        life, rank.life, rank.group = rank.life, Incarnation(0), None
+        incarnation, rank.incarnation, rank.group = rank.incarnation, Incarnation(0), None
         rank.plans.clear()
-        self.tell(rank, PeerLost(rank.worker, life))
+        self.tell(rank, PeerLost(rank.worker, incarnation))
 
     def assign(self, number: int, prompt: list[int], max_tokens: int) -> None:
         name = RequestId(f"r{number}")
@@ -106,7 +106,7 @@ class Net:
             return False
         results = [(rank, rank.model.run(rank.plans.popleft())) for rank in self.ranks]
         for rank, result in results:
-            self.tell(rank, Received(rank.worker, rank.life, result))
+            self.tell(rank, Received(rank.worker, rank.incarnation, result))
         return True
 
     def run(self) -> None:
@@ -206,15 +206,15 @@ def test_any_deaths(seed: int) -> None:
             net.step()
         elif action < 0.9:
             net.tell(net.ranks[number], Tick(1.0))
-        elif action < 0.93 and net.ranks[number].life and net.ranks[number].core.num_steps % 3:
+        elif action < 0.93 and net.ranks[number].incarnation and net.ranks[number].core.num_steps % 3:
             net.kill(number)
-        elif action < 0.97 and not net.ranks[number].life:
+        elif action < 0.97 and not net.ranks[number].incarnation:
             net.start(number)
         elif number not in asked:
             asked[number] = ([number, dice.randrange(9)], dice.randint(1, 20))
             net.assign(number, *asked[number])
     for number, rank in enumerate(net.ranks):
-        if not rank.life:
+        if not rank.incarnation:
             net.start(number)
     net.run()
     for number, (prompt, num_tokens) in asked.items():

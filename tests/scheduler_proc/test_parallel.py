@@ -32,16 +32,16 @@ def messages(sends: list[Send], kind: type[Struct]) -> dict[Identity, Struct]:
     return {send.to: send.message for send in sends if isinstance(send.message, kind)}
 
 
-def all_up(core: Scheduler, life: int = 1) -> Reset:
+def all_up(core: Scheduler, incarnation: int = 1) -> Reset:
     """All workers come; the Reset that they get."""
     for worker in WORKERS[:-1]:
-        assert not messages(core.handle(PeerUp(worker, Incarnation(life)), 1.0), Reset)
-    sends = core.handle(PeerUp(WORKERS[-1], Incarnation(life)), 1.0)
+        assert not messages(core.handle(PeerUp(worker, Incarnation(incarnation)), 1.0), Reset)
+    sends = core.handle(PeerUp(WORKERS[-1], Incarnation(incarnation)), 1.0)
     resets = messages(sends, Reset)
     assert set(resets) == set(WORKERS)
     reset = resets[WORKERS[0]]
     assert isinstance(reset, Reset)
-    assert reset.lives == (life,) * 4
+    assert reset.incarnations == (incarnation,) * 4
     return reset
 
 
@@ -66,7 +66,7 @@ def test_a_lost_worker_disbands_the_group() -> None:
     assert not core.serving
     for worker in (WORKERS[0], WORKERS[1], WORKERS[3]):
         core.handle(PeerLost(worker, LIFE), 2.0)
-    all_up(core, life=2)
+    all_up(core, incarnation=2)
 
 
 def test_one_worker_alone_is_no_group() -> None:

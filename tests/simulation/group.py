@@ -15,7 +15,7 @@ from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
-from meshlm.workers.distributed.membership import Lives
+from meshlm.workers.distributed.membership import Incarnations
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.io import WorkerApp
 from meshlm.workers.operations import Operations
@@ -28,7 +28,7 @@ SEES_FAILURE = 0.3  # how often a rank sees that a peer is gone, instead of wait
 class Group:
     """What the lives of one group have in common: the store where they meet, and the steps that they compute."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: Incarnations) -> None:
         self.lives = lives
         self.here: set[int] = set()  # ranks that have announced themselves in the store
         self.workers: dict[int, Worker] = {}  # ranks that have committed

@@ -160,7 +160,7 @@ def test_truncated_safetensors_is_named(tmp_path: Path) -> None:
 
 
 def test_all_files_are_looked_at_before_the_first_is_read(tmp_path: Path) -> None:
-    """A large model's last file would else be reached after minutes, again in each life of the worker."""
+    """A large model's last file would else be reached after minutes, again each time the worker starts."""
     import transformers
 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))

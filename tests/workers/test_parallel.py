@@ -178,7 +178,7 @@ def test_ranks_meet_once_all_of_the_same_lives_are_there(where: str, tmp_path: P
             future.result(LIMIT_S)
     assert [member.committed for member in ranks] == [(1, 2, 4)] * 3
     assert ranks[0].offer((1, 2, 4))
-    assert not ranks[0].offer((1, 5, 4)), "committed to other lives"
+    assert not ranks[0].offer((1, 5, 4)), "committed to other incarnations"
     assert not ranks[1].withdraw()
 
 
@@ -224,12 +224,12 @@ sys.stdin.read()
 
 
 def test_rank_0_is_killed_while_the_others_wait_in_its_store(tmp_path: Path) -> None:
-    """Its next life listens at the same port, and they find it."""
+    """Its next incarnation listens at the same port, and they find it."""
     port = free_port()
     member = Membership()
 
-    def keeper(*lives: int) -> "subprocess.Popen[str]":
-        words = [sys.executable, "-P", "-c", REMOTE_KEEPER, str(port), *map(str, lives)]
+    def keeper(*incarnations: int) -> "subprocess.Popen[str]":
+        words = [sys.executable, "-P", "-c", REMOTE_KEEPER, str(port), *map(str, incarnations)]
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     place = Meeting(1, str(tmp_path), ("127.0.0.2", port))

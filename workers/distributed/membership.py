@@ -1,10 +1,10 @@
-"""Which lives a group is made of, and how its ranks meet.
+"""Which processes a group is made of, and how its ranks meet.
 
-The scheduler names the processes of the group (Reset.lives) whenever one of them is new. A worker meets the others once in its life:
-it loads its weights, then announces itself in a store that belongs to exactly these lives, and when all have done so it commits.
-Until then other lives may be offered. Afterwards a group that changes or is disbanded means that this process must end: a peer that
-died may have left it waiting inside a collective, from which there is no way out on a GPU. The supervisor starts it again, and the
-new lives meet. Torch is imported only where a store is opened.
+The scheduler names the processes of the group (Reset.incarnations) whenever one of them is new. A worker process meets the others
+once: it loads its weights, then announces itself in a store that belongs to exactly these incarnations, and when all have done so it
+commits. Until then other incarnations may be offered. Afterwards a group that changes or is disbanded means that this process must
+end: a peer that died may have left it waiting inside a collective, from which there is no way out on a GPU. The supervisor starts it
+again, and the new incarnations meet. Torch is imported only where a store is opened.
 """
 
 import socket
@@ -18,7 +18,7 @@ from meshlm.runtime.errors import ProcessFatal
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Lives = tuple[int, ...]  # incarnations of the group's workers, by rank
+Incarnations = tuple[int, ...]  # of the group's workers, by rank
 POLL_S = 0.01
 CONNECT = timedelta(seconds=2)
 STUCK_S = 10.0  # a question to a store takes milliseconds, unless its host is gone; TCP would wait for minutes
@@ -26,27 +26,27 @@ CONNECTED = timedelta(minutes=5)  # what one rank waits for another's word in th
 
 
 class Membership:
-    """Shared by the event loop, which is told of lives, and the thread that meets them."""
+    """Shared by the event loop, which is told of incarnations, and the thread that meets them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._offered: Lives | None = None
-        self._committed: Lives | None = None
+        self._offered: Incarnations | None = None
+        self._committed: Incarnations | None = None
         self._looked: float | None = None  # when the thread that meets the others last looked at what is on offer
 
     @property
-    def committed(self) -> Lives | None:
-        """The lives that this process has met."""
+    def committed(self) -> Incarnations | None:
+        """The incarnations that this process has met."""
         return self._committed
 
-    def offer(self, lives: Lives) -> bool:
-        """The group as it is now. False: this process is committed to other lives, or stuck in a store, and must end."""
+    def offer(self, incarnations: Incarnations) -> bool:
+        """The group as it is now. False: this process is committed to other incarnations, or stuck in a store, and must end."""
         with self._changed:
             if self._committed is not None:
-                return self._committed == lives
+                return self._committed == incarnations
             if self._looked is not None and time.monotonic() - self._looked > STUCK_S:
                 return False
-            self._offered = lives
+            self._offered = incarnations
             self._changed.notify_all()
             return True
 
@@ -56,7 +56,7 @@ class Membership:
             self._offered = None
             return self._committed is None
 
-    def wait(self) -> Lives:
+    def wait(self) -> Incarnations:
         """Until a group is offered."""
         with self._changed:
             self._looked = None  # however long it takes
@@ -65,47 +65,47 @@ class Membership:
             self._looked = time.monotonic()
             return self._offered
 
-    def still(self, lives: Lives) -> bool:
+    def still(self, incarnations: Incarnations) -> bool:
         """Whether these are on offer; waits a little."""
         with self._changed:
-            self._changed.wait_for(lambda: self._offered != lives, POLL_S)
+            self._changed.wait_for(lambda: self._offered != incarnations, POLL_S)
             self._looked = time.monotonic()
-            return self._offered == lives
+            return self._offered == incarnations
 
-    def commit(self, lives: Lives) -> bool:
-        """Belong to these lives from now on. False when others were offered meanwhile."""
+    def commit(self, incarnations: Incarnations) -> bool:
+        """Belong to these incarnations from now on. False when others were offered meanwhile."""
         with self._changed:
-            if self._offered != lives:
+            if self._offered != incarnations:
                 return False
-            self._committed = lives
+            self._committed = incarnations
             return True
 
 
 class Meeting:
     """Where a group's ranks find each other: a file in the run directory, or, for a group on several hosts, a store at an address.
 
-    Each set of lives has a part of its own, so that nobody finds what earlier ones wrote.
+    Each set of incarnations has a part of its own, so that nobody finds what earlier ones wrote.
     """
 
     def __init__(self, rank: int, run_dir: str, address: tuple[str, int] | None = None) -> None:
         """address: rank 0 listens there and nowhere else, the others connect."""
         self.rank, self._run_dir, self._address = rank, run_dir, address
         self._store: Store | None = None
-        self._keeper = 0  # the life of rank 0 that keeps it
+        self._keeper = 0  # the incarnation of rank 0 that keeps it
 
-    def open(self, lives: Lives) -> "Store | None":
-        """The store of exactly these lives; None while rank 0 cannot be reached. DistError when it is lost meanwhile."""
+    def open(self, incarnations: Incarnations) -> "Store | None":
+        """The store of exactly these incarnations; None while rank 0 cannot be reached. DistError when it is lost meanwhile."""
         from torch._C._distributed_c10d import FileStore, PrefixStore
 
-        name = "-".join(f"{life:x}" for life in lives)
+        name = "-".join(f"{incarnation:x}" for incarnation in incarnations)
         if self._address is None:
             # a file of its own: a rank that died may have left a line of an older one half written
             return FileStore(f"{self._run_dir}/group-{name}.store")
-        if self._keeper != lives[0]:
+        if self._keeper != incarnations[0]:
             self.forget()
         if self._store is None:
             self._store = _listen(*self._address) if self.rank == 0 else _connect(*self._address)
-            self._keeper = lives[0]
+            self._keeper = incarnations[0]
         return PrefixStore(name, self._store) if self._store is not None else None
 
     def forget(self) -> None:
@@ -121,7 +121,9 @@ def _listen(host: str, port: int) -> "Store":
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier life may linger
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections of an earlier process may linger
             listener.bind(address)
             descriptor = listener.detach()  # the store closes it
     except OSError as error:
@@ -145,25 +147,25 @@ def _connect(host: str, port: int) -> "Store | None":
 
 
 def meet(membership: Membership, meeting: Meeting) -> "Store":
-    """Wait until all lives of a group have announced themselves and commit to it; their store. Blocks."""
+    """Wait until all incarnations of a group have announced themselves and commit to it; their store. Blocks."""
     from torch.distributed import DistError
 
     while True:
-        lives = membership.wait()
+        incarnations = membership.wait()
         try:
-            store = meeting.open(lives)
-            if store is not None and _all_come(store, lives, membership, meeting.rank):
+            store = meeting.open(incarnations)
+            if store is not None and _all_come(store, incarnations, membership, meeting.rank):
                 return store
         except DistError:  # rank 0 ended, or its host cannot be reached
             meeting.forget()
-        membership.still(lives)
+        membership.still(incarnations)
 
 
-def _all_come(store: "Store", lives: Lives, membership: Membership, rank: int) -> bool:
-    """Committed to these lives. False: others are on offer."""
+def _all_come(store: "Store", incarnations: Incarnations, membership: Membership, rank: int) -> bool:
+    """Committed to these incarnations. False: others are on offer."""
     store.set(f"here-{rank}", "")
-    everyone = [f"here-{other}" for other in range(len(lives))]
-    while membership.still(lives):
-        if store.check(everyone) and membership.commit(lives):
+    everyone = [f"here-{other}" for other in range(len(incarnations))]
+    while membership.still(incarnations):
+        if store.check(everyone) and membership.commit(incarnations):
             return True
     return False

@@ -1,6 +1,6 @@
 """One instance of every message, and how golden.json holds them: shared by test_golden.py and whoever changes the protocol.
 
-.venv/bin/python tests/protocol/messages.py --write
+.venv/bin/python tests/protocol/support/messages.py --write
 """
 
 import json
