@@ -98,7 +98,7 @@ def give_away(keys: torch.Tensor, values: torch.Tensor, at: Columns, window: int
 def test_pages_before_the_window_are_not_read(dense: bool) -> None:
     """Not even with a weight of zero: they are others'."""
     extras = Extras(window=20)
-    query, keys, values, at = make([(51, 1), (90, 33), (0, 50), (120, 1)], 4, 2, 64, torch.float32)
+    query, keys, values, at = make([(70, 1), (75, 33), (0, 50), (120, 1)], 4, 2, 64, torch.float32)
     expected = attention(query, keys, values, at, 0.125, extras)
     qkv = step_of(keys, values, at, 4) if dense else None
     give_away(keys, values, at, 20)
@@ -110,7 +110,7 @@ def test_pages_before_the_window_are_not_read(dense: bool) -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_decode_reads_no_page_before_its_window(splits: int) -> None:
     extras = Extras(window=20)
-    query, keys, values, at = make([(51, 1), (90, 1), (15, 1), (200, 1)], 4, 2, 64, torch.float32)
+    query, keys, values, at = make([(70, 1), (90, 1), (15, 1), (200, 1)], 4, 2, 64, torch.float32)
     expected = attention(query, keys, values, at, 0.125, extras)
     give_away(keys, values, at, 20)
     out = torch.zeros_like(query)
