@@ -1,4 +1,4 @@
-"""The scheduler's core alone: µs per plan and per result of N steady decodes, and of hashing prefixes.
+"""The scheduler's core alone: µs per plan and per result of N steady decodes, with one KV group and with two, and of hashing prefixes.
 
 python -P benchmarks/scheduler.py [--requests 256] [--steps 400] [--json FILE]
 """
@@ -21,58 +21,62 @@ from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.limits import Limits
 
-MAX_NUM_SEQS, BLOCK_SIZE, PROMPT_LEN = 1024, 16, 16
+MAX_NUM_SEQS, BLOCK_SIZE, PROMPT_LEN = 1024, 16, 64
 BESIDE_PROMPTS = 100  # steps, at most, that the first requests decode while the last ones' prompts are computed
 LIFE = Incarnation(1)
 WORKER, DETOKENIZER, COORDINATOR = Identity(Role.WORKER), Identity(Role.DETOKENIZER), Identity(Role.COORDINATOR)
 
 
-def steady(num_requests: int, num_steps: int, specs: tuple[KVSpec, ...] = ()) -> dict[str, float]:
-    """Median µs of plan() and of handling a result, with all requests decoding.
+class Steady:
+    """A scheduler whose requests all decode, once their prompts are computed, which may take several steps."""
 
-    Their prompts may take several steps; `num_steps` are those after them.
-    """
-    max_tokens = num_steps + BESIDE_PROMPTS
-    num_blocks = num_requests * (-(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1) * max(1, len(specs))
-    core = Scheduler(
-        Limits(max_model_len=PROMPT_LEN + max_tokens, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192)
-    )
-    core.handle(PeerUp(DETOKENIZER, LIFE), 0.0)
-    core.handle(PeerUp(WORKER, LIFE), 0.0)
-    core.handle(
-        Received(
-            WORKER, LIFE, WorkerReady(core.session, num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, 8192, 50000, kv_specs=specs)
-        ),
-        0.0,
-    )
-    for number in range(num_requests):
-        prompt = pack_i32(
-            [number] * (PROMPT_LEN - number % BLOCK_SIZE)
-        )  # each step, another share of them needs blocks
-        work = EngineRequest(
-            RequestId(f"r{number}"), Handle(number), prompt, SamplingParams(max_tokens=max_tokens), arrival_s=number
+    def __init__(self, num_requests: int, num_steps: int, specs: tuple[KVSpec, ...] = ()) -> None:
+        self._num_requests, max_tokens = num_requests, num_steps + BESIDE_PROMPTS
+        num_blocks = num_requests * (-(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1) * max(1, len(specs))
+        self._core = core = Scheduler(
+            Limits(max_model_len=PROMPT_LEN + max_tokens, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192)
         )
-        core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
-    plans: list[float] = []
-    results: list[float] = []
-    waiting = [send.message for _ in range(2) for send in core.plan(0)]
-    while len(plans) < num_steps:
-        plan = waiting.pop(0)
+        core.handle(PeerUp(DETOKENIZER, LIFE), 0.0)
+        core.handle(PeerUp(WORKER, LIFE), 0.0)
+        ready = WorkerReady(core.session, num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, 8192, 50000, kv_specs=specs)
+        core.handle(Received(WORKER, LIFE, ready), 0.0)
+        for number in range(num_requests):
+            # Each step, another share of them needs blocks, and gives some back.
+            prompt = pack_i32([number] * (PROMPT_LEN - number % PROMPT_LEN))
+            sampling = SamplingParams(max_tokens=max_tokens)
+            work = EngineRequest(RequestId(f"r{number}"), Handle(number), prompt, sampling, arrival_s=number)
+            core.handle(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)), 0.0)
+        self._waiting = [send.message for _ in range(2) for send in core.plan(0)]
+
+    def step(self) -> tuple[float, float] | None:
+        """µs of plan() and of handling a result; None while prompts are computed."""
+        plan = self._waiting.pop(0)
         assert isinstance(plan, StepPlan)
         num_rows = len(plan.rows) // 4
         tokens = array("i", [7]) * (sum(plan.samples) if plan.samples else num_rows)
         result = StepResult(session=plan.session, step=plan.step, token_ids=tokens.tobytes(), done_ns=1)
         event = Received(WORKER, LIFE, result)
         begun = time.perf_counter()
-        core.handle(event, 0.0)
+        self._core.handle(event, 0.0)
         handled = time.perf_counter()
-        sends = core.plan(0)
+        sends = self._core.plan(0)
         planned = time.perf_counter()
-        waiting += [send.message for send in sends]
-        if plan.num_tokens == num_rows == num_requests:
-            results.append((handled - begun) * 1e6)
-            plans.append((planned - handled) * 1e6)
-    return {"plan_us": round(statistics.median(plans), 1), "result_us": round(statistics.median(results), 1)}
+        self._waiting += [send.message for send in sends]
+        if plan.num_tokens == num_rows == self._num_requests:
+            return (planned - handled) * 1e6, (handled - begun) * 1e6
+        return None
+
+
+def steady(num_requests: int, num_steps: int, *kinds: tuple[KVSpec, ...]) -> list[dict[str, float]]:
+    """Medians with each of these groups, step by step beside one another: what else the machine does meets all of them alike."""
+    ones: list[Steady] = [Steady(num_requests, num_steps, specs) for specs in kinds]
+    found: list[list[tuple[float, float]]] = [[] for _ in ones]
+    while len(found[0]) < num_steps:
+        for one, times in zip(ones, found, strict=True):
+            if (took := one.step()) is not None:
+                times.append(took)
+    medians = [[round(statistics.median(column), 1) for column in zip(*times, strict=True)] for times in found]
+    return [{"plan_us": plan, "result_us": result} for plan, result in medians]
 
 
 def hashing(num_tokens: int = 8192) -> float:
@@ -91,9 +95,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (1 <= arguments.requests <= MAX_NUM_SEQS and arguments.steps >= 1):
         parser.error(f"--requests is 1 to {MAX_NUM_SEQS}, --steps 1 at least")
-    result = {"requests": arguments.requests, **steady(arguments.requests, arguments.steps)}
-    two = steady(arguments.requests, arguments.steps, (FullAttention(), SlidingWindow(64)))
+    one, two = steady(arguments.requests, arguments.steps, (), (FullAttention(), SlidingWindow(64)))
+    result = {"requests": arguments.requests, **one}
     result |= {f"two_kinds_{name}": value for name, value in two.items()}
+    result["two_kinds_times_one"] = round(sum(two.values()) / sum(one.values()), 3)
     result["hash_us_per_1000_tokens"] = hashing()
     print(json.dumps(result))
     if arguments.json:

@@ -8,7 +8,7 @@ block table per group. A model with one spec has one group with all its layers. 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import assert_never
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -17,19 +17,43 @@ from meshlm.protocol.model import ModelSpec
 GOOD_ENOUGH = 1.05  # times the least memory: with that, the fewest groups
 
 
-class FullAttention(Struct, frozen=True, tag="full"):
+class KeepsAll(Struct, frozen=True):
     """A token sees all tokens before it: every block is kept while a request runs."""
+
+    keeps_all: ClassVar[bool] = True
+
+    def first_needed(self, block_size: int, num_computed: int) -> int:
+        """The first block that the token at position `num_computed`, or any after it, can see."""
+        return 0
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """Blocks of one group that a request of `num_tokens` holds at most, where a step computes up to `step_tokens` of it."""
+        return -(-num_tokens // block_size)
+
+
+class FullAttention(KeepsAll, frozen=True, tag="full"):
+    """Keys and values of all tokens."""
 
 
 class SlidingWindow(Struct, frozen=True, tag="sliding"):
     """A token sees itself and the `window` - 1 tokens before it: blocks outside every window are freed while a request runs."""
 
     window: int
+    keeps_all: ClassVar[bool] = False
+
+    def first_needed(self, block_size: int, num_computed: int) -> int:
+        """See KeepsAll."""
+        unseen = num_computed - self.window + 1
+        return unseen // block_size if unseen > 0 else 0
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """See KeepsAll."""
+        seen = -(-(self.window - 1 + step_tokens) // block_size) + 1
+        return min(-(-num_tokens // block_size), seen)
 
 
-class Latent(Struct, frozen=True, tag="latent"):
-    """A token sees all tokens before it, of which one line of numbers is kept: what keys and values are projected up from, and the
-    rotated key that all heads share."""
+class Latent(KeepsAll, frozen=True, tag="latent"):
+    """One line of numbers of each token: what keys and values are projected up from, and the rotated key that all heads share."""
 
     rank: int
     rotary: int
@@ -45,27 +69,6 @@ class KVGroup(Struct, frozen=True):
     layers: tuple[int, ...]
     block_size: int
     page_bytes: int
-
-
-def first_needed(spec: KVSpec, block_size: int, num_computed: int) -> int:
-    """The first block that the token at position `num_computed`, or any after it, can see."""
-    match spec:
-        case SlidingWindow():
-            return max(0, num_computed - spec.window + 1) // block_size
-        case FullAttention() | Latent():
-            return 0
-    assert_never(spec)
-
-
-def num_held(spec: KVSpec, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-    """Blocks of one group that a request of `num_tokens` holds at most, where a step computes up to `step_tokens` of it."""
-    every = -(-num_tokens // block_size)
-    match spec:
-        case FullAttention() | Latent():
-            return every
-        case SlidingWindow(window):
-            return min(every, -(-(window - 1 + step_tokens) // block_size) + 1)
-    assert_never(spec)
 
 
 def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
@@ -85,20 +88,20 @@ def make_groups(
     longest request takes little more than the least memory; where windows save next to nothing, there is one group that keeps all.
     """
     layers: dict[KVSpec, list[int]] = {}
-    for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: isinstance(pair[1], SlidingWindow)):
+    for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: not pair[1].keeps_all):
         layers.setdefault(spec, []).append(layer)  # what keeps all comes first
 
     def cost(size: int) -> int:
         return size * sum(
-            -(-len(some) // size) * num_held(spec, block_size, max_model_len) for spec, some in layers.items()
+            -(-len(some) // size) * spec.num_held(block_size, max_model_len) for spec, some in layers.items()
         )
 
     sizes = range(1, max(map(len, layers.values())) + 1)
     least = min(map(cost, sizes))
     every = list(range(first_layer, first_layer + len(specs)))
-    has_keys = not any(isinstance(spec, Latent) for spec in layers)
-    if has_keys and len(every) * num_held(FullAttention(), block_size, max_model_len) <= GOOD_ENOUGH * least:
-        layers, size = {FullAttention(): every}, len(every)
+    everything = next((spec for spec in layers if spec.keeps_all), FullAttention())
+    if len(every) * everything.num_held(block_size, max_model_len) <= GOOD_ENOUGH * least:
+        layers, size = {everything: every}, len(every)
     else:
         size = max(size for size in sizes if cost(size) <= GOOD_ENOUGH * least)
     groups = []
@@ -113,7 +116,7 @@ def make_groups(
 
 def pages_of(specs: Sequence[KVSpec], block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
     """Pages that a request of `num_tokens` holds at most; `specs`: one per group."""
-    return sum(num_held(spec, block_size, num_tokens, step_tokens) for spec in specs)
+    return sum(spec.num_held(block_size, num_tokens, step_tokens) for spec in specs)
 
 
 def step_tokens(max_num_batched_tokens: int, async_depth: int, max_drafts: int) -> int:

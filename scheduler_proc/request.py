@@ -55,6 +55,7 @@ class Request:
         "crashed_at",
         "detokenizer",
         "extra_keys",
+        "free_at",
         "handle",
         "hashes",
         "incarnation",
@@ -93,8 +94,9 @@ class Request:
         self.state = RequestState.WAITING
         self.story: deque[str] = deque(["arrived"], maxlen=12)
         self.row = Row(-1)
-        self.blocks: list[BlockId] = []  # its block table, row by row; this and the next four belong to kv/cache.py
+        self.blocks: list[BlockId] = []  # its block table, row by row; this and the next five belong to kv/cache.py
         self.num_freed: list[int] = []  # leading rows that were given back, by kind of group
+        self.free_at = 0  # computed tokens from which on the next ones are
         self.capacity = 0  # tokens that its blocks hold
         self.num_cached_blocks = 0  # leading rows that the prefix cache knows or that came from it
         self.hashes: list[bytes] = []  # of its full blocks

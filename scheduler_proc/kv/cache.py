@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from itertools import chain
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow, first_needed, longest_request, pages_of
+from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
 from meshlm.scheduler_proc.request import Request
 
+FREED_AT_ONCE = (
+    8  # blocks that a request which decodes gives back together: one by one costs the planner more than all the rest
+)
 _NO_BLOCK = BlockId(0)  # stands in a table where nobody looks
 
 
@@ -35,7 +38,7 @@ class KVCache:
         self._kinds = kinds_of(self._specs, block_size)
         self.num_groups = len(self._specs)
         self._matched: Request | None = None  # the last one
-        self._freeing = [kind for kind in self._kinds if isinstance(kind.spec, SlidingWindow)]
+        self._freeing = [kind for kind in self._kinds if not kind.spec.keeps_all]
 
     @property
     def num_blocks(self) -> int:
@@ -99,40 +102,39 @@ class KVCache:
     def grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
         """Blocks for its first `num_tokens` tokens: the rows that its table grows by. None when too few are free.
 
-        What no token can see that is still to be computed is given back first. Drafts may be refused and computed again, so only
-        tokens that are known count as computed.
+        What no token can see that is still to be computed is given back first, a few blocks at once, or all where memory is short.
         """
-        if self._freeing:
+        blocks, pool, width = request.blocks, self.pool, self.num_groups
+        if request.num_computed >= request.free_at and self._freeing:
             self._free_unseen(request)
-        count = -(-num_tokens // self.block_size) * self.num_groups - len(request.blocks)
-        if count > self.pool.num_free:
-            return None
-        blocks = self.pool.allocate(count)
-        request.blocks += blocks
-        request.capacity = len(request.blocks) // self.num_groups * self.block_size
-        return blocks
+        count = -(-num_tokens // self.block_size) * width - len(blocks)
+        if count > pool.num_free:
+            self._free_unseen(request)
+            if count > pool.num_free:
+                return None
+        grown = pool.allocate(count)
+        blocks += grown
+        request.capacity = len(blocks) // width * self.block_size
+        return grown
 
     def _free_unseen(self, request: Request) -> None:
-        num_freed, width = request.num_freed, self.num_groups
-        if not num_freed:
-            num_freed = request.num_freed = [0] * len(self._kinds)
-        num_computed = min(request.num_computed, len(request.tokens) - 1)
+        """Drafts may be refused and computed again, so only tokens that are known count as computed."""
+        num_computed, width = min(request.num_computed, len(request.tokens) - 1), self.num_groups
+        request.free_at = request.num_computed + FREED_AT_ONCE * self.block_size
         for kind in self._freeing:
-            first, freed = first_needed(kind.spec, self.block_size, num_computed), num_freed[kind.number]
+            request.num_freed = num_freed = request.num_freed or [0] * len(self._kinds)
+            first, freed = kind.first_needed(num_computed), num_freed[kind.number]
             if first > freed:
-                blocks = request.blocks
-                unseen = blocks[freed * width + kind.begin : first * width : width]
-                for column in range(kind.begin + 1, kind.end):
-                    unseen += blocks[freed * width + column : first * width : width]
-                self.pool.free(unseen)
                 num_freed[kind.number] = first
+                for column in range(kind.begin, kind.end):
+                    self.pool.free(request.blocks[freed * width + column : first * width : width])
 
     def free(self, request: Request) -> None:
         """It ends, or waits again."""
         self.pool.free(self._held(request))
         request.blocks = []
         request.num_freed = []
-        request.capacity = request.num_cached_blocks = 0
+        request.capacity = request.num_cached_blocks = request.free_at = 0
 
     def _held(self, request: Request) -> list[BlockId]:
         """Its blocks that were not given back, in the order of its tokens."""
@@ -157,12 +159,15 @@ class KVCache:
         if full <= request.num_cached_blocks:
             return
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, num_known)
-        width, blocks = self.num_groups, request.blocks
+        width, blocks, num_freed = self.num_groups, request.blocks, request.num_freed
+        cache_block = self.pool.cache_block
         for index in range(request.num_cached_blocks, full):
             block_hash, row = request.hashes[index], index * width
             for kind in self._kinds:
-                if not request.num_freed or index >= request.num_freed[kind.number]:
-                    self.pool.cache_block(kind.key(block_hash), blocks[row + kind.begin : row + kind.end])
+                if num_freed and index < num_freed[kind.number]:
+                    continue
+                key, first = kind.key(block_hash) if kind.number else block_hash, row + kind.begin
+                cache_block(key, (blocks[first],) if kind.width == 1 else blocks[first : row + kind.end])
         request.num_cached_blocks = full
 
     def reset_prefix_cache(self, running: Sequence[Request]) -> None:

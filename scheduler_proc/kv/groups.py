@@ -4,21 +4,22 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import KVSpec, first_needed
+from meshlm.protocol.kv import KVSpec
 
 
 class Kind:
     """Columns `begin` to `end` of the block tables, and what their spec keeps."""
 
-    __slots__ = ("begin", "block_size", "end", "number", "spec", "width")
+    __slots__ = ("_first_bytes", "begin", "block_size", "end", "number", "spec", "width")
 
     def __init__(self, spec: KVSpec, number: int, begin: int, end: int, block_size: int) -> None:
         self.spec, self.number, self.block_size = spec, number, block_size
         self.begin, self.end, self.width = begin, end, end - begin
+        self._first_bytes = [bytes((first ^ number,)) for first in range(256)]  # of a key, by that of the hash
 
     def key(self, block_hash: bytes) -> bytes:
         """Of what this kind caches for these tokens; of the first kind, the hash itself."""
-        return bytes((block_hash[0] ^ self.number,)) + block_hash[1:] if self.number else block_hash
+        return self._first_bytes[block_hash[0]] + block_hash[1:] if self.number else block_hash
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Of several blocks."""
@@ -26,7 +27,7 @@ class Kind:
 
     def first_needed(self, num_computed: int) -> int:
         """The first block that tokens from position `num_computed` on can see."""
-        return first_needed(self.spec, self.block_size, num_computed)
+        return self.spec.first_needed(self.block_size, num_computed)
 
     def longest_hit(self, hashes: Sequence[bytes], find: Callable[[bytes], Sequence[BlockId] | None]) -> int:
         """The most leading blocks of `hashes` after which a request can go on: all that its next token can see are cached."""

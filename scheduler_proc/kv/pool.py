@@ -1,19 +1,18 @@
 """The pool of KV pages: who uses which, which may be reused, which hold a known prefix.
 
-A page is *used* (reference count > 0) or *free*. Free pages stand in a list from least to most recently used and may still
-hold a prefix: a hit takes such a page out of the list again, an allocation takes the oldest and drops its hash only
-then (lazy eviction). What is cached under one key is the pages of all groups of equal spec at one place of their tables: they are
-used and freed together, and the first of them that is given away takes the key with it. Pure; owned by cache.py.
+A page is *used* (reference count > 0) or *free*. A free page may still hold a prefix: a hit takes it back. An allocation takes pages
+that hold none first, then the least recently used, whose key is dropped only then (lazy eviction). What is cached under one key is
+the pages of all groups of equal spec at one place of their tables: they are used and freed together, and the first of them that is
+given away takes the key with it. Pure; owned by cache.py.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
 from meshlm.protocol.ids import BlockId
-
-_NONE = -1
 
 
 class NoFreeBlocks(Exception):
@@ -29,99 +28,92 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, Sequence[BlockId]] = {}
-        self.find = (
-            self._cached.get
-        )  # the pages that are cached under a key, or None; a hundred times for each request that starts
-        self._changes: dict[BlockId, bytes | None] = {}  # of _key, since they were taken
-        # A circular doubly linked list with a sentinel at index num_blocks.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        # The pages that are cached under a key, or None; a hundred times for each request that starts.
+        self.find = self._cached.get
+        # Changes of _key since they were taken: pages that have one, those of one key side by side, and pages that have none any more.
+        self._remembered: dict[BlockId, bytes] = {}
+        self._forgotten: dict[BlockId, None] = {}
+        # Free pages without a prefix, the last one goes first; and those with one, the least recently used goes first.
+        self._fresh = [BlockId(block) for block in reversed(range(num_blocks))]
+        self._reusable: OrderedDict[BlockId, None] = OrderedDict()
 
     def allocate(self, count: int) -> list[BlockId]:
         """`count` blocks with one reference each, least recently used first. NoFreeBlocks."""
         if count > self.num_free:
             raise NoFreeBlocks
-        end, after, before = self.num_blocks, self._next, self._previous
-        blocks = []
-        block = after[end]
-        for _ in range(count):
-            known = self._key[block]
-            if known is not None:
-                self._evict(known)
-            self._references[block] = 1
-            blocks.append(BlockId(block))
-            following = after[block]
-            after[block] = before[block] = _NONE
-            block = following
-        after[end], before[block] = block, end
+        fresh, references = self._fresh, self._references
+        blocks = [fresh.pop() if fresh else self._oldest() for _ in range(count)]
+        for block in blocks:
+            references[block] = 1
         self.num_free -= count
         return blocks
+
+    def _oldest(self) -> BlockId:
+        """Take the page that was not used for longest from those with a prefix. Others of its key become fresh."""
+        block = next(iter(self._reusable))
+        known = self._key[block]
+        assert known is not None
+        self._evict(known)
+        return self._fresh.pop()
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
         """One more reference to each; blocks of a prefix found in the cache."""
         for block in blocks:
             if self._references[block] == 0:
-                self._unlink(block)
+                del self._reusable[block]
+                self.num_free -= 1
             self._references[block] += 1
 
     def free(self, blocks: Sequence[BlockId]) -> None:
         """One reference less to each, last block first: a prefix outlives its continuations."""
+        references, keys = self._references, self._key
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._link(block, oldest=self._key[block] is None)
+            references[block] -= 1
+            if references[block] == 0:
+                self.num_free += 1
+                if keys[block] is None:
+                    self._fresh.append(block)
+                else:
+                    self._reusable[block] = None
 
     def cache_block(self, key: bytes, blocks: Sequence[BlockId]) -> None:
         """These full pages hold this prefix. Others with the same content stay unknown."""
         if key not in self._cached and self._key[blocks[0]] is None:
             self._cached[key] = blocks
             for block in blocks:
-                self._key[block] = key
-                self._changes.pop(block, None)  # pages of one key are told side by side
-                self._changes[block] = key
+                self._key[block] = self._remembered[block] = key
+                if self._forgotten:
+                    self._forgotten.pop(block, None)
 
     def _evict(self, key: bytes) -> None:
         for block in self._cached.pop(key):
-            self._key[block] = self._changes[block] = None
+            self._key[block] = self._forgotten[block] = None
+            self._remembered.pop(block, None)
+            if self._references[block] == 0:
+                del self._reusable[block]
+                self._fresh.append(block)
 
     def restore(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
         """These free pages hold these prefixes, pages of one key side by side; the last ones are reused last."""
         for key, pairs in groupby(zip(keys, blocks, strict=True), itemgetter(0)):
             pages = [BlockId(block) for _, block in pairs]
             if all(0 <= page < self.num_blocks and self._references[page] == 0 for page in pages):
-                for page in pages:
-                    self._unlink(page)
                 self.cache_block(key, pages)
-                for page in pages:
-                    self._link(page, oldest=False)
+        self._reusable.update((page, None) for page in self._remembered if self._references[page] == 0)
+        self._fresh = [page for page in self._fresh if self._key[page] is None]
 
     def take_changes(self) -> tuple[bytes, bytes, bytes]:
         """Since the last call: int32 of pages that hold no known prefix any more, of those that do, and their keys."""
-        if not self._changes:
+        remembered, forgotten = self._remembered, self._forgotten
+        if not (remembered or forgotten):
             return b"", b"", b""
-        changes, self._changes = self._changes, {}
-        forgotten = array("i", [block for block, known in changes.items() if known is None])
-        remembered = array("i", [block for block, known in changes.items() if known is not None])
-        return forgotten.tobytes(), remembered.tobytes(), b"".join(known for known in changes.values() if known)
+        self._remembered, self._forgotten = {}, {}
+        return array("i", forgotten).tobytes(), array("i", remembered).tobytes(), b"".join(remembered.values())
 
     def reset_prefix_cache(self) -> None:
         """No page's content can be trusted any more."""
         for key in list(self._cached):
             self._evict(key)
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
-        self._next[block] = self._previous[block] = _NONE
-        self.num_free -= 1
-
-    def _link(self, block: int, *, oldest: bool) -> None:
-        """Put a free block at the end that is reused first (oldest) or last."""
-        end = self.num_blocks
-        before, after = (end, self._next[end]) if oldest else (self._previous[end], end)
-        self._next[before] = self._previous[after] = block
-        self._previous[block], self._next[block] = before, after
-        self.num_free += 1
 
     def check(self, tables: Iterable[Sequence[BlockId]]) -> None:
         """AssertionError unless `tables` hold exactly the references there are, and free + used = all."""
@@ -131,11 +123,11 @@ class BlockPool:
             for block in table:
                 counted[block] += 1
         assert counted == self._references, "references differ from the tables"
-        free, at = 0, self._next[self.num_blocks]
-        while at != self.num_blocks:
-            assert self._references[at] == 0, "a used block is in the free list"
-            free, at = free + 1, self._next[at]
-        assert free == self.num_free == counted.count(0), "free + used is not all"
+        free = {*self._fresh, *self._reusable}
+        assert not any(counted[block] for block in free), "a used block is free"
+        assert all(self._key[block] is None for block in self._fresh), "a page without a prefix holds one"
+        assert all(self._key[block] is not None for block in self._reusable), "a page with a prefix holds none"
+        assert len(free) == self.num_free == counted.count(0), "free + used is not all"
         cached: list[bytes | None] = [None] * self.num_blocks
         for key, blocks in self._cached.items():
             assert {self._key[block] for block in blocks} == {key}, "a page does not know its key"

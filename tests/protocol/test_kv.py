@@ -13,7 +13,6 @@ from meshlm.protocol.kv import (
     SlidingWindow,
     longest_request,
     make_groups,
-    num_held,
     pages_of,
     spec_of_layers,
     tokens_held,
@@ -87,4 +86,4 @@ def test_the_longest_request_is_the_longest(step: int) -> None:
     specs: list[KVSpec] = [FULL, SlidingWindow(20), SlidingWindow(20)]
     longest = longest_request(specs, 4, 50, 1000, step)
     assert pages_of(specs, 4, longest, step) <= 50 < pages_of(specs, 4, longest + 1, step)
-    assert num_held(SlidingWindow(20), 4, 1000, step) >= (20 + step) // 4
+    assert SlidingWindow(20).num_held(4, 1000, step) >= (20 + step) // 4

@@ -2,7 +2,7 @@
 
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, reference
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.admit_edge import Assign, EngineRequest
@@ -80,6 +80,7 @@ def test_all_workers_of_a_group_must_have_kept_the_same(second: tuple[bytes, byt
     assert (batching.kv.pool.take_changes()[1] != b"") is is_found
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_lives(data: st.DataObject) -> None:
     """Requests that share prefixes, little memory, and schedulers that die at any moment."""

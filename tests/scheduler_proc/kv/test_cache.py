@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, Latent, SlidingWindow, first_needed, num_held
+from meshlm.protocol.kv import FullAttention, KVSpec, Latent, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.scheduler_proc.kv import hashes
-from meshlm.scheduler_proc.kv.cache import KVCache
+from meshlm.scheduler_proc.kv import cache, hashes
+from meshlm.scheduler_proc.kv.cache import FREED_AT_ONCE, KVCache
 from meshlm.scheduler_proc.request import Request
 
 FULL = FullAttention()
@@ -142,7 +142,19 @@ def test_blocks_outside_the_window_are_given_back_while_a_request_runs(chunk: in
         assert device.go_on(request, min(chunk, 160 - request.num_computed), 160)
         used = device.kv.pool.num_blocks - device.kv.pool.num_free
         most = max(most, used - -(-request.num_computed // BLOCK))
-    assert most <= 2 * num_held(spec, BLOCK, 160, chunk) <= 2 * (3 + -(-chunk // BLOCK) + 1)
+    assert spec.num_held(BLOCK, 160, chunk) <= 3 + -(-chunk // BLOCK) + 1
+    assert most <= 2 * (spec.num_held(BLOCK, 160, chunk) + FREED_AT_ONCE)
+
+
+def test_all_that_is_unseen_is_given_back_where_memory_is_short() -> None:
+    """However few blocks that are: a request alone needs no more than `num_held`."""
+    spec = SlidingWindow(10)
+    device = Device((spec,), spec.num_held(BLOCK, 160))
+    request = device.start([1])
+    assert request is not None
+    while request.num_computed < 160:
+        request.tokens.append(1)
+        assert device.go_on(request, 1, 160)
 
 
 def test_a_hit_of_a_window_needs_its_last_blocks_only() -> None:
@@ -201,7 +213,8 @@ def test_a_failed_step_makes_nothing_known_of_what_ran() -> None:
     assert device.kv.pool.find(late.hashes[2]) is None, "its third block was begun before"
 
 
-def test_what_was_given_back_before_its_tokens_were_known_is_not_cached() -> None:
+def test_what_was_given_back_before_its_tokens_were_known_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "FREED_AT_ONCE", 1)
     device = Device((SlidingWindow(1),), 4)
     first = device.start([1])
     assert first is not None
@@ -232,7 +245,7 @@ def test_what_a_table_grows_by_is_told_row_by_row() -> None:
     assert device.kv.grow(request, 8) == []
     assert device.kv.grow(request, 9) == [4, 5]
     assert request.capacity == 12
-    assert first_needed(SlidingWindow(4), BLOCK, 9) == 1
+    assert SlidingWindow(4).first_needed(BLOCK, 9) == 1
 
 
 def test_choices_of_one_prompt_hash_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

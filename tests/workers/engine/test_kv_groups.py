@@ -17,7 +17,7 @@ from small_models import GEMMA, SMALL
 from meshlm.protocol.admit_edge import Assign, EngineRequest
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, RequestId
-from meshlm.protocol.kv import FullAttention, SlidingWindow, first_needed
+from meshlm.protocol.kv import FullAttention, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.runtime.events import Received
@@ -108,7 +108,7 @@ class Engines(Model):
         needed = set(self.cached)
         for row, table in self._tables.items():
             for group, spec in enumerate(self.kv_specs):
-                needed.update(table[first_needed(spec, BLOCK, self._starts[row]) * width + group :: width])
+                needed.update(table[spec.first_needed(BLOCK, self._starts[row]) * width + group :: width])
         others = sorted(set(range(self.num_blocks)) - needed)
         for engine in self.engines:
             for cache in engine.compute.caches:
