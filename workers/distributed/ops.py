@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import AttentionShape, Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 
@@ -87,6 +87,16 @@ class SummingOps:
     def norm(self, x: PartialSum, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
         found = self._fused_norm(x, norm)
         return self.base.norm(self._summed(x), norm) if found is None else found
+
+    def norm_route(
+        self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `Ops.norm_route`."""
+        found = self._fused_norm(x, norm)
+        if found is None:
+            return self.base.norm_route(self._summed(x), norm, router, slots)
+        logits = self.base.linear(found[0], router.packed, router.bias, router.num_experts)
+        return *found, *self.base.select_experts(logits, router.rule, router.correction_bias, slots)
 
     def norm_linear(
         self,

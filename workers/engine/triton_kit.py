@@ -35,7 +35,7 @@ class TritonKit:
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
-        parameters = sum(p.numel() for p in engine.model.layers.parameters())
+        parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters)
         self._padded = PaddedStep(engine.compute, engine.shard, self._inputs, self._head)
@@ -79,7 +79,7 @@ class TritonKit:
             decodes = latent_tiles.warm_sizes(spec.num_attention_heads, most, engine.device)
         tokens = resolved.max_num_batched_tokens
         prompt = min(tokens, resolved.max_model_len)
-        sizes = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
+        sizes = small_m_gemm.warm_rows() | gate_up_silu.warm_rows() | engine.model.warm_rows(tokens)
         for counts in warm_up.steps(decodes, sizes, most, prompt, tokens):
             engine.dummy_step(counts)
         if spec.mla is not None and prompt > 1:  # the rest of a prompt, of which earlier steps have computed some

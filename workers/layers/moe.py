@@ -14,7 +14,7 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
-from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, Routing
@@ -36,10 +36,13 @@ class Router(nn.Module):
     def prepare(self, ops: Ops) -> None:
         self.weight = nn.Parameter(ops.pack(self.weight), requires_grad=False)
 
-    def forward(self, x: Tensor, slots: Tensor | None, ops: Ops) -> Routing:
-        """See `meshlm.workers.moe.parts.Router`."""
-        logits = ops.linear(x, self.weight, self.bias, self._num_experts)
-        return Routing(*ops.select_experts(logits, self.rule, self.correction_bias, slots))
+    def after_norm(
+        self, x: PartialSum, norm: RMSNorm, slots: Tensor | None, ops: Ops
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """The norm of x, the residual with x in it, and the experts of each token: see `Ops.norm_route`."""
+        weights = RouterWeights(self.weight, self.bias, self.correction_bias, self.rule, self._num_experts)
+        y, residual, *chosen = ops.norm_route(x, (norm.weight, norm.eps), weights, slots)
+        return y, residual, Routing(*chosen)
 
 
 def rule_of(moe: MoESpec) -> Rule:
@@ -97,10 +100,14 @@ class MoE(nn.Module):
         assert self._fused is not None
         return self._fused
 
+    def idle_parameters(self) -> int:
+        """Of the experts, as many as a token does not need."""
+        whole = sum(parameter.numel() for parameter in self.experts.parameters())
+        return whole - whole * self.moe.num_experts_per_tok // self.moe.num_experts
+
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
         """What the experts add to the residual, which has x in it then."""
-        y, residual = ops.norm(x, (norm.weight, norm.eps))
-        routing = self.router(y, batch.slot_mapping[0], ops)
+        y, residual, routing = self.router.after_norm(x, norm, batch.slot_mapping[0], ops)
         found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
 

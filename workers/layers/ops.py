@@ -4,7 +4,7 @@ A model never asks on which device it runs; `make_ops` does, once.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+class RouterWeights(NamedTuple):
+    """What chooses a layer's experts."""
+
+    packed: Tensor  # [experts, hidden]
+    bias: Tensor | None
+    correction_bias: Tensor | None
+    rule: Rule
+    num_experts: int
 
 
 class Ops(Protocol):
@@ -155,6 +165,12 @@ class Ops(Protocol):
         """The experts of m tokens, int32 [m, k], and their weights, float32 [m, k]: kernels/moe_routing."""
         ...
 
+    def norm_route(
+        self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`norm`: what it gives and the new residual; select_experts of the product of the first with the router's weight."""
+        ...
+
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
@@ -209,6 +225,13 @@ class Composed:
         self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return select_experts(logits, rule, correction_bias, slots)
+
+    def norm_route(
+        self: "Ops", x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y, residual = self.norm(x, norm)
+        logits = self.linear(y, router.packed, router.bias, router.num_experts)
+        return y, residual, *self.select_experts(logits, router.rule, router.correction_bias, slots)
 
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

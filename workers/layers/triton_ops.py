@@ -12,12 +12,15 @@ from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.gemm import kernel as products
 from meshlm.kernels.gemv.kernel import gemv, pays
 from meshlm.kernels.mla.cache import latent_cache
+from meshlm.kernels.moe_routing import fused as fused_routing
+from meshlm.kernels.moe_routing.kernel import select_experts
+from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Composed, LatentShape
+from meshlm.workers.layers.ops import AttentionShape, Composed, LatentShape, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 
@@ -88,6 +91,22 @@ class TritonOps(Composed):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.add_rms_norm(x, residual, weight, eps)
+
+    def select_experts(
+        self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return select_experts(logits, rule, correction_bias, slots)
+
+    def norm_route(
+        self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In one kernel where there are few rows."""
+        added = x.kind is Kind.WHOLE or (x.kind is Kind.SPLIT_K and x.residual is not None)
+        if not added or router.bias is not None or not fused_routing.takes(*x.value.shape[-2:]):
+            return super().norm_route(x, norm, router, slots)
+        return fused_routing.norm_route(
+            x.value, x.residual, norm, router.packed, router.rule, router.correction_bias, slots
+        )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

@@ -249,14 +249,24 @@ class Decoder(nn.Module):
 
     @contextmanager
     def shortened(self) -> Iterator[int]:
-        """Inside it has only so many of its first layers as run all kernels: the first one finds no residual, and windows differ."""
+        """Inside it has only so many of its first layers as run all kernels: the first finds no residual, windows and MLPs differ."""
         layers = self.layers
-        windows = [layer.attention.window for layer in layers if isinstance(layer, DecoderLayer)]
-        self.layers = layers[: max([2, *(windows.index(window) + 1 for window in windows)])]
+        kinds = [(layer.attention.window, type(layer.mlp)) for layer in layers if isinstance(layer, DecoderLayer)]
+        self.layers = layers[: max([2, *(kinds.index(kind) + 1 for kind in kinds)])]
         try:
             yield len(self.layers)
         finally:
             self.layers = layers
+
+    def active_parameters(self) -> int:
+        """Of the layers, as many as compute a token."""
+        whole = sum(parameter.numel() for parameter in self.layers.parameters())
+        return whole - sum(module.idle_parameters() for module in self.modules() if isinstance(module, MoE))
+
+    def warm_rows(self, most: int) -> set[int]:
+        """So many tokens, up to `most`, meet every variant of the kernels of experts."""
+        some = next((module for module in self.modules() if isinstance(module, MoE)), None)  # all have the same sizes
+        return set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
 
     def kv_scales(self) -> list[tuple[float, float]]:
         """Of keys and values in an FP8 cache, by layer."""

@@ -27,7 +27,7 @@ from meshlm.workers.moe.parts import (
     WorkspaceShape,
 )
 
-CHUNK = 32768
+CHUNK = 16384
 """Rows that are computed at a time: what stands between gate and down is as large as this and no larger."""
 ALIGNED = 256  # bytes
 
@@ -39,14 +39,14 @@ def refusal(dispatcher: Dispatcher, experts: Experts) -> str | None:
         return f"{pair}: it gives {dispatcher.format.value} activations, they take {experts.format.value} ones"
     if experts.quantisation not in dispatcher.quantisations:
         return f"{pair}: they want activations in {experts.quantisation.value}, which it does not send"
-    if _left(dispatcher, experts) is None:
+    if not _allowed(dispatcher, experts):
         leave = " or ".join(left.value for left in experts.leaves)
         return f"{pair}: they leave to be done: {leave}, which it does not do"
     return None
 
 
-def _left(dispatcher: Dispatcher, experts: Experts) -> WeightAndReduce | None:
-    return next((left for left in experts.leaves if left in dispatcher.finishes), None)
+def _allowed(dispatcher: Dispatcher, experts: Experts) -> tuple[WeightAndReduce, ...]:
+    return tuple(left for left in experts.leaves if left in dispatcher.finishes)
 
 
 class FusedMoE:
@@ -56,9 +56,8 @@ class FusedMoE:
         why = refusal(dispatcher, experts)
         if why is not None:
             raise ProcessFatal(why)
-        left = _left(dispatcher, experts)
-        assert left is not None
-        self.dispatcher, self.experts, self.left, self._chunk = dispatcher, experts, left, chunk
+        self.dispatcher, self.experts, self._chunk = dispatcher, experts, chunk
+        self.allowed = _allowed(dispatcher, experts)
 
     def forward(
         self, x: Tensor, routing: Routing, meanwhile: Callable[[], PartialSum] | None = None
@@ -75,23 +74,36 @@ class FusedMoE:
 
     def combine(self, out: Tensor, given: Dispatched, routing: Routing) -> Combined:
         """See `Dispatcher.combine_async`."""
-        return self.dispatcher.combine_async(out, given, routing, self.left)
+        return self.dispatcher.combine_async(out, given, routing, self.left(given))
+
+    def left(self, given: Dispatched) -> WeightAndReduce:
+        """What `compute` leaves to be done of these."""
+        rows = given.x.shape[0]
+        only_done = rows > self._chunk and WeightAndReduce.DONE in self.allowed  # parts of all chunks would lie apart
+        return self.experts.left(rows, (WeightAndReduce.DONE,) if only_done else self.allowed)
 
     def compute(self, given: Dispatched) -> Tensor:
         """The experts' results, of which `left` is still to be done."""
         assert given.format is self.experts.format
-        rows, hidden = given.x.shape[0], given.x.shape[-1]
+        left, rows, hidden = self.left(given), given.x.shape[0], given.x.shape[-1]
         num_topk = 0 if given.routing is None else given.routing.experts.shape[1]
-        shape: tuple[int, ...] = tuple(given.x.shape)
-        if given.format is ActivationFormat.CONTIGUOUS and self.left is not WeightAndReduce.DONE:
+        shape, dtype = tuple(given.x.shape), self.experts.dtype
+        if left is WeightAndReduce.PARTS:
+            shape, dtype = (num_topk, rows, hidden), torch.float32
+        elif given.format is ActivationFormat.CONTIGUOUS and left is not WeightAndReduce.DONE:
             shape = (rows, num_topk, hidden)
-        out = torch.empty(shape, dtype=self.experts.dtype, device=given.x.device)
-        each = min(rows, self._chunk) if self.experts.chunks and given.routing is not None else rows
-        spaces = workspaces(self.experts.workspaces((each, *given.x.shape[1:]), num_topk), given.x.device)
-        for begin in range(0, rows, max(1, each)):
-            part = given if each == rows else _rows(given, begin, begin + each)
-            self.experts.apply(part, out[begin : begin + each], spaces, self.left)
+        out = torch.empty(shape, dtype=dtype, device=given.x.device)
+        if not self.experts.chunks or rows <= self._chunk:
+            self._apply(given, out, num_topk, left)
+            return out
+        for begin in range(0, rows, self._chunk):
+            end = min(begin + self._chunk, rows)
+            self._apply(_rows(given, begin, end), out[begin:end], num_topk, left)
         return out
+
+    def _apply(self, given: Dispatched, out: Tensor, num_topk: int, left: WeightAndReduce) -> None:
+        shapes = self.experts.workspaces(tuple(given.x.shape), num_topk, left)
+        self.experts.apply(given, out, workspaces(shapes, out.device), left)
 
 
 def _rows(given: Dispatched, begin: int, end: int) -> Dispatched:

@@ -37,6 +37,8 @@ class WeightAndReduce(Enum):
 
     DONE = "done"
     """Nothing: contiguous [m, hidden]."""
+    PARTS = "parts"
+    """They are weighted; the sum is left to the norm behind it: contiguous float32 [k, m, hidden], zeros for NOWHERE."""
     SUM = "sum"
     """They are weighted; the sum over a row's experts is left: contiguous [m, k, hidden]."""
     WEIGHTED_SUM = "weighted sum"
@@ -86,14 +88,6 @@ Combined = Callable[[], PartialSum]
 """The same for results: a sum without a residual."""
 
 
-class Router(Protocol):
-    """Chooses experts."""
-
-    def __call__(self, x: Tensor, slots: Tensor | None) -> Routing:
-        """x [m, hidden]. slots int64 [m]: tokens whose slot is negative are padding and go nowhere."""
-        ...
-
-
 class Dispatcher(Protocol):
     """Sends tokens to experts and results back. One for all layers of a model."""
 
@@ -129,11 +123,19 @@ class Experts(Protocol):
     chunks: bool
     """Whether rows may be computed some at a time."""
 
+    def left(self, rows: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
+        """What it leaves of so many rows, of what the dispatcher does too."""
+        ...
+
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `Quantise`."""
         ...
 
-    def workspaces(self, x: tuple[int, ...], num_topk: int) -> tuple[WorkspaceShape, ...]:
+    def warm_rows(self, num_topk: int, most: int) -> set[int]:
+        """So many rows, up to `most`, meet every variant of its kernels."""
+        ...
+
+    def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
         """The buffers that `apply` needs for activations of this shape."""
         ...
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshlm.protocol.model import MoESpec
@@ -10,7 +11,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts
+from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts, WeightAndReduce
 
 
 class ExpertWeights(NamedTuple):
@@ -33,7 +34,34 @@ def _anywhere(weights: ExpertWeights) -> str | None:
     return None
 
 
+def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
+    gate_up = weights.gate_up
+    if not gate_up.is_cuda or gate_up.dtype not in (torch.float16, torch.bfloat16):
+        return "it computes in float16 and bfloat16 on GPUs"
+    if torch.cuda.get_device_capability(gate_up.device) < (8, 0):
+        return "it needs compute capability 8.0"
+    if weights.act != "silu":
+        return f"it computes silu, not {weights.act}"
+    if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:
+        return "it computes experts whose sizes are multiples of 8"
+    return None
+
+
+def _triton(given: ExpertWeights) -> Experts:
+    from meshlm.workers.moe.experts.triton import TritonExperts
+
+    return TritonExperts(given.gate_up, given.down)
+
+
+def _triton_batched(given: ExpertWeights) -> Experts:
+    from meshlm.workers.moe.experts.triton import TritonBatchedExperts
+
+    return TritonBatchedExperts(given.gate_up, given.down)
+
+
 EXPERTS: dict[str, ExpertsKind] = {
+    "triton": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
+    "triton, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
     "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, lambda given: ReferenceExperts(*given)),
     "reference, batched": ExpertsKind(
         ActivationFormat.BATCHED, _anywhere, lambda given: ReferenceBatchedExperts(*given)
@@ -57,4 +85,6 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
 def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:
     """Of a model whose tensor-parallel ranks, so many, have all tokens of a step."""
     begin, end = moe.local_experts or (0, moe.num_experts)
-    return NoDispatch(begin, end - begin, moe.num_experts, Kind.RANK if num_ranks > 1 else Kind.WHOLE)
+    if num_ranks > 1:
+        return NoDispatch(begin, end - begin, moe.num_experts, Kind.RANK)
+    return NoDispatch(begin, end - begin, moe.num_experts, finishes=frozenset(WeightAndReduce))

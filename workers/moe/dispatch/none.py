@@ -49,7 +49,7 @@ class NoDispatch:
     kind: Kind = Kind.WHOLE  # of what it gives
     name: str = "none"
     format: ActivationFormat = ActivationFormat.CONTIGUOUS
-    finishes: frozenset[WeightAndReduce] = frozenset(WeightAndReduce)
+    finishes: frozenset[WeightAndReduce] = frozenset(WeightAndReduce) - {WeightAndReduce.PARTS}
     quantisations: frozenset[Quantisation] = frozenset(Quantisation)
 
     def most_tokens(self, tokens: int) -> int:
@@ -64,6 +64,9 @@ class NoDispatch:
 
     def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
         assert given.routing is not None
+        if left is WeightAndReduce.PARTS:
+            parts = PartialSum(out, Kind.SPLIT_K)
+            return lambda: parts
         whole = PartialSum(weighted_sum(out, given.routing, left), self.kind)
         return lambda: whole
 

@@ -33,7 +33,13 @@ class ReferenceExperts:
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
 
-    def workspaces(self, x: tuple[int, ...], num_topk: int) -> tuple[WorkspaceShape, ...]:
+    def left(self, rows: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
+        return allowed[0]
+
+    def warm_rows(self, num_topk: int, most: int) -> set[int]:
+        return set()
+
+    def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
         return ()
 
     def expert(self, number: int, x: Tensor) -> Tensor:

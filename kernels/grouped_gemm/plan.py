@@ -1,0 +1,93 @@
+"""How the experts of a layer are computed for so many rows: with which kernels, in which tiles.
+
+    one     kernels/moe_gemv: one row
+    few     kernels/moe_few: up to a tile of rows, not sorted
+    many    kernels/moe_align and grouped_gemm: sorted rows
+
+As tune.py found it for this very GPU and these sizes; other sizes get tiles that fit the rows that an expert has on average.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from meshlm.kernels import tables
+from meshlm.kernels.grouped_gemm import kernel as many
+from meshlm.kernels.moe_few import kernel as few
+from meshlm.kernels.moe_gemv import kernel as one
+
+MOST_INPUTS = 8192  # of a gemv: a program keeps a row of them
+
+
+class Layer(NamedTuple):
+    """Sizes of a layer's experts on one rank."""
+
+    experts: int
+    topk: int
+    hidden: int
+    wide: int
+
+
+class Plan(NamedTuple):
+    """Shapes are those of the kernel that `kind` names."""
+
+    kind: str
+    gate: one.Shape | few.Shape | many.Shape
+    down: one.Shape | few.Shape | many.Shape
+
+
+SHAPES: dict[str, type[one.Shape] | type[few.Shape] | type[many.Shape]] = {
+    "one": one.Shape,
+    "few": few.Shape,
+    "many": many.Shape,
+}
+
+
+@cache
+def _table() -> dict[Layer, list[tuple[int, int, Plan]]]:
+    """Rows above, up to, and the plan. Nothing without a table of this very GPU."""
+    table = tables.own("grouped_gemm") if torch.cuda.is_available() else None
+    return {
+        Layer(*(each[name] for name in Layer._fields)): [
+            (over, to, Plan(kind, SHAPES[kind](*gate), SHAPES[kind](*down)))
+            for over, to, kind, gate, down in each["rows"]
+        ]
+        for each in (table or {"layers": []})["layers"]
+    }
+
+
+@cache
+def plan_for(rows: int, layer: Layer) -> Plan:
+    return tables.for_rows(_table().get(layer, []), rows) or usual_plan(rows, layer)
+
+
+def usual_plan(rows: int, layer: Layer) -> Plan:
+    """Without a measurement."""
+    if rows == 1 and max(layer.hidden, layer.wide) <= MOST_INPUTS:
+        return Plan("one", one.Shape(4, 4, 3, 4), one.Shape(4, 4, 3))
+    if rows <= few.MOST_ROWS:
+        return Plan("few", few.Shape(32, 128, 4, 3), few.Shape(64, 128, 4, 3))
+    each = rows * layer.topk / layer.experts
+    if each <= 32:
+        block_m = 16 if each <= 12 else 32
+        return Plan("many", many.Shape(block_m, 64, 128, 4, 3), many.Shape(block_m, 128, 128, 4, 3))
+    if each <= 96:
+        return Plan("many", many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4))
+    return Plan("many", many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3))
+
+
+def warm_rows(layer: Layer, most: int) -> set[int]:
+    """So many rows, up to `most`, meet every variant of the kernels that steps may use."""
+    seen, found = set(), set()
+    for rows in range(1, most + 1):
+        plan = plan_for(rows, layer)
+        variant = (
+            (plan, rows * layer.topk <= layer.experts, max(16, 1 << (rows - 1).bit_length()))
+            if plan.kind == "few"
+            else plan
+        )
+        if variant not in seen:
+            seen.add(variant)
+            found.add(rows)
+    return found

@@ -1,0 +1,189 @@
+"""Kernels of mixtures of experts against plain torch: routing, the order of rows, products of one, few and many rows."""
+
+import pytest
+import torch
+from device import DEVICE, DTYPES, MARKS, near
+from torch import Tensor
+
+from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
+from meshlm.kernels.grouped_gemm import reference
+from meshlm.kernels.moe_align import kernel as moe_align
+from meshlm.kernels.moe_align import reference as align_reference
+from meshlm.kernels.moe_few import kernel as moe_few
+from meshlm.kernels.moe_gemv import kernel as moe_gemv
+from meshlm.kernels.moe_routing import fused as fused_routing
+from meshlm.kernels.moe_routing import kernel as moe_routing
+from meshlm.kernels.moe_routing import reference as routing_reference
+from meshlm.kernels.moe_routing.reference import Rule
+from meshlm.kernels.moe_sum import kernel as moe_sum
+from meshlm.kernels.moe_sum import reference as sum_reference
+
+pytestmark = MARKS
+RULES = {
+    "mixtral": (8, Rule(2, renormalise=True), False),
+    "qwen2": (60, Rule(4), False),
+    "qwen3": (128, Rule(8, renormalise=True), False),
+    "deepseek-v2": (160, Rule(6, num_groups=8, topk_groups=3, scaling=16.0), False),
+    "deepseek-v3": (256, Rule(8, True, True, 2.5, 8, 4, True), True),
+    "odd": (7, Rule(3, True), True),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("rows", [1, 13])
+def test_routing(name: str, rows: int) -> None:
+    experts, rule, corrected = RULES[name]
+    logits = torch.randn(rows, experts, device=DEVICE) * 2
+    bias = torch.randn(experts, device=DEVICE) * 0.1 if corrected else None
+    slots = torch.arange(rows, device=DEVICE)
+    slots[rows // 2 + 1 :: 3] = -1
+    found, weights = moe_routing.select_experts(logits, rule, bias, slots)
+    expected, expected_weights = routing_reference.select_experts(logits, rule, bias, slots)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+    assert (found[slots < 0] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("kind", ["residual alone", "added", "parts"])
+def test_norm_and_routing_in_one(name: str, kind: str, dtype: torch.dtype) -> None:
+    """Twice: what the last program leaves behind must serve the next launch."""
+    experts, rule, corrected = RULES[name]
+    hidden, rows = 72, 5
+    w = torch.randn(experts, hidden, device=DEVICE).to(dtype)
+    weight = torch.rand(hidden, device=DEVICE).to(dtype)
+    bias = torch.randn(experts, device=DEVICE) * 0.1 if corrected else None
+    slots = torch.tensor([0, 1, -1, 3, 4], device=DEVICE)
+    for _ in range(2):
+        parts = torch.randn(3, rows, hidden, device=DEVICE)
+        x = parts if kind == "parts" else parts[0].to(dtype)
+        residual = None if kind == "residual alone" else torch.randn(rows, hidden, device=DEVICE).to(dtype)
+        total = (parts.sum(0) if kind == "parts" else x).to(dtype)
+        total = total if residual is None else residual + total
+        normed = torch.nn.functional.rms_norm(total.float(), (hidden,), weight.float(), 1e-6).to(dtype)
+        y, stream, found, weights = fused_routing.norm_route(x, residual, (weight, 1e-6), w, rule, bias, slots)
+        near(stream, total, dtype)
+        near(y, normed, dtype, 2.0)
+        logits = y.float() @ w.float().t()  # of the kernel's own norm: a choice may hang by its last bit
+        expected, expected_weights = routing_reference.select_experts(logits, rule, bias, slots)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(weights, expected_weights, atol=1e-4, rtol=1e-3)
+
+
+def some_experts(rows: int, experts: int, topk: int, *, nowhere: bool = True) -> Tensor:
+    """Of each row different ones; some go nowhere."""
+    found = torch.rand(rows, experts).argsort(dim=1)[:, :topk].to(torch.int32)
+    if nowhere:
+        found[found >= experts - experts // 4] = -1
+        found[rows // 2] = -1
+    return found.to(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "experts", "topk"), [(1, 4, 2), (5, 60, 4), (70, 128, 8), (257, 6, 3)])
+@pytest.mark.parametrize("block", [16, 64])
+def test_rows_in_the_order_of_their_experts(rows: int, experts: int, topk: int, block: int) -> None:
+    chosen = some_experts(rows, experts, topk)
+    ids, positions, ends = moe_align.align(chosen, experts, block)
+    expected = align_reference.align(chosen.cpu(), experts, block, len(ids))
+    for ours, theirs in zip((ids, positions, ends), expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 1000), (17, 2056)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_weighted_sum(rows: int, columns: int, weighted: bool, dtype: torch.dtype) -> None:
+    values = torch.randn(40, columns, device=DEVICE, dtype=dtype)
+    positions = torch.randint(-1, 40, (rows, 3), dtype=torch.int32, device=DEVICE)
+    weights = torch.rand(rows, 3, device=DEVICE) if weighted else None
+    out = torch.empty(rows, columns, device=DEVICE, dtype=dtype)
+    moe_sum.weighted_sum(values, positions, weights, out)
+    near(out, sum_reference.weighted_sum(values, positions, weights, dtype), dtype, 2.0)
+
+
+def some_weights(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(experts, outputs, inputs, device=DEVICE).to(dtype) / inputs**0.5
+
+
+SIZES = [(5, 2, 64, 32), (6, 3, 72, 40), (40, 4, 136, 48)]  # experts, topk, hidden, wide
+MANY = [grouped_gemm.Shape(16, 32, 64, 4, 3), grouped_gemm.Shape(64, 16, 32, 4, 2, True, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "topk", "hidden", "wide"), SIZES)
+@pytest.mark.parametrize("shape", MANY)
+@pytest.mark.parametrize("rows", [50])
+def test_products_of_sorted_rows(
+    rows: int, shape: grouped_gemm.Shape, experts: int, topk: int, hidden: int, wide: int, dtype: torch.dtype
+) -> None:
+    x, chosen = torch.randn(rows, hidden, device=DEVICE).to(dtype), some_experts(rows, experts, topk)
+    gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
+    ids, positions, ends = moe_align.align(chosen, experts, shape.block_m)
+    inner = torch.zeros(len(ids), wide, device=DEVICE, dtype=dtype)
+    grouped_gemm.sorted_gemm(x, gate_up, inner, shape, ends, ids, topk, chosen.numel(), gate=True)
+    expected = reference.by_entry(x, gate_up, chosen, gate=True)
+    real = (chosen >= 0).flatten()
+    near(inner[positions.flatten().long()[real]], expected[real], dtype, 4.0)
+    found = torch.empty(len(ids), hidden, device=DEVICE, dtype=dtype)
+    grouped_gemm.sorted_gemm(inner, down, found, shape, ends, entries=chosen.numel())
+    near(found[positions.flatten().long()[real]], reference.by_entry(expected, down, chosen)[real], dtype, 6.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MANY)
+def test_products_of_batched_rows(shape: grouped_gemm.Shape, dtype: torch.dtype) -> None:
+    experts, most, hidden, wide = 5, 37, 72, 40
+    counts = torch.tensor([0, 37, 1, 16, 17], dtype=torch.int32, device=DEVICE)
+    x = torch.randn(experts, most, hidden, device=DEVICE).to(dtype)
+    gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
+    inner = torch.zeros(experts, most, wide, device=DEVICE, dtype=dtype)
+    out = torch.zeros(experts, most, hidden, device=DEVICE, dtype=dtype)
+    grouped_gemm.batched_gemm(x, gate_up, inner, shape, counts, gate=True)
+    grouped_gemm.batched_gemm(inner, down, out, shape, counts)
+    for expert, count in enumerate(counts.tolist()):
+        expected = reference.product(x[expert, :count], gate_up[expert], gate=True)
+        near(inner[expert, :count], expected, dtype, 4.0)
+        near(out[expert, :count], reference.product(expected, down[expert]), dtype, 6.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "topk", "hidden", "wide"), SIZES)
+@pytest.mark.parametrize("shape", [moe_few.Shape(16, 64, 4, 2), moe_few.Shape(32, 32, 4, 3)])
+@pytest.mark.parametrize("rows", [1, 19, 64])
+def test_products_of_few_rows(
+    rows: int, shape: moe_few.Shape, experts: int, topk: int, hidden: int, wide: int, dtype: torch.dtype
+) -> None:
+    x, chosen = torch.randn(rows, hidden, device=DEVICE).to(dtype), some_experts(rows, experts, topk)
+    weights = torch.rand(rows, topk, device=DEVICE)
+    gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
+    inner = torch.zeros(rows * topk, wide, device=DEVICE, dtype=dtype)
+    moe_few.few(x, gate_up, chosen, None, inner, shape)
+    expected = reference.by_entry(x, gate_up, chosen, gate=True)
+    near(inner, expected, dtype, 4.0)
+    parts = torch.full((topk, rows, hidden), torch.nan, device=DEVICE)
+    moe_few.few(inner, down, chosen, weights, parts, shape)
+    found = reference.by_entry(expected, down, chosen).float().view(rows, topk, hidden) * weights[:, :, None]
+    near(parts, found.transpose(0, 1), dtype, 6.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "topk", "hidden", "wide"), SIZES)
+@pytest.mark.parametrize("shape", [moe_gemv.Shape(4, 4, 3), moe_gemv.Shape(16, 4, 2, 1)])
+@pytest.mark.parametrize("nowhere", [False, True])
+def test_products_of_one_row(
+    nowhere: bool, shape: moe_gemv.Shape, experts: int, topk: int, hidden: int, wide: int, dtype: torch.dtype
+) -> None:
+    x, chosen = torch.randn(1, hidden, device=DEVICE).to(dtype), some_experts(1, experts, topk, nowhere=False)
+    if nowhere:
+        chosen[0, 1] = -1
+    weights = torch.rand(1, topk, device=DEVICE)
+    gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
+    inner = torch.full((topk, wide), torch.nan, device=DEVICE, dtype=dtype)
+    moe_gemv.gate_gemv(x, gate_up, chosen, inner, shape)
+    expected = reference.by_entry(x, gate_up, chosen, gate=True)
+    near(inner, expected, dtype, 4.0)
+    out = torch.empty(1, hidden, device=DEVICE, dtype=dtype)
+    moe_gemv.down_gemv(inner, down, chosen, weights, out, shape)
+    found = (reference.by_entry(expected, down, chosen).float() * weights[0, :, None]).sum(dim=0, keepdim=True)
+    near(out, found, dtype, 6.0)
