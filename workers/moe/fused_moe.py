@@ -80,7 +80,8 @@ class FusedMoE:
         """What `compute` leaves to be done of these."""
         rows = given.x.shape[0]
         only_done = rows > self._chunk and WeightAndReduce.DONE in self.allowed  # parts of all chunks would lie apart
-        return self.experts.left(rows, (WeightAndReduce.DONE,) if only_done else self.allowed)
+        num_topk = 0 if given.routing is None else given.routing.experts.shape[1]
+        return self.experts.left(rows, num_topk, (WeightAndReduce.DONE,) if only_done else self.allowed)
 
     def compute(self, given: Dispatched) -> Tensor:
         """The experts' results, of which `left` is still to be done."""

@@ -123,7 +123,7 @@ class Experts(Protocol):
     chunks: bool
     """Whether rows may be computed some at a time."""
 
-    def left(self, rows: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
+    def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """What it leaves of so many rows, of what the dispatcher does too."""
         ...
 

@@ -61,13 +61,28 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+EXPERTS: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 128, "sliding_window": None}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", EXPERTS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {"num_hidden_layers": 3, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+        | {"shared_expert_intermediate_size": 512, "mlp_only_layers": [0]},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    ),
+}
+"""Their experts are few, so that steps of one, few and many rows all touch most of them."""
+
 
 def transformers_model(name: str, folder: Path, **changes: object) -> Any:
     """transformers' model with random weights that bfloat16 can hold, saved to the folder."""
     import transformers
 
     torch.manual_seed(0)
-    kind, settings = {**GEMMA, **DEEPSEEK}[name]
+    kind, settings = {**GEMMA, **DEEPSEEK, **MIXTURES}[name]
     config = getattr(transformers, kind)(**{**SIZES, **settings, **changes})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter_name, parameter in theirs.named_parameters():

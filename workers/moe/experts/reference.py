@@ -33,7 +33,7 @@ class ReferenceExperts:
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
 
-    def left(self, rows: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
+    def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         return allowed[0]
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:

@@ -31,10 +31,10 @@ class TritonExperts:
         self._gate_up, self._down, self.dtype = gate_up, down, down.dtype
         self._num_experts, self._hidden, self._wide = down.shape
 
-    def left(self, rows: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
+    def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """Of few rows the norm behind sums up the parts."""
-        few_rows = 1 < rows <= few.MOST_ROWS
-        return WeightAndReduce.PARTS if few_rows and WeightAndReduce.PARTS in allowed else WeightAndReduce.DONE
+        parts = plan_for(rows, self._layer(num_topk)).kind == "few" and WeightAndReduce.PARTS in allowed
+        return WeightAndReduce.PARTS if parts else WeightAndReduce.DONE
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
@@ -92,7 +92,7 @@ class TritonBatchedExperts:
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         self._gate_up, self._down, self.dtype = gate_up, down, down.dtype
 
-    def left(self, rows: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
+    def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         return WeightAndReduce.WEIGHTED_SUM
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
