@@ -20,7 +20,7 @@ from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import kernel as many
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan
 from meshlm.kernels.measure import keep, replay_us
-from meshlm.kernels.moe_align.kernel import align
+from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import weighted_sum
@@ -61,7 +61,7 @@ class Bench:
             for _ in range(copies)
         ]
         entries = rows * topk
-        most = max(entries, many.most_tiles(entries, count, 128) * 128)
+        most = max(entries, most_tiles(entries, count, 128) * 128)
         self.inner = torch.randn(most, wide, **make)
         self.out = torch.empty(
             most, hidden, dtype=torch.float32 if rows <= few.MOST_ROWS else torch.bfloat16, device="cuda"
@@ -228,7 +228,7 @@ def tune(layer: Layer, rows: int) -> tuple[Plan, dict[str, Any]]:
 
 def figures(layer: Layer, rows: int, us: float, bench: Bench) -> dict[str, float]:
     """TB/s of the weights of experts that were touched, and TFLOP/s."""
-    touched = sum(len(case.experts.unique()) for case in bench.cases) / len(bench.cases)  # type: ignore[no-untyped-call]
+    touched = sum(len(case.experts.unique()) for case in bench.cases) / len(bench.cases)
     weights = 3 * 2 * touched * layer.hidden * layer.wide
     flop = 2 * 3 * rows * layer.topk * layer.hidden * layer.wide
     return {"tb_s": round(weights / us / 1e6, 2), "tflop_s": round(flop / us / 1e6, 1)}
