@@ -65,7 +65,7 @@ def plan_for(rows: int, layer: Layer) -> Plan:
 def usual_plan(rows: int, layer: Layer) -> Plan:
     """Without a measurement."""
     if rows == 1 and max(layer.hidden, layer.wide) <= MOST_INPUTS:
-        return Plan("one", one.Shape(4, 4, 3, 4), one.Shape(4, 4, 3))
+        return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
     if rows <= few.MOST_ROWS:
         return Plan("few", few.Shape(32, 128, 4, 3), few.Shape(64, 128, 4, 3))
     each = rows * layer.topk / layer.experts

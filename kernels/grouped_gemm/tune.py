@@ -142,9 +142,11 @@ def candidates(layer: Layer, rows: int, *, gate: bool) -> Iterator[tuple[str, An
     """Kinds of kernel, and tiles that fit."""
     halves, inputs = (2, layer.hidden) if gate else (1, layer.wide)
     if rows == 1:
-        for block_n, warps, stages, programs in product((2, 4, 8), (4, 8), (3, 4), (2, 4) if gate else (4,)):
+        if not gate:
+            yield from (("one", one.Shape(*sizes)) for sizes in product((1, 2, 4), (4, 8)))
+        for block_n, warps, stages, programs in product((1, 2, 4), (4, 8), (3, 4), (2, 4)) if gate else ():
             line = halves * block_n * (1 << (inputs - 1).bit_length()) * 2
-            if line * stages * (programs if gate else 1) <= SHARED_BYTES:
+            if line * stages * programs <= SHARED_BYTES:
                 yield "one", one.Shape(block_n, warps, stages, programs)
     if rows <= few.MOST_ROWS:
         block_m = max(16, 1 << (rows - 1).bit_length())

@@ -41,8 +41,8 @@ def _few(
         if not GATE:  # what goes nowhere adds nothing: the first program of its columns says so
             nowhere = (m < rows) & (one < 0) & (m * 0 + lead == 0)
             nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            to = out + (j * rows + m)[:, None].to(tl.int64) * OUTPUTS + n[None, :]
-            tl.store(to, nothing, mask=nowhere[:, None] & inside[None, :])
+            place = out + (j * rows + m)[:, None].to(tl.int64) * OUTPUTS + n[None, :]
+            tl.store(place, nothing, mask=nowhere[:, None] & inside[None, :])
     real = entry >= 0
     first = tl.min(tl.where(real, entry, 0x7FFFFFFF), axis=0)
     if BY_ENTRY:
@@ -79,8 +79,8 @@ def _few(
             tl.store(out + entry[:, None].to(tl.int64) * OUTPUTS + n[None, :], result.to(dtype), mask=mask)
         else:
             result *= tl.load(weights + entry, mask=real, other=0.0)[:, None]
-            to = (entry % TOPK) * rows + m
-            tl.store(out + to[:, None].to(tl.int64) * OUTPUTS + n[None, :], result, mask=mask)
+            row = (entry % TOPK) * rows + m
+            tl.store(out + row[:, None].to(tl.int64) * OUTPUTS + n[None, :], result, mask=mask)
 
 
 class Shape(NamedTuple):

@@ -3,7 +3,8 @@
     gate   out[j] = silu(x W_gate[e_j]^T) * (x W_up[e_j]^T)
     down   out = sum over j of weight_j (x[j] W[e_j]^T)            a program has all experts of its columns: nothing is left to add up
 
-As in kernels/gemv the row stays in registers, and tiles of the weight are a stream of asynchronous copies.
+As in kernels/gemv the row stays in registers. A gate's tiles of the weight are a stream of asynchronous copies. `down` comes behind
+`gate` (PDL counts on it): the choice of experts is known before `gate` begins.
 """
 
 from typing import NamedTuple
@@ -25,8 +26,8 @@ def _gate(
     nth, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside = k < INPUTS
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # not before: `_down` reads the choice of experts as soon as it begins
     y = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
     each: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
@@ -49,32 +50,34 @@ def _gate(
 @triton.jit
 def _down(
     x, w, experts, weights, out,
-    TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    real, inside = n < OUTPUTS, k < INPUTS
+    """All that a program reads of the weights is asked for at once, while `_gate` still runs."""
+    j, k = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (j < TOPK)[:, None] & (k < INPUTS)[None, :]
+    expert = tl.load(experts + j, mask=j < TOPK, other=-1, cache_modifier=".cg")
+    line = tl.maximum(expert, 0).to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    real = (expert >= 0)[:, None] & (n < OUTPUTS)[None, :]
+    tile = tl.load(
+        w + line[:, :, None] * INPUTS + k[None, None, :], mask=real[:, :, None] & (k < INPUTS)[None, None, :], other=0.0
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for j in tl.range(0, TOPK, num_stages=STAGES):
-        expert = tl.load(experts + j)
-        scale = tl.where(expert >= 0, tl.load(weights + j), 0.0)
-        line = (
-            w + tl.maximum(expert, 0).to(tl.int64) * (OUTPUTS * INPUTS) + n[:, None].to(tl.int64) * INPUTS + k[None, :]
-        )
-        y = tl.load(x + j * INPUTS + k, mask=inside, other=0.0).to(tl.float32) * scale
-        total += tl.load(line, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32) * y[None, :]
-    tl.store(out + n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=real)
+    scale = tl.load(weights + j, mask=j < TOPK, other=0.0)
+    y = tl.load(x + j[:, None] * INPUTS + k[None, :], mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    total = tl.sum(tile.to(tl.float32) * y[:, None, :], axis=0)
+    tl.store(out + n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=n < OUTPUTS)
 
 
 class Shape(NamedTuple):
-    """Outputs of a program's block, warps, stages; programs on each multiprocessor (of a gate)."""
+    """Outputs of a program's block, warps; of a gate: stages, and programs on each multiprocessor."""
 
     block_n: int
     warps: int
-    stages: int
+    stages: int = 3
     programs: int = 4
 
 
@@ -96,8 +99,8 @@ def down_gemv(x: Tensor, w: Tensor, experts: Tensor, weights: Tensor, out: Tenso
     outputs, inputs = w.shape[1], w.shape[2]
     use_pdl = x.is_cuda and pdl.supported()
     _down[(triton.cdiv(outputs, shape.block_n),)](
-        x, w, experts, weights, out, TOPK=experts.numel(), INPUTS=inputs, OUTPUTS=outputs, BLOCK_N=shape.block_n,
-        BLOCK_K=triton.next_power_of_2(inputs), STAGES=shape.stages, PDL=use_pdl, num_warps=shape.warps,
-        num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
+        x, w, experts, weights, out, TOPK=experts.numel(), INPUTS=inputs, OUTPUTS=outputs,
+        BLOCK_J=triton.next_power_of_2(experts.numel()), BLOCK_N=shape.block_n, BLOCK_K=triton.next_power_of_2(inputs),
+        PDL=use_pdl, num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from meshlm.kernels.moe_routing.kernel import best_experts, constants
 from meshlm.kernels.moe_routing.reference import Rule
 
 MOST_ROWS, MOST_INPUTS = 32, 8192
-EACH = 8  # experts of a program
+EACH = 2  # experts of a program: as few as keep its sums, and the choice, within a warp or two
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,6 +103,7 @@ def norm_route(
         w if slots is None else slots, y, stream, logits, _counters(w.device), experts, weights, rows, norm[1],
         HIDDEN=hidden, SPLITS=x.shape[0] if parts else 0, ADD=residual is not None, SLOTS=slots is not None,
         BLOCK_H=triton.next_power_of_2(hidden), EACH=EACH, **constants(rule, num_experts),
-        CORRECTED=correction_bias is not None, PDL=use_pdl, num_warps=8, **({"launch_pdl": True} if use_pdl else {}),
+        CORRECTED=correction_bias is not None, PDL=use_pdl, num_warps=max(1, min(8, hidden // 2048)),
+        **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return y, stream, experts, weights

@@ -15,15 +15,58 @@ LEAST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
+def _key(value, at, LAST: tl.constexpr):
+    """int64 that orders as (value, -at) does, for float32: one maximum finds both."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32) | (LAST - at).to(tl.int64)
+
+
+@triton.jit
+def _value(key):
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_good_groups(
+    choice, at, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr
+):  # fmt: skip
+    """LEAST for experts of groups that are not among the best."""
+    real = at < EXPERTS
+    group = at // (EXPERTS // GROUPS)
+    allowed = at < 0
+    left = choice * 0.0  # by expert: its group's score
+    for one in tl.static_range(GROUPS):
+        mine = tl.where(real & (group == one), choice, LEAST)
+        score = tl.max(mine, axis=0)
+        if TOP2:
+            second = tl.where(at == tl.argmax(mine, axis=0), LEAST, mine)
+            score += tl.max(second, axis=0)
+        left = tl.where(group == one, score, left)
+    left = tl.where(real, left, LEAST)
+    for _ in tl.static_range(TOPK_GROUPS):
+        found = group == tl.min(tl.where(left == tl.max(left, axis=0), group, GROUPS), axis=0)
+        allowed = allowed | found
+        left = tl.where(found, LEAST, left)
+    return tl.where(allowed, choice, LEAST)
+
+
+@triton.jit
 def best_experts(
     logits, correction, at, experts, weights, padding,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SCALING: tl.constexpr,
     GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """logits float32 [BLOCK_E], -inf behind the last expert; `at`: arange(BLOCK_E). Stores TOPK of experts and weights."""
+    """logits float32 [BLOCK_E], -inf behind the last expert; `at`: arange(BLOCK_E). Stores TOPK of experts and weights.
+
+    Logits order experts as their softmax does, which is found of the chosen ones alone where nothing else is needed.
+    """
     real = at < EXPERTS
-    if SIGMOID:
+    plain: tl.constexpr = not (SIGMOID or CORRECTED or TOP2)
+    if plain:
+        scores = logits
+    elif SIGMOID:
         scores = tl.where(real, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
     else:
         exponents = tl.where(real, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
@@ -33,29 +76,24 @@ def best_experts(
         choice += tl.load(correction + at, mask=real, other=0.0).to(tl.float32)
     choice = tl.where(real, choice, LEAST)
     if GROUPS > 1:
-        group = at // (EXPERTS // GROUPS)
-        allowed = at < 0
-        left = choice * 0.0  # by expert: its group's score
-        for one in tl.static_range(GROUPS):
-            mine = tl.where(real & (group == one), choice, LEAST)
-            score = tl.max(mine, axis=0)
-            if TOP2:
-                second = tl.where(at == tl.argmax(mine, axis=0), LEAST, mine)
-                score += tl.max(second, axis=0)
-            left = tl.where(group == one, score, left)
-        left = tl.where(real, left, LEAST)
-        for _ in tl.static_range(TOPK_GROUPS):
-            found = group == tl.min(tl.where(left == tl.max(left, axis=0), group, GROUPS), axis=0)
-            allowed = allowed | found
-            left = tl.where(found, LEAST, left)
-        choice = tl.where(allowed, choice, LEAST)
+        choice = _of_good_groups(choice, at, EXPERTS, GROUPS, TOPK_GROUPS, TOP2)
+    keys = _key(choice, at, BLOCK_E - 1)
     nth = tl.arange(0, BLOCK_K)
-    chosen, kept = tl.zeros((BLOCK_K,), tl.int32), tl.zeros((BLOCK_K,), tl.float32)
+    chosen, kept = tl.zeros((BLOCK_K,), tl.int32), tl.full((BLOCK_K,), float("-inf") if plain else 0.0, tl.float32)
     for k in tl.static_range(TOPK):
-        expert = tl.argmax(choice, axis=0).to(tl.int32)
+        best = tl.max(keys, axis=0)
+        keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+        expert = BLOCK_E - 1 - (best & 0xFFFFFFFF).to(tl.int32)
         chosen = tl.where(nth == k, expert, chosen)
-        kept = tl.where(nth == k, tl.sum(tl.where(at == expert, scores, 0.0), axis=0), kept)
-        choice = tl.where(at == expert, LEAST * 1.1, choice)
+        if CORRECTED:
+            kept = tl.where(nth == k, tl.sum(tl.where(at == expert, scores, 0.0), axis=0), kept)
+        else:
+            kept = tl.where(nth == k, _value(best), kept)
+    if plain:
+        largest = tl.max(kept, axis=0)
+        kept = tl.exp(kept - largest)
+        if not RENORMALISE:
+            kept /= tl.sum(tl.where(real, tl.exp(logits - largest), 0.0), axis=0)
     if RENORMALISE:
         kept /= tl.sum(kept, axis=0)
     kept *= SCALING
