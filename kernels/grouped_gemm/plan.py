@@ -67,7 +67,8 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
     if rows == 1 and max(layer.hidden, layer.wide) <= MOST_INPUTS:
         return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
     if rows <= few.MOST_ROWS:
-        return Plan("few", few.Shape(32, 128, 4, 3), few.Shape(64, 128, 4, 3))
+        wide_tile, deep = few.Shape(64, 64, 4, 5), few.Shape(64, 128, 4, 3)
+        return Plan("few", few.Shape(32, 128, 4, 5), deep) if rows <= 16 else Plan("few", wide_tile, wide_tile)
     each = rows * layer.topk / layer.experts
     if each <= 32:
         block_m = 16 if each <= 12 else 32

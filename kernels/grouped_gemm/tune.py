@@ -30,6 +30,7 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384
 BYTES_AT_ONCE = 400 << 20  # of weights that a graph reads, at least: many times the L2 cache
 SHARED_BYTES = 220 << 10
 TURN_S, TURNS = 0.004, 3
+FAR = 1.08  # times the fastest of its kind
 Run = Callable[[], object]
 
 
@@ -110,11 +111,11 @@ class Bench:
             for _, experts, _ in self.cases:
                 align(experts, self.layer.experts, block_m)
 
-        (found,) = self.timed([run]).values()
+        (found,) = self.timed([run], [None]).values()
         return found
 
-    def timed(self, runs: list[Run]) -> dict[int, float]:
-        """Microseconds of one case, by number of the run; without those that cannot be launched."""
+    def timed(self, runs: list[Run], kinds: list[object]) -> dict[int, float]:
+        """Microseconds of one case, by number of the run; without those that cannot be launched, or are far behind their kind."""
         graphs: dict[int, torch.cuda.CUDAGraph] = {}
         for nth, run in enumerate(runs):
             try:
@@ -131,9 +132,12 @@ class Bench:
         repeats = max(1, int(TURN_S * 1e6 / max(1.0, replay_us(next(iter(graphs.values())), 2))))
         taken: dict[int, list[float]] = {nth: [] for nth in graphs}
         for turn in range(TURNS):
-            best = min((times[0] for times in taken.values() if times), default=0.0)
+            best: dict[object, float] = {}
+            for nth, times in taken.items():
+                if times:
+                    best[kinds[nth]] = min(times[0], best.get(kinds[nth], times[0]))
             for nth, graph in graphs.items():
-                if not turn or taken[nth][0] <= 1.08 * best:
+                if not turn or taken[nth][0] <= FAR * best[kinds[nth]]:
                     taken[nth].append(replay_us(graph, repeats) / len(self.cases))
         return {nth: sorted(times)[len(times) // 2] for nth, times in taken.items() if len(times) == TURNS}
 
@@ -189,6 +193,11 @@ def _many(block_m: int, *, gate: bool) -> Iterator[many.Shape]:
                 yield many.Shape(block_m, block_n, block_k, warps, stages, flat, programs)
 
 
+def _kind(kind: str, shape: Any) -> tuple[str, int]:
+    """What gate and down must have in common: the kernel, and sorted the height of tiles."""
+    return kind, shape.block_m if kind == "many" else 0
+
+
 def tune(layer: Layer, rows: int) -> tuple[Plan, dict[str, Any]]:
     """The best pair of one kind and, sorted, of one height of tiles."""
     bench = Bench(layer, rows)
@@ -199,13 +208,14 @@ def tune(layer: Layer, rows: int) -> tuple[Plan, dict[str, Any]]:
         for run in (*gate_runs, *down_runs):
             run()
     torch.cuda.synchronize()
-    gate_us, down_us = bench.timed(gate_runs), bench.timed(down_runs)
+    gate_us = bench.timed(gate_runs, [_kind(*each) for each in gates])
+    down_us = bench.timed(down_runs, [_kind(*each) for each in downs])
     best: dict[tuple[str, int], list[tuple[float, Any]]] = {}
     for found, known in ((gate_us, gates), (down_us, downs)):
         fastest: dict[tuple[str, int], tuple[float, Any]] = {}
         for nth, us in found.items():
             kind, shape = known[nth]
-            key = (kind, shape.block_m if kind == "many" else 0)
+            key = _kind(kind, shape)
             if us < fastest.get(key, (float("inf"), None))[0]:
                 fastest[key] = (us, shape)
         for key, value in fastest.items():
@@ -244,12 +254,11 @@ def layer_of(config: dict[str, Any], tp: int, ep: int) -> Layer:
 
 
 def entries(found: dict[int, Plan]) -> list[list[Any]]:
-    """Of a table: rows between two sizes are the larger one's; more than the largest, its too."""
+    """Of a table: rows between two sizes are the larger one's."""
     sizes = sorted(found)
-    uptos = [*sizes[:-1], 1 << 30]
     return [
-        [before, upto, found[rows].kind, list(found[rows].gate), list(found[rows].down)]
-        for before, upto, rows in zip([0, *sizes], uptos, sizes, strict=False)
+        [before, rows, found[rows].kind, list(found[rows].gate), list(found[rows].down)]
+        for before, rows in zip([0, *sizes], sizes, strict=False)
     ]
 
 

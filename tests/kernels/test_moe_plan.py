@@ -1,0 +1,62 @@
+"""Which kernels and tiles experts get: plans without a measurement, candidates of the tuner, entries of its table."""
+
+import pytest
+from device import MARKS
+
+from meshlm.kernels.grouped_gemm import plan, tune
+from meshlm.kernels.grouped_gemm.kernel import Shape as Many
+from meshlm.kernels.grouped_gemm.plan import Layer, Plan
+from meshlm.kernels.moe_few.kernel import MOST_ROWS
+from meshlm.kernels.moe_few.kernel import Shape as Few
+from meshlm.kernels.moe_gemv.kernel import Shape as One
+
+pytestmark = MARKS
+QWEN3, MIXTRAL = Layer(128, 8, 2048, 768), Layer(8, 2, 4096, 14336)
+
+
+@pytest.mark.parametrize("layer", [QWEN3, MIXTRAL, Layer(4, 2, 64, 32)])
+def test_a_plan_for_any_number_of_rows(layer: Layer) -> None:
+    for rows in (1, 2, 16, 17, 64, 65, 100, 1000, 16384):
+        found = plan.usual_plan(rows, layer)
+        assert rows <= MOST_ROWS or found.kind == "many"
+        assert isinstance(found.gate, plan.SHAPES[found.kind])
+        assert isinstance(found.down, plan.SHAPES[found.kind])
+        if isinstance(found.gate, Many) and isinstance(found.down, Many):
+            assert found.gate.block_m == found.down.block_m, "rows are sorted once for both"
+    assert plan.usual_plan(1, MIXTRAL).kind == "few", "a row of 14,336 is too long for one program"
+
+
+def test_every_size_has_candidates_that_gate_and_down_share() -> None:
+    for layer in (QWEN3, MIXTRAL):
+        for rows in tune.ROWS:
+            kinds = [{tune._kind(*each) for each in tune.candidates(layer, rows, gate=gate)} for gate in (True, False)]
+            assert kinds[0] & kinds[1], (layer, rows)
+
+
+def test_entries_of_a_table_are_read_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = {
+        1: Plan("one", One(2, 4), One(4, 4)),
+        8: Plan("few", Few(32, 128, 4, 3), Few(64, 64, 4, 5)),
+        64: Plan("many", Many(16, 64, 128, 4, 3), Many(16, 128, 128, 4, 3, True, 2)),
+    }
+    table = {"layers": [{**QWEN3._asdict(), "rows": tune.entries(plans)}]}
+    monkeypatch.setattr(plan.tables, "own", lambda op: table)
+    monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
+    plan._table.cache_clear()
+    plan.plan_for.cache_clear()
+    try:
+        for rows, wanted in ((1, plans[1]), (2, plans[8]), (8, plans[8]), (9, plans[64]), (64, plans[64])):
+            assert plan.plan_for(rows, QWEN3) == wanted
+        assert plan.plan_for(65, QWEN3) == plan.usual_plan(65, QWEN3)
+        assert plan.plan_for(8, MIXTRAL) == plan.usual_plan(8, MIXTRAL)
+    finally:
+        plan._table.cache_clear()
+        plan.plan_for.cache_clear()
+
+
+def test_warm_rows_meet_every_variant() -> None:
+    """Of few rows a kernel differs by the height of its tile and by whether a program belongs to an entry."""
+    found = plan.warm_rows(QWEN3, 8192)
+    assert {1, 2, 17, 33, 65} <= found
+    assert max(found) <= 8192
+    assert plan.warm_rows(QWEN3, 1) == {1}
