@@ -103,7 +103,8 @@ def test_weighted_sum(rows: int, columns: int, weighted: bool, dtype: torch.dtyp
 
 
 def some_weights(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(experts, outputs, inputs, device=DEVICE).to(dtype) / inputs**0.5
+    made: Tensor = torch.randn(experts, outputs, inputs, device=DEVICE).to(dtype) / inputs**0.5
+    return made
 
 
 SIZES = [(5, 2, 64, 32), (6, 3, 72, 40), (40, 4, 136, 48)]  # experts, topk, hidden, wide

@@ -1,8 +1,10 @@
 """Which kernels and tiles experts get: plans without a measurement, candidates of the tuner, entries of its table."""
 
 import pytest
+import torch
 from device import MARKS
 
+from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import plan, tune
 from meshlm.kernels.grouped_gemm.kernel import Shape as Many
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan
@@ -40,8 +42,8 @@ def test_entries_of_a_table_are_read_as_they_were_written(monkeypatch: pytest.Mo
         64: Plan("many", Many(16, 64, 128, 4, 3), Many(16, 128, 128, 4, 3, True, 2)),
     }
     table = {"layers": [{**QWEN3._asdict(), "rows": tune.entries(plans)}]}
-    monkeypatch.setattr(plan.tables, "own", lambda op: table)
-    monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tables, "own", lambda op: table)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan._table.cache_clear()
     plan.plan_for.cache_clear()
     try:
