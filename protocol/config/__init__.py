@@ -8,6 +8,7 @@ supervisor hands the resolved tree to every child in memory (JSON); a child read
 from msgspec import Struct
 
 from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
+from meshlm.protocol.config.experts import ExpertConfig
 from meshlm.protocol.config.model import ModelConfig
 from meshlm.protocol.config.parallel import NetworkConfig, Node, ParallelConfig
 from meshlm.protocol.config.per_node import PER_NODE
@@ -18,6 +19,7 @@ from meshlm.protocol.config.server import ServerConfig
 __all__ = [
     "PER_NODE",
     "CacheConfig",
+    "ExpertConfig",
     "MeshConfig",
     "ModelConfig",
     "NetworkConfig",
@@ -39,6 +41,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    experts: ExpertConfig = ExpertConfig()
     server: ServerConfig = ServerConfig()
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()
@@ -47,5 +50,6 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def lockstep(self) -> bool:
-        """Whether the data-parallel ranks step together. Those of dense models never do."""
-        return self.worker.fake_lockstep
+        """Whether the data-parallel ranks step together, since they share experts. Those of dense models never do."""
+        share_experts = self.experts.enable_expert_parallel and self.parallel.data_parallel_size > 1
+        return share_experts or self.worker.fake_lockstep

@@ -56,7 +56,8 @@ class Scaling:
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size=num_ranks)
         after = msgspec.structs.replace(config, parallel=parallel)
         if config.resolved is not None:
-            sizes.check(parallel, config.resolved.spec, config.resolved.device, num_ranks * parallel.workers_per_rank)
+            here, whole_experts = num_ranks * parallel.workers_per_rank, config.experts.enable_expert_parallel
+            sizes.check(parallel, config.resolved.spec, config.resolved.device, here, whole_experts=whole_experts)
         old, new = self._identities(config), self._identities(after)
         self._before = config
         self._config = config if num_ranks < before else after

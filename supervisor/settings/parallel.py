@@ -9,11 +9,11 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
 
 
-def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int) -> None:
-    """UsageError names the flag, and what would do. `here`: workers of this node."""
+def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int, *, whole_experts: bool = False) -> None:
+    """UsageError names the flag, and what would do. `here`: workers of this node. whole_experts: none is split over ranks."""
     if device == "fake":
         return  # it has no weights to split
-    _check_tensor(parallel.tensor_parallel_size, spec)
+    _check_tensor(parallel.tensor_parallel_size, spec, spec.wide_sizes(whole_experts=whole_experts))
     stages, layers = parallel.pipeline_parallel_size, spec.num_hidden_layers
     if layers % stages:
         raise UsageError(
@@ -23,9 +23,9 @@ def check(parallel: ParallelConfig, spec: ModelSpec, device: str, here: int) -> 
         _check_gpus(parallel, here, count_gpus(os.environ))
 
 
-def _check_tensor(size: int, spec: ModelSpec) -> None:
+def _check_tensor(size: int, spec: ModelSpec, wide: tuple[int, ...]) -> None:
     flag = f"--tensor-parallel-size {size}"
-    heads, kv_heads, wide = spec.num_attention_heads, spec.num_key_value_heads, spec.wide_sizes()
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
     fit = [
         n
         for n in range(1, heads + 1)

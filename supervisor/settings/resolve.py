@@ -21,7 +21,7 @@ from meshlm.runtime import generation_config, model_files, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import layout, parallel
+from meshlm.supervisor.settings import experts, layout, parallel
 
 Device = Literal["cpu", "cuda", "fake"]
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
@@ -59,6 +59,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     device = _device(config)
+    experts.check(config, files.spec)
     if config.worker.fake_lockstep:
         if device != "fake":
             raise UsageError("--fake-lockstep: it needs --device fake")
@@ -78,7 +79,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
     family = families()[files.spec.architecture]
     if config.worker.compile == "inductor" and not family.compiles:
         raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
-    parallel.check(config.parallel, files.spec, device, len(layout.places(config)[1]))
+    whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
+    parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:

@@ -37,6 +37,7 @@ VALUES = {
         "TRITON_ATTN": ("triton", _KERNELS),
         "TORCH_SDPA": ("torch", ""),
     },
+    "all2all_backend": {"naive": ("allgather_reducescatter", "")},
     "kv_cache_dtype": {"fp8_e4m3": ("fp8", "")},
     "load_format": {"hf": ("auto", ""), "fastsafetensors": ("safetensors", "weights are mapped from disk")},
 }
@@ -80,6 +81,7 @@ NEEDLESS = {
     "--mm-shm-cache-max-object-size-mb": (1, "there are no images"),
     "--mm-tensor-ipc": (1, "there are no images"),
     "--mm-ipc-gpu-memory-gb": (1, "there are no images"),
+    "--enable-ep-weight-filter": (0, "each rank reads the weights of its own experts alone"),
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
 
@@ -92,7 +94,7 @@ _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
 _CAPTURE = "--cudagraph-mode, --cudagraph-capture-sizes and --compile are the settings"
-_EXPERTS = "mixtures of experts are not there yet"
+_BALANCE = "experts stay on the ranks that have them at the start"
 _SPECULATION = "speculative decoding is not there yet"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
@@ -140,15 +142,11 @@ ABSENT = {
     "--kv-offloading-backend": "KV blocks stay on the device",
     "--calculate-kv-scales": "an fp8 KV cache is not calibrated",
     "--kv-sharing-fast-prefill": "no model here shares its KV cache between layers",
-    "--enable-expert-parallel": _EXPERTS,
-    "-ep": _EXPERTS,
     "--data-parallel-multi-port-external-lb": _PER_RANK,
     "-dpm": _PER_RANK,
-    "--enable-eplb": _EXPERTS,
+    "--enable-eplb": _BALANCE,
     "--enable-dbo": _TWO_BATCHES,
-    "--all2all-backend": _EXPERTS,
-    "--eplb-config": _EXPERTS,
-    "--expert-placement-strategy": _EXPERTS,
+    "--eplb-config": _BALANCE,
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
     "--worker-extension-cls": _CLASSES,
@@ -213,9 +211,8 @@ ABSENT = {
     "--enable-cumem-allocator": "end the mesh instead of letting it sleep; its second start takes seconds",
     "--model-weights": "weights lie in the model's folder",
     "--override-attention-dtype": "--dtype is the setting for all layers",
-    "--enable-return-routed-experts": _EXPERTS,
-    "--enable-ep-weight-filter": _EXPERTS,
-    "--enable-elastic-ep": _EXPERTS,
+    "--enable-return-routed-experts": "answers do not tell which experts were chosen",
+    "--enable-elastic-ep": "the number of ranks that share experts is fixed",
     "--mamba-config": _STATES,
     "--mamba-backend": _STATES,
     "--enable-mamba-cache-stochastic-rounding": _STATES,
@@ -266,7 +263,7 @@ ABSENT = {
     "--max-num-scheduled-tokens": "--max-num-batched-tokens is the setting",
     "--ir-op-priority": _CHOSEN,
     "--kernel-config": _CHOSEN,
-    "--enable-bf16x3-router-gemm": _EXPERTS,
+    "--enable-bf16x3-router-gemm": _CHOSEN,
     "-sc": _SPECULATION,
     "--spec-method": _SPECULATION,
     "--spec-model": _SPECULATION,
@@ -321,7 +318,8 @@ ONLY = {
         ("balanced",),
         "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",
     ),
-    "--moe-backend": (("auto",), "mixtures of experts are not there yet"),
+    "--moe-backend": (("auto",), "kernels are chosen by their tables"),
+    "--expert-placement-strategy": (("linear",), "each rank has experts that follow one another"),
     "--linear-backend": (("auto",), "kernels are chosen by their tables"),
     "--disable-access-log-for-endpoints": (
         ("/health", "/ready", "/ping", "/metrics", "/load", "/version", "/v1/models", "/tokenize", "/detokenize"),

@@ -77,7 +77,7 @@ class Shape(Enum):
 
     PLAIN = "one host, one worker for each rank"
     GROUP = "one host, several workers for each rank"
-    LOCKSTEP = "one host, two ranks that step together"
+    LOCKSTEP = "one host, two or four ranks that step together"
     HOSTS = "ranks on the head and on another host"
     FAR_HOSTS = "all ranks on another host"
     SPANNING = "a group of workers that spans two hosts"
@@ -209,6 +209,8 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
         asks=(),
         faults=(),
     )
+    if shape is Shape.LOCKSTEP:
+        plain = replace(plain, num_ranks=random.Random(f"ranks {seed}").choice((2, 4)))
     asks = tuple(_ask(dice, number, plain.num_frontends) for number in range(dice.randint(1, 4)))
     faults = tuple(
         _faults(

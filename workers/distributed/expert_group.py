@@ -10,7 +10,7 @@ on which they have agreed. While it is not connected (dummy steps at the start) 
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import FileStore
 from meshlm.protocol.ids import Epoch
 from meshlm.workers.distributed.lockstep import StepAborted
 
-MEET = timedelta(seconds=60)  # all members have said that they are here before any waits for another
+T = TypeVar("T")
+MEET = timedelta(seconds=20)  # all members have said that they are here before any waits for another
 TIMEOUT = timedelta(minutes=10)  # of one collective; a member that is gone is noticed at once, when its sockets close
 
 
@@ -31,10 +32,12 @@ class ExpertGroup:
         self.num_tokens = 0  # of the step: as many as the member with the most has
         self._name = name
         self._group: Any = None  # torch's
+        self._stream: Any = None  # of its collectives, on a GPU
 
     def connect(self, folder: str, epoch: Epoch) -> None:
         """Meet the other members, who do so at the same time. StepAborted."""
         self.close()
+        self.num_tokens = 0
         if self.size == 1:
             return
         store = FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)
@@ -43,7 +46,8 @@ class ExpertGroup:
 
     def _make(self, store: Any) -> None:
         if self.device.type == "cpu":
-            self._group = torch.distributed.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+            self._group = torch.distributed.ProcessGroupGloo(store, self.rank, self.size, MEET)
+            self._group._set_default_timeout(TIMEOUT)
             return
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
@@ -66,6 +70,31 @@ class ExpertGroup:
             raise StepAborted(
                 f"the ranks that share experts lost one: {next(iter(str(error).splitlines()), '')}"
             ) from None
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin collectives; what is given waits for their result. On a GPU they run in a stream of their own, beside what is
+        launched until then; on a CPU they are done at once."""
+        if self.device.type == "cpu":
+            found = work()
+            return lambda: found
+        return self._start(work)
+
+    def _start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Nothing that `work` makes is used by both streams at once, so memory may be given back without asking them."""
+        make: Any = torch.cuda.Stream  # typed in some versions of torch only
+        self._stream = self._stream or make(priority=-1)
+        compute = torch.cuda.current_stream()
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            found = work()
+            done = self._stream.record_event()
+
+        def received(keep: object = work) -> T:
+            """`work` is kept until here: what it reads is the compute stream's, which could give its memory away."""
+            torch.cuda.current_stream().wait_event(done)
+            return found
+
+        return received
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[m, ...] of each member -> [size m, ...], in the order of ranks."""

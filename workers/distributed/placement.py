@@ -33,7 +33,7 @@ class WorkerPlacement:
     def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "WorkerPlacement":
         """Of worker number `worker` of the mesh."""
         parallel, node = config.parallel, config.node
-        shard = Shard.of(parallel, worker)
+        shard = Shard.of(parallel, worker, expert_parallel=config.experts.enable_expert_parallel)
         number = worker - (node.workers[0] if node else 0)
         rank = worker // parallel.workers_per_rank
         peers, ranks = not parallel.disable_custom_all_reduce, (rank, parallel.data_parallel_size)

@@ -25,11 +25,15 @@ class Shard:
     ep_size: int = 1  # ranks that have some experts whole each; 1: tensor-parallel ranks have a part of each expert
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, worker: int) -> "Shard":
-        """The part of worker number `worker` of the mesh."""
+    def of(cls, parallel: ParallelConfig, worker: int, *, expert_parallel: bool = False) -> "Shard":
+        """The part of worker number `worker` of the mesh. expert_parallel: experts are spread over all ranks of a stage, whole."""
         tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         within = worker % parallel.workers_per_rank
-        return cls(within % tp_size, tp_size, within // tp_size, pp_size)
+        ep_rank, ep_size = 0, 1
+        if expert_parallel:
+            ep_rank = worker // parallel.workers_per_rank * tp_size + within % tp_size
+            ep_size = parallel.data_parallel_size * tp_size
+        return cls(within % tp_size, tp_size, within // tp_size, pp_size, ep_rank, ep_size)
 
     @property
     def rank(self) -> int:

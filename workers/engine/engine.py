@@ -68,6 +68,8 @@ class ModelEngine:
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         self.model.join(self.comm)
         self.together = Together(placement.experts(device)) if config.lockstep else None
+        if self.together is not None:
+            self.model.share_experts(self.together.experts, config.experts.all2all_backend)
         self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
         if not (self.shard.is_first and self.shard.is_last):
             self._stream = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
@@ -184,7 +186,10 @@ class ModelEngine:
         agreed = self.together.agree(step, graph=not why_not)
         if not (agreed.graph and agreed.num_tokens):
             return None
-        return self.graphs.find(agreed.num_tokens, agreed.num_requests, uniform=agreed.uniform)
+        key = self.graphs.find(agreed.num_tokens, agreed.num_requests, uniform=agreed.uniform)
+        if key is not None:
+            self.together.experts.num_tokens = key.tokens
+        return key
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()

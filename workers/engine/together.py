@@ -33,6 +33,12 @@ class Together:
             self._exchange.close()
         self.experts.close()
 
+    def vote(self, yes: bool) -> bool:
+        """Whether all say yes, between two steps."""
+        self._num_steps += 1
+        own = StepAgreement(self._num_steps, 0, yes, False)
+        return (own if self._exchange is None else self._exchange.agree(own)).graph
+
     def agree(self, step: StepColumns, *, graph: bool, micro_batches: bool = False) -> StepAgreement:
         """What all do in the step that begins; waits for their hosts, and no device. StepAborted."""
         self._num_steps += 1

@@ -45,7 +45,8 @@ class TritonKit:
             votes = torch.full((8,), float(worked), dtype=engine.dtype, device=engine.device)
             return int(engine.comm.all_reduce(votes)[0].item()) == size
 
-        graphs = Dispatcher(keys, self._padded, on_all_ranks if size > 1 else None)
+        agree = on_all_ranks if size > 1 else None
+        graphs = Dispatcher(keys, self._padded, agree if engine.together is None else engine.together.vote)
         return graphs, Captures(graphs, self._inputs.clear)
 
     def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:

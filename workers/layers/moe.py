@@ -20,6 +20,8 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, Routing
 from meshlm.workers.moe.registry import ExpertWeights, make_experts
 
+ROUTING = (torch.int32, torch.float32)  # dtypes of experts and weights
+
 
 class Router(nn.Module):
     """Chooses a token's experts."""
@@ -82,7 +84,7 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.moe is not None
-        self.moe, self._act = spec.moe, spec.hidden_act
+        self.moe, self._act, self._hidden = spec.moe, spec.hidden_act, spec.hidden_size
         self.router = Router(spec.hidden_size, spec.moe)
         self.experts = ExpertLinears(spec.hidden_size, spec.moe)
         self.shared = MLP(spec, spec.moe.shared_intermediate_size) if spec.moe.shared_intermediate_size else None
@@ -110,6 +112,12 @@ class MoE(nn.Module):
         y, residual, routing = self.router.after_norm(x, norm, batch.slot_mapping[0], ops)
         found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
+
+    def idle(self) -> None:
+        """A step in which this rank has no tokens, and its experts may have those of others."""
+        x = self.experts.down.weight.new_empty(0, self._hidden)
+        routing = Routing(*(torch.empty(0, self.moe.num_experts_per_tok, dtype=t, device=x.device) for t in ROUTING))
+        self.fused.forward(x, routing)
 
     def of_shared(self, y: Tensor, ops: Ops) -> PartialSum:
         """What the experts give that every token goes to."""

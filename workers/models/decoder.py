@@ -15,6 +15,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.linear import Linear
@@ -24,7 +25,7 @@ from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
-from meshlm.workers.moe.registry import no_dispatch
+from meshlm.workers.moe.registry import group_dispatch, no_dispatch
 
 
 class Embedding(nn.Module):
@@ -208,9 +209,16 @@ class Decoder(nn.Module):
 
     def _use_dispatcher(self) -> None:
         """Let experts have their tokens."""
-        for module in self.modules():
-            if isinstance(module, MoE):
-                module.use(no_dispatch(module.moe, self.shard.tp_size))
+        for module in self._mixtures():
+            module.use(no_dispatch(module.moe, self.shard.tp_size))
+
+    def share_experts(self, group: ExpertGroup, backend: str) -> None:
+        """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend."""
+        for module in self._mixtures():
+            module.use(group_dispatch(module.moe, self.shard, group, backend))
+
+    def _mixtures(self) -> list[MoE]:
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
@@ -238,7 +246,9 @@ class Decoder(nn.Module):
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
 
     def idle(self) -> None:
-        """Compute a step without tokens: nothing, but for experts that compute what other ranks send them."""
+        """Compute a step without tokens: what other ranks send to the experts here."""
+        for module in self._mixtures():
+            module.idle()
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """What the first layer gets; see `Embedding.forward`."""

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from meshlm.protocol.model import MoESpec
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.distributed.expert_group import ExpertGroup
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.partial_sum import Kind
+from meshlm.workers.moe.dispatch.all_gather import AllGather
+from meshlm.workers.moe.dispatch.all_to_all import AllToAll
+from meshlm.workers.moe.dispatch.batches import InBatches
+from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts, WeightAndReduce
@@ -70,6 +76,15 @@ EXPERTS: dict[str, ExpertsKind] = {
 """By name, the fastest first."""
 
 
+GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
+    "allgather_reducescatter": AllGather,
+    "all_to_all": AllToAll,
+    "allgather_reducescatter, batched": lambda members: InBatches(AllGather(members), members.num_experts),
+    "all_to_all, batched": lambda members: InBatches(AllToAll(members), members.num_experts),
+}
+"""Between data-parallel ranks, by the name of their --all2all-backend."""
+
+
 def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
     """The fastest for activations of this format. ProcessFatal says why there are none."""
     reasons = []
@@ -80,6 +95,15 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
                 return kind.make(weights)
             reasons.append(f"{name}: {why}")
     raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")
+
+
+def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str) -> Dispatcher:
+    """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend."""
+    begin, end = shard.experts(moe.num_experts)
+    count = end - begin
+    firsts = tuple((member * shard.tp_size + shard.tp_rank) * count for member in range(group.size))
+    kind = Kind.RANK if shard.tp_size > 1 else Kind.WHOLE
+    return GROUP_DISPATCHERS[backend](Members(group, firsts, count, kind))
 
 
 def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:

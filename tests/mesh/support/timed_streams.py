@@ -10,9 +10,10 @@ NUM_TOKENS = 300
 
 
 class Stream:
-    """A streamed completion: its tokens, and when each event came."""
+    """A streamed completion: its tokens, and when each event came. more: fields of its request."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, **more: object) -> None:
+        self._more = more
         self.prompt = [800 + number] * (30 + number)
         self.ids: list[int] = []
         self.at: list[float] = []
@@ -20,7 +21,9 @@ class Stream:
 
     def read(self, url: str) -> None:
         body = {"prompt": self.prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={**body, "stream": True, **self._more}, timeout=60
+        ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     self.ids += json.loads(line[6:])["choices"][0]["token_ids"]

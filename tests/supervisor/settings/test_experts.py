@@ -1,0 +1,60 @@
+"""Experts that cannot be spread as the flags say are refused by the flag's name, with what would do."""
+
+import msgspec
+import pytest
+from tiny_models import spec_of
+
+from meshlm.protocol.config import ExpertConfig, MeshConfig, Node, ParallelConfig
+from meshlm.protocol.model import MoESpec
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import experts
+
+DENSE = spec_of()
+MIXED = spec_of(moe=MoESpec(num_experts=12, num_experts_per_tok=2, moe_intermediate_size=8))
+EP = ExpertConfig(enable_expert_parallel=True)
+NODE = Node(index=0, id="a", address="10.0.0.1")
+
+
+def config(expert_settings: ExpertConfig = EP, node: Node | None = None, **parallel: object) -> MeshConfig:
+    return MeshConfig(experts=expert_settings, parallel=msgspec.convert(parallel, ParallelConfig), node=node)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            config(data_parallel_size=5),
+            r"5 ranks \(--data-parallel-size 5 x --tensor-parallel-size 1\) do not divide .* 12 e",
+        ),
+        (config(data_parallel_size=2, tensor_parallel_size=4), "8 ranks .* 12 experts; 1, 2, 3, 4, 6, 12 do$"),
+        (config(data_parallel_size=2, pipeline_parallel_size=2), "leave out -pp"),
+        (config(data_parallel_size=2, node=NODE), "one node"),
+        (config(data_parallel_size=2, data_parallel_hybrid_lb=True), "outer balancer"),
+        (config(data_parallel_size=2, data_parallel_external_lb=True, data_parallel_rank=1), "outer balancer"),
+    ],
+)
+def test_refused(given: MeshConfig, text: str) -> None:
+    with pytest.raises(UsageError, match=f"^--enable-expert-parallel: .*{text}"):
+        experts.check(given, MIXED)
+
+
+def test_a_model_without_experts() -> None:
+    with pytest.raises(UsageError, match=r"^--enable-expert-parallel: LlamaForCausalLM has no experts; leave it out$"):
+        experts.check(config(), DENSE)
+    experts.check(config(ExpertConfig()), DENSE)
+
+
+@pytest.mark.parametrize(
+    ("given", "together"),
+    [
+        (config(data_parallel_size=4), True),
+        (config(data_parallel_size=2, tensor_parallel_size=2), True),
+        (config(tensor_parallel_size=4, pipeline_parallel_size=2), False),
+        (config(tensor_parallel_size=4, node=NODE), False),
+        (config(ExpertConfig(), data_parallel_size=5), False),
+    ],
+)
+def test_what_can_be(given: MeshConfig, together: bool) -> None:
+    """Data-parallel ranks that share experts step together; tensor-parallel ones do so anyway."""
+    experts.check(given, MIXED)
+    assert given.lockstep is together

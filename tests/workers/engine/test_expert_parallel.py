@@ -1,0 +1,130 @@
+"""Engines that share experts give the tokens of one that has all of them: each its own requests, some idle, in prompts and decodes."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from cpu_steps import LENGTH, OUTPUT, alone, new, step, tokens_of
+from small_models import EXPERTS, SMALL
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Epoch, StepId
+from meshlm.protocol.lockstep import StepGroup
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import StepPlan
+from meshlm.supervisor.settings import flags, resolve
+from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted
+from meshlm.workers.distributed.membership import Membership
+from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.make import make_engine
+
+LIMIT_S = 60
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+PROMPTS = [[3 + (31 * n + 7 * i) % 200 for i in range(5 + 9 * n)] for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3-MoE with random weights."""
+    import transformers
+
+    path: Path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    extra = EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "num_experts": 8}
+    config = transformers.Qwen3MoeConfig(**SMALL, **extra)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path / "tokenizer.json"))
+    return path
+
+
+def config_of(folder: Path, **settings: object) -> MeshConfig:
+    values: dict[str, object] = {"model": str(folder), "device": "cpu", "dtype": "float32", "cpu_threads": 1}
+    values |= {"max_model_len": LENGTH, "max_num_seqs": 4, "kv_cache_memory": 1 << 24, **settings}
+    return resolve.resolve(flags.build(values, None))
+
+
+def engine_of(config: MeshConfig, worker: int = 0) -> ModelEngine:
+    return make_engine(config, lambda *progress: None, WorkerPlacement.of(config, worker, Membership()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    yield
+    torch.set_grad_enabled(grad)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """Of one rank with all experts, each token from a prompt that is computed anew."""
+    engine = engine_of(config_of(folder))
+    return [alone(engine, prompt, GREEDY) for prompt in PROMPTS]
+
+
+def empty(engine: ModelEngine) -> list[int]:
+    return tokens_of(engine.step(StepPlan(1, StepId(1), b"", b"", b"", b"", 0), 0).wait())
+
+
+def serve(engine: ModelEngine, prompt: list[int] | None, pause: int) -> list[int]:
+    """`pause` idle steps, the prompt in two chunks, then decodes and idle steps; all ranks take as many steps."""
+    found: list[int] = []
+    for nth in range(OUTPUT + 1 + 3):
+        at = nth - pause
+        if prompt is None or not 0 <= at <= OUTPUT:
+            assert empty(engine) == []
+        elif at == 0:
+            step(engine, [(0, 0, 3, False)], [new(0, prompt, GREEDY)])
+        elif at == 1:
+            found += tokens_of(step(engine, [(0, 3, len(prompt) - 3, True)], []))
+        else:
+            found += tokens_of(step(engine, [(0, len(prompt) + len(found) - 1, 1, True)], []))
+    return found
+
+
+def all_at_once(works: list[Callable[[], object]]) -> list[object]:
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+        return [future.result(LIMIT_S) for future in futures]
+
+
+def join(engines: list[ModelEngine], folder: Path, epoch: int) -> None:
+    group = StepGroup(Epoch(epoch), len(engines))
+    for engine in engines:
+        engine.reset()
+    exchanges = [SocketExchange(str(folder), group, member) for member in range(len(engines))]
+    all_at_once([lambda e=e, x=x: e.join(x) for e, x in zip(engines, exchanges, strict=True)])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "all_to_all"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_experts_give_the_tokens_of_one(
+    size: int, backend: str, folder: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    settings = {"data_parallel_size": size, "enable_expert_parallel": True, "all2all_backend": backend}
+    config = config_of(folder, **settings)
+    engines = [engine_of(config, rank) for rank in range(size)]
+    weights = [engine.model.layers[0].mlp.experts.down.weight for engine in engines]  # type: ignore[union-attr]
+    assert {len(weight) for weight in weights} == {8 // size}, "each rank has a part of the experts"  # type: ignore[arg-type]
+    try:
+        join(engines, tmp_path, 1)
+        given = [PROMPTS[rank] if rank != 1 else None for rank in range(size)]  # one has nothing to do all the time
+        works = [
+            lambda e=engine, p=prompt, n=rank % 3: serve(e, p, n)  # type: ignore[misc]
+            for rank, (engine, prompt) in enumerate(zip(engines, given, strict=True))
+        ]
+        wanted = [[] if prompt is None else expected[rank] for rank, prompt in enumerate(given)]
+        assert all_at_once(works) == wanted
+        engines[0].join(None)  # it is gone: none of the others waits for it
+        for engine in engines[1:]:
+            with pytest.raises(StepAborted):
+                step(engine, [(0, 0, 4, False)], [new(0, PROMPTS[0], GREEDY)])
+        join(engines, tmp_path, 2)
+        assert all_at_once(works) == wanted
+    finally:
+        for engine in engines:
+            engine.join(None)
