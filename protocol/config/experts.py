@@ -19,3 +19,13 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
         Literal["allgather_reducescatter", "all_to_all"],
         Meta(description="how tokens come to the experts of other data-parallel ranks, and results back"),
     ] = "allgather_reducescatter"
+    enable_dbo: Annotated[
+        bool,
+        Meta(description="a step is computed as two halves: one's tokens travel to experts while the other computes"),
+    ] = False
+    dbo_decode_token_threshold: Annotated[
+        int, Meta(ge=0, description="tokens of each rank from which on a step of decodes is halved")
+    ] = 32
+    dbo_prefill_token_threshold: Annotated[
+        int, Meta(ge=0, description="tokens of each rank from which on a step with prompts is halved")
+    ] = 512

@@ -11,6 +11,8 @@ def check(config: MeshConfig, spec: ModelSpec) -> None:
     """UsageError names the flag, and what would do."""
     experts, parallel = config.experts, config.parallel
     if not experts.enable_expert_parallel:
+        if experts.enable_dbo:
+            raise UsageError(f"--enable-dbo: it needs {PARALLEL}")
         return
     if spec.moe is None:
         raise UsageError(f"{PARALLEL}: {spec.architecture} has no experts; leave it out")
@@ -19,6 +21,8 @@ def check(config: MeshConfig, spec: ModelSpec) -> None:
         fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         sizes = f"--data-parallel-size {parallel.data_parallel_size} x --tensor-parallel-size {parallel.tensor_parallel_size}"
         raise UsageError(f"{PARALLEL}: {num_ranks} ranks ({sizes}) do not divide the model's {count} experts; {fit} do")
+    if experts.enable_dbo and parallel.data_parallel_size == 1:
+        raise UsageError("--enable-dbo: it needs --data-parallel-size 2 or more; without, no tokens travel")
     if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
         raise UsageError(f"{PARALLEL}: the ranks of several meshes behind an outer balancer cannot share experts")
     if not config.lockstep:

@@ -98,7 +98,6 @@ _BALANCE = "experts stay on the ranks that have them at the start"
 _SPECULATION = "speculative decoding is not there yet"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
-_TWO_BATCHES = "dual batch overlap is not there yet"
 _OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
 _STATES = "models with state-space layers are not there yet"
 _NUMA = "start it under numactl --cpunodebind --membind"
@@ -145,7 +144,6 @@ ABSENT = {
     "--data-parallel-multi-port-external-lb": _PER_RANK,
     "-dpm": _PER_RANK,
     "--enable-eplb": _BALANCE,
-    "--enable-dbo": _TWO_BATCHES,
     "--eplb-config": _BALANCE,
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
@@ -231,9 +229,6 @@ ABSENT = {
     "--dcp-comm-backend": _CONTEXT_PARALLEL,
     "--dcp-kv-cache-interleave-size": _CONTEXT_PARALLEL,
     "--cp-kv-cache-interleave-size": _CONTEXT_PARALLEL,
-    "--ubatch-size": _TWO_BATCHES,
-    "--dbo-decode-token-threshold": _TWO_BATCHES,
-    "--dbo-prefill-token-threshold": _TWO_BATCHES,
     "--kv-cache-dtype-skip-layers": "--kv-cache-dtype is for all layers",
     "--prefix-match-unit": "prefixes are matched in whole KV blocks (--block-size)",
     "--kv-cache-metrics": _BLOCKS,
@@ -319,6 +314,7 @@ ONLY = {
         "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",
     ),
     "--moe-backend": (("auto",), "kernels are chosen by their tables"),
+    "--ubatch-size": (("0", "2"), "--enable-dbo halves steps"),
     "--expert-placement-strategy": (("linear",), "each rank has experts that follow one another"),
     "--linear-backend": (("auto",), "kernels are chosen by their tables"),
     "--disable-access-log-for-endpoints": (

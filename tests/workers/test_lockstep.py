@@ -22,7 +22,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def proposal(step: int, num_tokens: int = 1, graph: bool = True, uniform: bool = True, n: int = 1) -> StepAgreement:
-    return StepAgreement(step, num_tokens, graph, True, uniform, n)
+    return StepAgreement(step, num_tokens, graph, True, uniform, n, 2)
 
 
 def test_what_is_agreed() -> None:

@@ -32,6 +32,7 @@ class ExpertGroup:
         self.num_tokens = 0  # of the step: as many as the member with the most has
         self._name = name
         self._group: Any = None  # torch's
+        self.pause: Callable[[], None] | None = None  # while what is sent travels; None: nobody else computes meanwhile
         self._stream: Any = None  # of its collectives, on a GPU
 
     def connect(self, folder: str, epoch: Epoch) -> None:
@@ -72,15 +73,22 @@ class ExpertGroup:
             ) from None
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin collectives; what is given waits for their result. On a GPU they run in a stream of their own, beside what is
-        launched until then; on a CPU they are done at once."""
-        if self.device.type == "cpu":
-            found = work()
-            return lambda: found
-        return self._start(work)
+        """Begin collectives; what is given waits for their result, after it has paused. On a GPU they run in a stream of their own,
+        beside what is launched until then; on a CPU they are done at once."""
+        found = self._begin(work)
 
-    def _start(self, work: Callable[[], T]) -> Callable[[], T]:
+        def received() -> T:
+            if self.pause is not None:
+                self.pause()
+            return found()
+
+        return received
+
+    def _begin(self, work: Callable[[], T]) -> Callable[[], T]:
         """Nothing that `work` makes is used by both streams at once, so memory may be given back without asking them."""
+        if self.device.type == "cpu":
+            result = work()
+            return lambda: result
         make: Any = torch.cuda.Stream  # typed in some versions of torch only
         self._stream = self._stream or make(priority=-1)
         compute = torch.cuda.current_stream()

@@ -18,6 +18,12 @@ class StepColumns:
         self.counts = np.frombuffer(plan.counts, np.int32) if plan.counts else np.ones(self.n, np.int32)
         self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
 
+    def halves(self, cut: int) -> "tuple[StepColumns, StepColumns]":
+        """The first `cut` tokens and the rest, without samples. A request may be in both."""
+        ends = np.cumsum(self.counts)
+        first = np.minimum(self.counts, np.maximum(cut - (ends - self.counts), 0))
+        return _some(self, first, self.starts), _some(self, self.counts - first, self.starts + first)
+
     @property
     def uniform(self) -> bool:
         """One token each, and each samples."""
@@ -36,6 +42,12 @@ class StepColumns:
     def places(self) -> NDArray[np.int64]:
         """Of the requests that sample."""
         return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)
+
+
+def _some(step: StepColumns, counts: I32, starts: I32) -> StepColumns:
+    """The requests that have any of these tokens."""
+    here = counts > 0
+    return columns_of(step.rows[here], starts[here].astype(np.int32), counts[here].astype(np.int32))
 
 
 def columns_of(rows: I32, starts: I32, counts: I32) -> StepColumns:

@@ -4,6 +4,9 @@ Owned by the engine, which sends the columns first (inputs.py) and fetches the t
 another shape (graphs/padded.py).
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from meshlm.workers.attention.backend import Backend
@@ -11,6 +14,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs
+from meshlm.workers.engine.micro_batches import Turns
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.head import Head
 
@@ -32,14 +36,29 @@ class Compute:
         self._model, self._attention, self._block_size, self._shard = model, attention, block_size, shard
         self._inputs, self._head, self._stream = inputs, head, stream
         self.caches: list[LayerCache] = []
+        self.turns: Turns | None = None  # of halves of steps, where tokens travel
 
-    def eager(self, step: StepColumns) -> Tensor:
-        """A step as it is; hidden states of all its tokens."""
+    def eager(self, step: StepColumns, cut: int = 0) -> Tensor:
+        """A step as it is; hidden states of all its tokens. cut: tokens of its first half, if halves take turns."""
         batch = self._inputs.of_step(step)
-        hidden = self.forward(batch)
+        hidden = self.by_turns(self._inputs.halves(step, batch, cut)) if cut else self.forward(batch)
         if self._shard.is_last and step.num_samples:
             self._head.sample(hidden[batch.logits_indices], batch, step)
         return hidden
+
+    def padded(self, batch: StepInputs, halves: tuple[StepInputs, StepInputs] | None) -> Tensor:
+        """A step of a CUDA graph, whose shape is that of all ranks that step together."""
+        if halves is not None:
+            return self.by_turns(halves)
+        if self.turns is not None:
+            self.turns.experts.num_tokens = len(batch.input_ids)
+        return self.forward(batch)
+
+    def by_turns(self, halves: tuple[StepInputs, StepInputs]) -> Tensor:
+        """Both halves of a step, one computing while the other's tokens travel; hidden states of all tokens."""
+        assert self.turns is not None
+        self.turns.experts.num_tokens = len(halves[0].input_ids)
+        return torch.cat(self.turns.run([partial(self.forward, half) for half in halves]))
 
     def idle(self) -> None:
         """A step without tokens, of a rank that steps together with others: its experts compute what the others send."""

@@ -28,10 +28,11 @@ from meshlm.workers.engine import EngineFacts, ProgressReport
 from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
+from meshlm.workers.engine.micro_batches import reads_across
 from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
-from meshlm.workers.engine.together import Together
-from meshlm.workers.graphs.dispatcher import MIXED_TOKENS, Key
+from meshlm.workers.engine.together import Course, Together
+from meshlm.workers.graphs.dispatcher import MIXED_TOKENS
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.output.details import Details, prompt_logprobs
@@ -67,7 +68,7 @@ class ModelEngine:
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         self.model.join(self.comm)
-        self.together = Together(placement.experts(device)) if config.lockstep else None
+        self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
         if self.together is not None:
             self.model.share_experts(self.together.experts, config.experts.all2all_backend)
         self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
@@ -85,6 +86,7 @@ class ModelEngine:
         self.compute = Compute(
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._stream
         )  # fmt: skip
+        self.compute.turns = None if self.together is None else self.together.turns
         self.graphs, self.captures = kit.graphs(self)
         self._timeline = timeline_of(device, rows)
         kit.compile_ahead(self, report)
@@ -177,19 +179,13 @@ class ModelEngine:
             unless_done.pop_all()
             return pending
 
-    def _find_graph(self, step: StepColumns, why_not: str) -> Key | None:
-        """The one that the step is replayed with, if any; of ranks that step together the one that all replay."""
-        if why_not:
-            self.graphs.miss(why_not)
-        if self.together is None:
-            return None if why_not else self.graphs.find(step.t, step.n, uniform=step.uniform)
-        agreed = self.together.agree(step, graph=not why_not)
-        if not (agreed.graph and agreed.num_tokens):
-            return None
-        key = self.graphs.find(agreed.num_tokens, agreed.num_requests, uniform=agreed.uniform)
-        if key is not None:
-            self.together.experts.num_tokens = key.tokens
-        return key
+    def _course(self, step: StepColumns, plan: StepPlan, why_no_graph: str) -> Course:
+        """How the step is taken; of ranks that step together all take it the same way."""
+        if why_no_graph:
+            self.graphs.miss(why_no_graph)
+        if self.together is not None:
+            return self.together.course(step, self.graphs, graph=not why_no_graph, across=reads_across(plan))
+        return Course(None if why_no_graph else self.graphs.find(step.t, step.n, uniform=step.uniform))
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         begun_ns = time.monotonic_ns()
@@ -198,7 +194,7 @@ class ModelEngine:
         places = step.places()
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
-        key = self._find_graph(step, "prompt_logprobs" if len(wanted) else "pooling" if pooling else "")
+        key, cut = self._course(step, plan, "prompt_logprobs" if len(wanted) else "pooling" if pooling else "")
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self._stream[: step.t])
@@ -212,7 +208,7 @@ class ModelEngine:
         elif not step.n:
             self.compute.idle()
         else:
-            hidden = self.compute.eager(step)
+            hidden = self.compute.eager(step, cut)
             if self.shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
                 pooled = self.pooler.pool(hidden, pooling)

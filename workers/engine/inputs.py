@@ -27,6 +27,10 @@ class Inputs(Protocol):
         """The tensors of the step that was sent last."""
         ...
 
+    def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+        """What `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
+        ...
+
 
 class TorchInputs:
     """See `Inputs`. Positions are counted on the host, tokens and slots are looked up on the device."""
@@ -72,3 +76,7 @@ class TorchInputs:
                 max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
             ),
         )
+
+    def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+        first, second = step.halves(cut)
+        return self.of_step(first), self.of_step(second)

@@ -3,17 +3,30 @@
 Owned by the engine; used by the stepper thread.
 """
 
+from typing import NamedTuple
+
+from meshlm.protocol.config import ExpertConfig
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.micro_batches import Turns, cut_of
+from meshlm.workers.graphs.dispatcher import Dispatcher, Key
+
+
+class Course(NamedTuple):
+    """How a step is taken."""
+
+    key: Key | None  # of the CUDA graph that is replayed
+    cut: int = 0  # tokens of the first half, if two halves take turns
 
 
 class Together:
     """Steps are counted from 1 in each group, as all its members count."""
 
-    def __init__(self, experts: ExpertGroup) -> None:
-        self.experts = experts
+    def __init__(self, experts: ExpertGroup, config: ExpertConfig) -> None:
+        self.experts, self._config = experts, config
+        self.turns = Turns(experts)
         self._exchange: StepExchange | None = None
         self._num_steps = 0
 
@@ -39,10 +52,37 @@ class Together:
         own = StepAgreement(self._num_steps, 0, yes, False)
         return (own if self._exchange is None else self._exchange.agree(own)).graph
 
-    def agree(self, step: StepColumns, *, graph: bool, micro_batches: bool = False) -> StepAgreement:
-        """What all do in the step that begins; waits for their hosts, and no device. StepAborted."""
+    def course(self, step: StepColumns, graphs: Dispatcher, *, graph: bool, across: bool) -> Course:
+        """How all take the step that begins; waits for their hosts, and no device. StepAborted.
+
+        graph: it may be a CUDA graph here. across: its requests read what others of the step write, so it may not be halved.
+        """
+        agreed = self._agree(
+            step, graph=graph, micro_batches=self.may_halve(step.t, uniform=step.uniform) and not across
+        )
+        num_tokens, key = agreed.num_tokens, None
+        if agreed.graph and num_tokens:
+            key = self._graph(agreed, graphs)
+            num_tokens = num_tokens if key is None else key.tokens
+        self.experts.num_tokens = num_tokens
+        halves = key.halves if key is not None else agreed.micro_batches and agreed.fewest_tokens > cut_of(num_tokens)
+        return Course(key, cut_of(num_tokens) if halves else 0)
+
+    def _agree(self, step: StepColumns, *, graph: bool, micro_batches: bool) -> StepAgreement:
         self._num_steps += 1
-        own = StepAgreement(self._num_steps, step.t, graph, micro_batches, step.uniform, step.n)
-        agreed = own if self._exchange is None else self._exchange.agree(own)
-        self.experts.num_tokens = agreed.num_tokens
-        return agreed
+        own = StepAgreement(self._num_steps, step.t, graph, micro_batches, step.uniform, step.n, step.t)
+        return own if self._exchange is None else self._exchange.agree(own)
+
+    def may_halve(self, num_tokens: int, *, uniform: bool) -> bool:
+        """--dbo-decode-token-threshold and --dbo-prefill-token-threshold; a half has a token at least."""
+        decode, prefill = self._config.dbo_decode_token_threshold, self._config.dbo_prefill_token_threshold
+        return self._config.enable_dbo and num_tokens >= max(2, decode if uniform else prefill)
+
+    def _graph(self, agreed: StepAgreement, graphs: Dispatcher) -> Key | None:
+        """The same on all ranks, which have the same graphs."""
+        size, uniform = (agreed.num_tokens, agreed.num_requests), agreed.uniform
+        if agreed.micro_batches:
+            key = graphs.find(*size, uniform=uniform, halves=True)
+            if key is not None and agreed.fewest_tokens > cut_of(key.tokens):
+                return key
+        return graphs.find(*size, uniform=uniform)

@@ -124,6 +124,9 @@ class TritonInputs:
         count = min(requests, self._rows.max_rows) if self._samples else 0  # one request may be more, which is padding
         return self._batch((requests, tokens), UNKNOWN, count, padded=True)
 
+    def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+        return halves_of(batch, cut)
+
     def _batch(self, sizes: tuple[int, int], num_decodes: int, count: int, *, padded: bool) -> StepInputs:
         """Of so many requests with so many tokens, of which `count` sample that are named in `places`."""
         size, tokens = sizes
@@ -149,3 +152,39 @@ class TritonInputs:
             columns=Columns(rows, starts, ends, size, self._tables[0]),
             places=places if count else None,
         )
+
+
+def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+    """The first `cut` tokens of a step and the rest, whatever its requests are; the host need not know. Nobody samples."""
+    assert batch.columns is not None
+    of, tokens = batch.columns, len(batch.input_ids)
+    rows, starts, ends, size, tables = of.rows, of.starts, of.ends, of.n, of.blocks
+    if batch.num_decodes == size == tokens:
+        columns = [
+            Columns(rows[:cut].clone(), starts[:cut].clone(), ends[:cut].clone(), cut, tables),
+            Columns(rows[cut:].clone(), starts[cut:].clone(), ends[cut:] - cut, size - cut, tables),
+        ]
+        decodes = (cut, size - cut)
+    else:
+        before = torch.cat((ends.new_zeros(1), ends[:-1]))
+        later = starts + (cut - before).clamp(min=0).minimum(ends - before)
+        columns = [
+            Columns(rows, starts, ends.clamp(max=cut), size, tables),
+            Columns(rows, later, (ends - cut).clamp(min=0), size, tables),
+        ]
+        decodes = (UNKNOWN, UNKNOWN)
+    parts = (slice(0, cut), slice(cut, tokens))
+    first, second = (
+        replace(
+            batch,
+            input_ids=batch.input_ids[part],
+            positions=batch.positions[part],
+            slot_mapping=tuple(slots[part] for slots in batch.slot_mapping),
+            logits_indices=None,
+            num_decodes=num_decodes,
+            columns=mine,
+            places=None,
+        )
+        for part, num_decodes, mine in zip(parts, decodes, columns, strict=True)
+    )
+    return first, second

@@ -38,6 +38,10 @@ class TritonKit:
         parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters)
+        if engine.together is not None:
+            keys += [
+                key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)
+            ]
         self._padded = PaddedStep(engine.compute, engine.shard, self._inputs, self._head)
         size = engine.shard.tp_size
 

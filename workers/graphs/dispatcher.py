@@ -36,6 +36,7 @@ class Key(NamedTuple):
 
     tokens: int
     requests: int
+    halves: bool = False  # of the step take turns (engine/micro_batches.py)
 
     @property
     def uniform(self) -> bool:
@@ -92,16 +93,17 @@ class Dispatcher:
         self._recorder = Recorder()
         self._reason = ""  # of the last capture that failed
 
-    def find(self, num_tokens: int, num_requests: int, *, uniform: bool) -> Key | None:
-        """The smallest graph that holds the step; None (and a counted miss) when there is none.
+    def find(self, num_tokens: int, num_requests: int, *, uniform: bool, halves: bool = False) -> Key | None:
+        """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
         A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it.
         """
+        decodes, mixed = self._halved if halves else (self._decodes, self._mixed)
         if uniform:
-            fitting = [key for key in self._decodes if key.requests >= num_requests]
+            fitting = [key for key in decodes if key.requests >= num_requests]
             if fitting:
                 return self._there(fitting, PATIENCE_DECODES) or fitting[0]
-        fitting = [key for key in self._mixed if key.tokens >= num_tokens and key.requests > num_requests]
+        fitting = [key for key in mixed if key.tokens >= num_tokens and key.requests > num_requests]
         if fitting:
             key = self._there(fitting, PATIENCE_MIXED)
             if key is None and self._missed[fitting[0]] > PATIENCE:
@@ -109,6 +111,8 @@ class Dispatcher:
             if key is None:  # it can as well be launched by hand
                 self.miss("not_captured")
             return key
+        if halves:
+            return None
         if not self.keys:
             self.miss("off")
         else:
@@ -179,7 +183,7 @@ class Dispatcher:
 
     def background(self) -> None:
         """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
-        for keys in (self._decodes, self._mixed):
+        for keys in (self._decodes, self._mixed, *self._halved):
             for key in reversed(keys):
                 if key not in self._graphs:
                     self.make(key)
@@ -197,8 +201,10 @@ class Dispatcher:
 
     def _keep(self, keys: list[Key]) -> None:
         self.keys = keys
-        self._decodes = [key for key in keys if key.uniform]
-        self._mixed = [key for key in keys if not key.uniform]
+        whole, halved = [key for key in keys if not key.halves], [key for key in keys if key.halves]
+        self._decodes = [key for key in whole if key.uniform]
+        self._mixed = [key for key in whole if not key.uniform]
+        self._halved = ([key for key in halved if key.uniform], [key for key in halved if not key.uniform])
 
     @property
     def complete(self) -> bool:

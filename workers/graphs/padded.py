@@ -5,7 +5,8 @@ The same launches for each step that fits, whatever its requests. Used by the di
 
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.compute import Compute
-from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.engine.micro_batches import cut_of
+from meshlm.workers.engine.triton_inputs import TritonInputs, halves_of
 from meshlm.workers.graphs.dispatcher import Key
 from meshlm.workers.output.logits_sampler import LogitsSampler
 
@@ -18,6 +19,6 @@ class PaddedStep:
 
     def __call__(self, key: Key) -> None:
         batch = self._inputs.padded(key.requests, key.tokens)
-        hidden = self._compute.forward(batch)
+        hidden = self._compute.padded(batch, halves_of(batch, cut_of(key.tokens)) if key.halves else None)
         if self._shard.is_last:
             self._head.choose(hidden if batch.logits_indices is None else hidden[batch.logits_indices], batch)

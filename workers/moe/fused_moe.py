@@ -63,10 +63,14 @@ class FusedMoE:
         self, x: Tensor, routing: Routing, meanwhile: Callable[[], PartialSum] | None = None
     ) -> tuple[PartialSum, PartialSum | None]:
         """The sum over each token's experts [m, hidden], without a residual; and what `meanwhile` gave while tokens travelled."""
+        late = self.dispatcher.overlapped
         receive = self.dispatch(x, routing)
-        beside = None if meanwhile is None else meanwhile()
+        beside = None if meanwhile is None or late else meanwhile()
         given = receive()
-        return self.combine(self.compute(given), given, routing)(), beside
+        combined = self.combine(self.compute(given), given, routing)
+        if meanwhile is not None and late:
+            beside = meanwhile()
+        return combined(), beside
 
     def dispatch(self, x: Tensor, routing: Routing) -> Receiver:
         """See `Dispatcher.prepare_async`."""

@@ -101,6 +101,11 @@ class Dispatcher(Protocol):
     quantisations: frozenset[Quantisation]
     """What it can send."""
 
+    @property
+    def overlapped(self) -> bool:
+        """Whether another micro-batch computes while this one's rows travel: then what runs beside does so on their way back."""
+        ...
+
     def most_tokens(self, tokens: int) -> int:
         """Batched: the rows that an expert may get of steps with so many tokens a rank; contiguous: the rows in all."""
         ...

@@ -58,3 +58,18 @@ def test_what_can_be(given: MeshConfig, together: bool) -> None:
     """Data-parallel ranks that share experts step together; tensor-parallel ones do so anyway."""
     experts.check(given, MIXED)
     assert given.lockstep is together
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (config(ExpertConfig(enable_dbo=True), data_parallel_size=2), "it needs --enable-expert-parallel$"),
+        (
+            config(ExpertConfig(enable_dbo=True, enable_expert_parallel=True), tensor_parallel_size=2),
+            "it needs --data-parallel-size 2 or more; without, no tokens travel$",
+        ),
+    ],
+)
+def test_dual_batch_overlap_needs_tokens_that_travel(given: MeshConfig, text: str) -> None:
+    with pytest.raises(UsageError, match=f"^--enable-dbo: {text}"):
+        experts.check(given, MIXED)

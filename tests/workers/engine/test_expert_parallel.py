@@ -16,6 +16,7 @@ from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.supervisor.settings import flags, resolve
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.placement import WorkerPlacement
@@ -128,3 +129,81 @@ def test_ranks_that_share_experts_give_the_tokens_of_one(
     finally:
         for engine in engines:
             engine.join(None)
+
+
+def decodes(engine: ModelEngine, prompts: list[list[int]], num_together: int) -> list[list[int]]:
+    """Prompts of several requests in steps that hold them all, in chunks that steps cut anywhere; then decodes."""
+    computed, found = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
+    fresh = [new(row, prompt, GREEDY) for row, prompt in enumerate(prompts)]
+    for _ in range(num_together):
+        lens = [len(prompt) + len(tokens) for prompt, tokens in zip(prompts, found, strict=True)]
+        counts = [min(7 + row, length - done) for row, (length, done) in enumerate(zip(lens, computed, strict=True))]
+        order = sorted(range(len(prompts)), key=lambda row, counts=counts: counts[row] != 1)  # type: ignore[misc]
+        parts = [(row, computed[row], counts[row], computed[row] + counts[row] == lens[row]) for row in order]
+        tokens = tokens_of(step(engine, parts, fresh))
+        fresh = []
+        for row, start, count, samples in parts:
+            computed[row] = start + count
+            if samples:
+                found[row].append(tokens.pop(0))
+    return found
+
+
+class Counting:
+    """Keeps the size of each step's first half."""
+
+    def __init__(self, of: Callable[[tuple[StepInputs, StepInputs]], torch.Tensor], cuts: list[int]) -> None:
+        self._of, self._cuts = of, cuts
+
+    def __call__(self, halves: tuple[StepInputs, StepInputs]) -> torch.Tensor:
+        self._cuts.append(len(halves[0].input_ids))
+        return self._of(halves)
+
+
+def test_halves_of_steps_that_take_turns_give_the_same_tokens(folder: Path, tmp_path: Path) -> None:
+    """Prompts that the cut divides, decodes, and ranks with different numbers of tokens; off, where one has too few."""
+    of_rank = [PROMPTS, [PROMPTS[2], PROMPTS[0], PROMPTS[1][:9], PROMPTS[3]]]
+    found = []
+    halved: list[list[int]] = []
+    for dbo in (False, True):
+        settings = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_dbo": dbo}
+        config = config_of(folder, dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, **settings)
+        engines = [engine_of(config, rank) for rank in range(2)]
+        cuts: list[int] = []
+        for engine in engines:
+            engine.compute.by_turns = Counting(engine.compute.by_turns, cuts)  # type: ignore[method-assign]
+        join(engines, tmp_path, 1 + dbo)
+        works = [lambda e=e, p=p: decodes(e, p, 9) for e, p in zip(engines, of_rank, strict=True)]  # type: ignore[misc]
+        found.append(all_at_once(works))
+        halved.append(cuts)
+        for engine in engines:
+            engine.join(None)
+    assert found[0] == found[1]
+    assert halved[0] == []
+    assert len(halved[1]) > 8
+    assert min(halved[1]) == 2, "decodes too"
+    assert all(halved[1].count(cut) % 2 == 0 for cut in set(halved[1])), "both ranks or none"
+
+
+def test_a_rank_that_fails_ends_a_step_in_halves(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No half is left waiting for its turn, and the next group computes as ever."""
+    settings = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_dbo": True}
+    config = config_of(folder, dbo_prefill_token_threshold=4, **settings)
+    engines = [engine_of(config, rank) for rank in range(2)]
+    join(engines, tmp_path, 1)
+
+    def one(engine: ModelEngine) -> str:
+        try:
+            step(engine, [(0, 0, 8, False)], [new(0, PROMPTS[1], GREEDY)])
+        except (StepAborted, ZeroDivisionError) as error:
+            return type(error).__name__
+        return "done"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engines[0].compute, "by_turns", lambda halves: 1 // 0)
+        assert all_at_once([lambda e=e: one(e) for e in engines]) == ["ZeroDivisionError", "StepAborted"]  # type: ignore[misc]
+    join(engines, tmp_path, 2)
+    first, second = all_at_once([lambda e=e: decodes(e, PROMPTS[:2], 6) for e in engines])  # type: ignore[misc]
+    assert first == second
+    for engine in engines:
+        engine.join(None)

@@ -39,7 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ModelEngine
     for rank in range(2):
         placement = WorkerPlacement(data_parallel=(rank, 2))
         engine = make_engine(config, lambda *progress: None, placement)
-        engine.together = Together(placement.experts(engine.device))
+        engine.together = Together(placement.experts(engine.device), config.experts)
         engines.append(engine)
     yield engines
     for engine in engines:

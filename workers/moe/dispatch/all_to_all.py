@@ -34,6 +34,10 @@ class AllToAll:
     finishes: frozenset[WeightAndReduce] = frozenset(WeightAndReduce)
     quantisations: frozenset[Quantisation] = frozenset(Quantisation)
 
+    @property
+    def overlapped(self) -> bool:
+        return self.members.group.pause is not None
+
     def most_tokens(self, tokens: int) -> int:
         return tokens * self.members.group.size
 

@@ -26,6 +26,10 @@ class InBatches:
         self.name, self.quantisations = f"{rows.name}, batched", rows.quantisations
         self._rows, self._sort = rows, NoDispatchBatched(0, num_experts, num_experts)
 
+    @property
+    def overlapped(self) -> bool:
+        return self._rows.overlapped
+
     def most_tokens(self, tokens: int) -> int:
         return self._rows.most_tokens(tokens)
 

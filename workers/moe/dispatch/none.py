@@ -52,6 +52,10 @@ class NoDispatch:
     finishes: frozenset[WeightAndReduce] = frozenset(WeightAndReduce) - {WeightAndReduce.PARTS}
     quantisations: frozenset[Quantisation] = frozenset(Quantisation)
 
+    @property
+    def overlapped(self) -> bool:
+        return False
+
     def most_tokens(self, tokens: int) -> int:
         return tokens
 
@@ -83,6 +87,10 @@ class NoDispatchBatched:
     format: ActivationFormat = ActivationFormat.BATCHED
     finishes: frozenset[WeightAndReduce] = frozenset((WeightAndReduce.WEIGHTED_SUM,))
     quantisations: frozenset[Quantisation] = frozenset(Quantisation)
+
+    @property
+    def overlapped(self) -> bool:
+        return False
 
     def most_tokens(self, tokens: int) -> int:
         return tokens
