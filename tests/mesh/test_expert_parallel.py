@@ -48,7 +48,7 @@ def texts(server: Serving) -> list[list[int]]:
 
 def test_ranks_share_experts_and_none_is_missed_when_it_dies(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    flags = (str(tmp_path), "--tokenizer", str(smollm2), "--load-format", "dummy", "--device", "cpu")
+    flags: tuple[str, ...] = (str(tmp_path), "--tokenizer", str(smollm2), "--load-format", "dummy", "--device", "cpu")
     flags += ("--kv-cache-memory", "64M", "--max-num-batched-tokens", "64", "--cpu-threads", "1")
     with serving(*flags) as server:
         expected = texts(server)

@@ -1,7 +1,8 @@
 """Engines that share experts give the tokens of one that has all of them: each its own requests, some idle, in prompts and decodes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def serve(engine: ModelEngine, prompt: list[int] | None, pause: int) -> list[int
     return found
 
 
-def all_at_once(works: list[Callable[[], object]]) -> list[object]:
+def all_at_once(works: Sequence[Callable[[], object]]) -> list[object]:
     with ThreadPoolExecutor(len(works)) as pool:
         futures = [pool.submit(work) for work in works]
         return [future.result(LIMIT_S) for future in futures]
@@ -98,7 +99,7 @@ def join(engines: list[ModelEngine], folder: Path, epoch: int) -> None:
     for engine in engines:
         engine.reset()
     exchanges = [SocketExchange(str(folder), group, member) for member in range(len(engines))]
-    all_at_once([lambda e=e, x=x: e.join(x) for e, x in zip(engines, exchanges, strict=True)])  # type: ignore[misc]
+    all_at_once([partial(e.join, x) for e, x in zip(engines, exchanges, strict=True)])
 
 
 @pytest.mark.parametrize("backend", ["allgather_reducescatter", "all_to_all"])
@@ -115,7 +116,7 @@ def test_ranks_that_share_experts_give_the_tokens_of_one(
         join(engines, tmp_path, 1)
         given = [PROMPTS[rank] if rank != 1 else None for rank in range(size)]  # one has nothing to do all the time
         works = [
-            lambda e=engine, p=prompt, n=rank % 3: serve(e, p, n)  # type: ignore[misc]
+            partial(serve, engine, prompt, rank % 3)
             for rank, (engine, prompt) in enumerate(zip(engines, given, strict=True))
         ]
         wanted = [[] if prompt is None else expected[rank] for rank, prompt in enumerate(given)]
@@ -138,7 +139,8 @@ def decodes(engine: ModelEngine, prompts: list[list[int]], num_together: int) ->
     for _ in range(num_together):
         lens = [len(prompt) + len(tokens) for prompt, tokens in zip(prompts, found, strict=True)]
         counts = [min(7 + row, length - done) for row, (length, done) in enumerate(zip(lens, computed, strict=True))]
-        order = sorted(range(len(prompts)), key=lambda row, counts=counts: counts[row] != 1)  # type: ignore[misc]
+        order = [row for row, count in enumerate(counts) if count == 1]
+        order += [row for row, count in enumerate(counts) if count > 1]
         parts = [(row, computed[row], counts[row], computed[row] + counts[row] == lens[row]) for row in order]
         tokens = tokens_of(step(engine, parts, fresh))
         fresh = []
@@ -173,7 +175,7 @@ def test_halves_of_steps_that_take_turns_give_the_same_tokens(folder: Path, tmp_
         for engine in engines:
             engine.compute.by_turns = Counting(engine.compute.by_turns, cuts)  # type: ignore[method-assign]
         join(engines, tmp_path, 1 + dbo)
-        works = [lambda e=e, p=p: decodes(e, p, 9) for e, p in zip(engines, of_rank, strict=True)]  # type: ignore[misc]
+        works = [partial(decodes, e, p, 9) for e, p in zip(engines, of_rank, strict=True)]
         found.append(all_at_once(works))
         halved.append(cuts)
         for engine in engines:
@@ -201,9 +203,9 @@ def test_a_rank_that_fails_ends_a_step_in_halves(folder: Path, tmp_path: Path, m
 
     with monkeypatch.context() as patched:
         patched.setattr(engines[0].compute, "by_turns", lambda halves: 1 // 0)
-        assert all_at_once([lambda e=e: one(e) for e in engines]) == ["ZeroDivisionError", "StepAborted"]  # type: ignore[misc]
+        assert all_at_once([partial(one, e) for e in engines]) == ["ZeroDivisionError", "StepAborted"]
     join(engines, tmp_path, 2)
-    first, second = all_at_once([lambda e=e: decodes(e, PROMPTS[:2], 6) for e in engines])  # type: ignore[misc]
+    first, second = all_at_once([partial(decodes, e, PROMPTS[:2], 6) for e in engines])
     assert first == second
     for engine in engines:
         engine.join(None)

@@ -61,8 +61,8 @@ def test_logits_of_the_whole(dp: int, tp: int, folder: Path, tmp_path: Path) -> 
     everyone = [(rank, models[rank][at], comms[rank][at], groups[rank][at]) for rank in range(dp) for at in range(tp)]
     for (rank, *_), logits in zip(everyone, together(everyone, lambda given: one(*given)), strict=True):
         torch.testing.assert_close(logits, wanted[rank], atol=2e-5, rtol=1e-4)
-    for rank in groups:
-        for group in rank:
+    for members in groups:
+        for group in members:
             group.close()
 
 
@@ -79,7 +79,10 @@ def test_an_idle_rank_computes_for_the_others(folder: Path, tmp_path: Path) -> N
             group.num_tokens = len(tokens)
             model.share_experts(group, "all_to_all")
             with torch.inference_mode():
-                return logits_of(model, None, tokens) if group.rank else model.idle()  # type: ignore[arg-type]
+                if group.rank:
+                    return logits_of(model, communicators([model.shard])[0], tokens)
+                model.idle()
+                return None
 
         nothing, logits = together(groups, one)
     assert nothing is None
