@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_imports.py tests/test_packaging.py
+	$(BIN)/pytest -q tests/test_imports.py tests/test_packaging.py tests/test_docs.py
 
 bench: setup
 	$(BIN)/python -P benchmarks/control_plane.py

@@ -1,0 +1,54 @@
+"""What the documentation names is there: relative links, their headings, and the files of the tree."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(
+    r"(?<![\w/.~*<>-])((?:[\w-]+/)*[\w-]+\.(?:py|md|c|yaml|yml|toml|sh)|[\w-]+_(?:h200|cpu)\.json)\b(?!/)"
+)
+DEFINED = re.compile(r"`([\w/]+\.py):\s+([A-Za-z_][\w.]*)`")
+EXAMPLES = {"config.toml", "serve.yaml", "cases.yaml", "index.py"}  # files of the reader's own
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text("utf-8")):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in headings(there), f"{page.name} links to {target}, and no heading has that name"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """By their whole path, or by the end of it, as `coordinator/routing.py` may be `routing.py` further on."""
+    known = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.rglob("*") if path.is_file()}
+    known |= {path.name for path in ROOT.iterdir()}
+    ends = {name[start + 1 :] for name in known for start in (-1, *(m.start() for m in re.finditer("/", name)))}
+    missing = set(NAMED.findall(page.read_text("utf-8"))) - ends - EXAMPLES
+    assert not missing, f"{page.name} names {sorted(missing)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_functions_that_a_page_names_are_there(page: Path) -> None:
+    """`batching.py: Batching.plan` is a class and a method, or two names, that one of the files called so defines."""
+    for path, name in DEFINED.findall(page.read_text("utf-8")):
+        files = [file for folder in FOLDERS for file in folder.rglob(Path(path).name) if str(file).endswith(f"/{path}")]
+        wanted = [re.compile(rf"\b(def|class) {part}\b|^\s*(self\.)?{part}\b.*[=:]", re.M) for part in name.split(".")]
+        texts = [file.read_text("utf-8") for file in files]
+        assert any(all(one.search(text) for one in wanted) for text in texts), f"{page.name} names {path}: {name}"
