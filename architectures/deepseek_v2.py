@@ -1,14 +1,14 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown, words
-from meshlm.architectures.dense import decoder_weights, dense_spec, mlp_weights, norm_weights, one_window
-from meshlm.architectures.family import Family, Split, Weight
-from meshlm.architectures.moe import ExpertNames, checked, expert_weights, moe_spec
+from meshlm.architectures.dense import decoder_weights, dense_gguf, dense_spec, mlp_weights, norm_weights, one_window
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.moe import GGUF_KEYS, ExpertNames, checked, expert_weights, gguf_moe, moe_spec
 from meshlm.protocol.model import MLASpec, ModelSpec, MoESpec
 
 KEYS = words("""
@@ -138,6 +138,59 @@ def _attention(spec: ModelSpec) -> Iterator[Weight]:
     yield weight("self_attn.o_proj", "attn_output", "attention.o", hidden, wide, split=Split.QUERY_HEADS, dim=1)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """V2 and V3 alike: llama.cpp has one name for both. MetadataError."""
+    spec, get = dense_gguf(metadata, architecture), metadata.get
+    wide, length = int(get("attention.value_length")), int(get("attention.key_length"))
+    sizes = MLASpec(
+        kv_lora_rank=int(get("attention.kv_lora_rank")),
+        qk_rope_head_dim=int(get("rope.dimension_count")),
+        qk_nope_head_dim=int(get("attention.key_length_mla", length)) - int(get("rope.dimension_count")),
+        v_head_dim=int(get("attention.value_length_mla", wide)),
+        q_lora_rank=int(get("attention.q_lora_rank", 0)),
+    )
+    if min(sizes.kv_lora_rank, sizes.qk_rope_head_dim, sizes.qk_nope_head_dim, sizes.v_head_dim) < 1:
+        raise MetadataError(f"metadata {metadata.kind}: the sizes of latent attention must be positive")
+    gating = int(get("expert_gating_func", 1))
+    if gating not in _GATING:
+        raise MetadataError(
+            f"metadata {metadata.kind}.expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)"
+        )
+    first, found = (
+        int(get("leading_dense_block_count", 0)),
+        gguf_moe(
+            metadata,
+            scoring_func=_GATING[gating],
+            norm_topk_prob=bool(get("expert_weights_norm", False)),
+            routed_scaling_factor=float(get("expert_weights_scale", 1.0)),
+            n_group=max(1, int(get("expert_group_count", 1))),
+            topk_group=max(1, int(get("expert_group_used_count", 1))),
+            group_score="top2" if gating == 2 else "max",
+            correction_bias=any(name.endswith("exp_probs_b.bias") for name in metadata.shapes),
+        ),
+    )
+    shared = int(get("expert_shared_count", 0)) * found.moe_intermediate_size
+    layers = tuple(layer >= first for layer in range(spec.num_hidden_layers))
+    rope, stretch = spec.rope, 10 * float(get("rope.scaling.yarn_log_multiplier", 0.0))
+    if rope.rope_type == "yarn":  # all of it is in the scale of scores, nothing in the rotation
+        rope = replace(rope, attention_factor=1.0, mscale=stretch, mscale_all_dim=stretch)
+    return replace(
+        spec,
+        head_dim=sizes.qk_nope_head_dim + sizes.qk_rope_head_dim,
+        num_key_value_heads=1,
+        rope=rope,
+        mla=sizes,
+        moe=replace(found, shared_intermediate_size=shared, moe_layers=() if all(layers) else layers),
+    )
+
+
+_GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid"}
+GGUF_MLA_KEYS = words("""
+    attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla
+    leading_dense_block_count expert_shared_count expert_weights_scale expert_weights_norm expert_gating_func
+    expert_group_count expert_group_used_count rope.scaling.yarn_log_multiplier
+""")
+
 FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -145,6 +198,7 @@ FAMILY = Family(
     weights=deepseek_weights,
     keys=KEYS,
     defaults=DEFAULTS,
+    gguf=GGUFFamily("deepseek2", _gguf, GGUF_KEYS | GGUF_MLA_KEYS, experts=True),
     compiles=False,
     model=MODEL,
 )

@@ -156,10 +156,12 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
     except ValueError as error:
         raise GGUFError(f"{path}: {error}") from None
     same = {
-        "rope.dimension_count": spec.head_dim,
+        "rope.dimension_count": spec.rotary_dim,
         "attention.value_length": spec.head_dim,
         "vocab_size": spec.vocab_size,
     }
+    if spec.mla is not None:
+        del same["attention.value_length"]  # the family has read it
     for key, wanted in same.items():
         if fields.get(f"{kind}.{key}", wanted) != wanted:
             raise GGUFError(

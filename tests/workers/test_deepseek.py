@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from quantised_models import Quantised, Reference, fp8, quantised
 from safetensors.torch import load_file, save_file
 from sharded_models import load_shards, logits_of, together
-from small_models import CPU, LATENT, SMALL, caches, load, run
+from small_models import CPU, LATENT, SMALL, caches, load, resolved, run
 from torch import nn
 
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import TorchBackend
@@ -99,3 +102,71 @@ def test_ranks_have_some_of_the_heads_and_the_whole_latent(tmp_path: Path) -> No
 def test_latents_are_not_kept_in_8_bits() -> None:
     with pytest.raises(ProcessFatal, match="--kv-cache-dtype fp8: the latents of this model are not kept in 8 bits"):
         cache_dtype("fp8", torch.bfloat16, CPU, TorchBackend(), latent=True)
+
+
+def as_gguf(folder: Path, path: Path, *, split: bool) -> None:
+    """The checkpoint as llama.cpp writes it. split: as newer files hold kv_b_proj, and say its sizes."""
+    spec = resolved(folder).spec
+    mla, moe = spec.mla, spec.moe
+    assert mla is not None
+    assert moe is not None
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer.add_block_count(spec.num_hidden_layers)
+    writer.add_context_length(spec.max_position_embeddings)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_attention_heads)
+    writer.add_head_count_kv(1 if split else spec.num_attention_heads)
+    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    writer.add_rope_dimension_count(mla.qk_rope_head_dim)
+    writer.add_kv_lora_rank(mla.kv_lora_rank)
+    writer.add_q_lora_rank(mla.q_lora_rank)
+    writer.add_key_length(mla.line if split else spec.head_dim)
+    writer.add_value_length(mla.kv_lora_rank if split else mla.v_head_dim)
+    if split:
+        writer.add_key_length_mla(spec.head_dim)
+        writer.add_value_length_mla(mla.v_head_dim)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_count(moe.num_experts)
+    writer.add_expert_used_count(moe.num_experts_per_tok)
+    writer.add_expert_shared_count(2)
+    writer.add_expert_feed_forward_length(moe.moe_intermediate_size)
+    writer.add_expert_weights_scale(moe.routed_scaling_factor)
+    writer.add_expert_weights_norm(moe.norm_topk_prob)
+    writer.add_uint32("deepseek2.expert_gating_func", 2)
+    writer.add_uint32("deepseek2.expert_group_count", moe.n_group)
+    writer.add_uint32("deepseek2.expert_group_used_count", moe.topk_group)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(8.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+    writer.add_float32("deepseek2.rope.scaling.yarn_log_multiplier", 0.1 * 0.7)
+    tensors, stacked = load_file(folder / "model.safetensors"), dict[str, list[Any]]()
+    for name, weight in weights_of(spec).items():
+        stacked.setdefault(weight.gguf, []).append(tensors[name].numpy())
+    for name, values in stacked.items():
+        whole = np.stack(values) if "_exps" in name else values[0]
+        if split and "attn_kv_b" in name:
+            by_head = whole.reshape(spec.num_attention_heads, -1, mla.kv_lora_rank)
+            keys, rest = by_head[:, : mla.qk_nope_head_dim], by_head[:, mla.qk_nope_head_dim :]
+            writer.add_tensor(name.replace("kv_b", "k_b"), np.ascontiguousarray(keys.transpose(0, 2, 1)))
+            writer.add_tensor(name.replace("kv_b", "v_b"), np.ascontiguousarray(rest))
+        else:
+            writer.add_tensor(name, whole)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_gguf_files_of_llama_cpp(split: bool, tmp_path: Path) -> None:
+    """Its rotation is as in the checkpoint, and all of YaRN's factor is in the scale of scores."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+    written(tmp_path, rope_parameters=yarn | {"mscale": 0.7, "mscale_all_dim": 0.7})
+    as_gguf(tmp_path, tmp_path / "m.gguf", split=split)
+    tokens = torch.randint(0, 211, (21,)).tolist()
+    theirs, ours = load(tmp_path), load(tmp_path / "m.gguf")
+    expected, found = (run(model, caches(model.spec, 24), [(tokens, 0, TABLE)]) for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    two = together(load_shards(tmp_path / "m.gguf", 2, 1), lambda model, comm: logits_of(model, comm, tokens))
+    torch.testing.assert_close(two[0], expected, atol=2e-5, rtol=1e-4)

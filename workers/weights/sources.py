@@ -19,6 +19,7 @@ from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
 
 DUMMY_STD = 0.02
@@ -58,7 +59,7 @@ def _sources(
         case "pt":
             return _pickled(_files(path, load_format))
         case "gguf":
-            return encoded_tensors(path, spec)
+            return encoded_tensors(path, spec) if spec.mla is None else joined(encoded_tensors(path, spec), spec)
         case "dummy":
             return _dummy(spec, device, seed)
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
