@@ -28,7 +28,6 @@ from meshlm.protocol.step_edge import (
     WorkerReady,
     WorkerStats,
 )
-from meshlm.runtime import plugins
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
@@ -62,6 +61,7 @@ def make_engine(config: MeshConfig, worker: int, membership: Membership, report:
         while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
             pass
         return FakeEngine(config, report)
+    from meshlm.runtime import plugins
     from meshlm.workers.attention import backend
     from meshlm.workers.distributed.placement import WorkerPlacement
     from meshlm.workers.engine import make
