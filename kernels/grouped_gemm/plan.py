@@ -72,7 +72,8 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
     each = rows * layer.topk / layer.experts
     if each <= 32:
         block_m = 16 if each <= 12 else 32
-        return Plan("many", many.Shape(block_m, 64, 128, 4, 3), many.Shape(block_m, 128, 128, 4, 3))
+        gate, down = many.Shape(block_m, 64, 128, 4, 3, programs=2), many.Shape(block_m, 128, 128, 4, 3, programs=2)
+        return Plan("many", gate, down)
     if each <= 96:
         return Plan("many", many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4))
     return Plan("many", many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3))
