@@ -30,7 +30,7 @@ from meshlm.protocol.admit_edge import (
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import Operation, OperationDone
+from meshlm.protocol.operations import Operation, OperationDone, Stop
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 Event = Received | PeerLost | Tick
@@ -63,6 +63,7 @@ class Coordinator:
         self.frontends = Frontends(self.members, self.router, self.held, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
+        self._stop: tuple[Identity, Operation] | None = None  # until all ranks that step together rest
         self._seen_changes = 0
 
     @property
@@ -88,6 +89,9 @@ class Coordinator:
             self._seen_changes = self.router.changes
             self.moving.look_again(now)
             effects += [*self._release(), *self.moving.rebalance(now)]
+        if self._stop is not None and self.lockstep is not None and self.lockstep.at_rest:
+            effects += self.operations.ask(*self._stop, self.ranks, self.num_ranks, now)
+            self._stop = None
         if self.frontends.gate.due(now) and not self._full():
             effects += self.frontends.queue_open()
         return effects + self.moving.rescue(now)
@@ -112,6 +116,9 @@ class Coordinator:
                 rank = self.ranks.get(event.sender)
                 here = rank is not None and rank.incarnation == event.incarnation
                 return self.lockstep.reported(event.sender, report) if here else []
+            case Operation(action=Stop()) as operation if self.lockstep is not None:
+                self._stop = (event.sender, operation)
+                return self.lockstep.pause("the mesh stops")
             case Operation() as operation:
                 return self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
             case OperationDone() as done:

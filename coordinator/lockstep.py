@@ -1,6 +1,6 @@
 """The coordinator's end of a group of ranks that step together: takes reports, gives orders. Owned by core.py."""
 
-from meshlm.coordinator.joint import Event, Joined, JointGroup, Lost, Reported, Tick
+from meshlm.coordinator.joint import Event, Joined, JointGroup, Lost, Pause, Reported, State, Tick
 from meshlm.protocol.ids import Identity, Role
 from meshlm.protocol.lockstep import JointReport
 from meshlm.runtime.events import Send
@@ -22,6 +22,15 @@ class Lockstep:
     def lost(self, scheduler: Identity) -> list[Send]:
         incarnation = self.group.incarnations.get(scheduler.index)
         return [] if incarnation is None else self._do(Lost(scheduler.index, incarnation))
+
+    def pause(self, reason: str) -> list[Send]:
+        """All ranks end with the same step, and rest."""
+        return self._do(Pause(reason))
+
+    @property
+    def at_rest(self) -> bool:
+        """No rank steps."""
+        return self.group.state is State.PAUSED
 
     def tick(self) -> list[Send]:
         return self._do(Tick())

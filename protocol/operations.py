@@ -1,4 +1,4 @@
-"""What changes workers between two steps: a profiler trace, a reset of the prefix cache.
+"""What changes workers between two steps: a profiler trace, a reset of the prefix cache, their end.
 
 An `Operation` goes from whoever asks (a frontend, the supervisor) to the coordinator, from there to every scheduler, and from each
 scheduler to its workers, in order with the plans: all workers of a rank do it before the same step. `OperationDone` comes back on the
@@ -26,7 +26,11 @@ class ResetPrefixCache(Struct, frozen=True, tag="reset_prefix_cache", omit_defau
     preempt: bool = False
 
 
-Action = Profile | ResetPrefixCache
+class Stop(Struct, frozen=True, tag="stop"):
+    """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
+
+
+Action = Profile | ResetPrefixCache | Stop
 
 
 class Operation(Struct, frozen=True, tag="operation"):

@@ -10,7 +10,7 @@ from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLo
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.protocol.lockstep import JointOrder
-from meshlm.protocol.operations import Operation, OperationDone, ResetPrefixCache
+from meshlm.protocol.operations import Operation, OperationDone, ResetPrefixCache, Stop
 from meshlm.protocol.step_edge import LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, StillThere
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -40,6 +40,7 @@ class Scheduler:
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
         self._next_step = 1
+        self._stopped = False  # for good, by an operation
 
     @property
     def requests(self) -> dict[RequestId, Request]:
@@ -118,7 +119,7 @@ class Scheduler:
                 return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
             case Operation() as operation:
                 self.operations.add(operation)
-                return self._operate(operation) if self.serving else []
+                return self._operate(operation) if self.serving or isinstance(operation.action, Stop) else []
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
             case WorkerStats() as stats:
@@ -211,7 +212,11 @@ class Scheduler:
         match operation.action:
             case ResetPrefixCache(preempt=preempt):
                 if not self.batching.reset_prefix_cache(preempt=preempt):
-                    return self.operations.refuse(operation, f"{len(self.batching.running)} requests run")
+                    return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
+            case Stop():
+                self._stopped = True
+                if not self.serving:  # nothing is in flight
+                    return self.operations.answer(operation)
         return self.operations.send(operation)
 
     def _step_failed(self, failed: StepFailed, output: Output) -> None:
@@ -234,7 +239,7 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if not self.serving or len(self.inflight) >= self.batching.budget.depth(self._depth):
+        if not self.serving or self._stopped or len(self.inflight) >= self.batching.budget.depth(self._depth):
             return []
         lockstep = self.lockstep
         if lockstep is not None and not lockstep.may_step():

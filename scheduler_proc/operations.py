@@ -26,8 +26,8 @@ class Operations:
         self._answers[operation.id] = {}
         return [Send(worker, operation) for worker in self._workers]
 
-    def refuse(self, operation: Operation, error: str) -> list[Send]:
-        """It cannot be done here; no worker is asked."""
+    def answer(self, operation: Operation, error: str = "") -> list[Send]:
+        """It is done here, or cannot be; no worker is asked."""
         return self._over(OperationDone(operation.id, error))
 
     def answered(self, worker: Identity, done: OperationDone) -> list[Send]:

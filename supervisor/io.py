@@ -15,7 +15,7 @@ from msgspec import Struct
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
-from meshlm.protocol.operations import Action, OperationDone
+from meshlm.protocol.operations import Action, OperationDone, Stop
 from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
@@ -31,6 +31,7 @@ from meshlm.supervisor.processes.incarnations import Incarnations
 from meshlm.supervisor.settings.layout import identities
 
 TICK_S = 0.1
+STEPS_END_S = 2.0  # so long the mesh has to end its steps, before its processes are asked to end
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
 
 
@@ -51,6 +52,7 @@ class Supervisor:
             run.startup_timeout,
             run.stall_timeout,
             run.step_timeout,
+            ends_steps=config.node is None or not config.node.head,
             workers_per_rank=config.parallel.workers_per_rank,
         )
         self.operations = Operations(self._group, self._do, self._refuse, self.stop, self._elsewhere, self.send)
@@ -60,6 +62,7 @@ class Supervisor:
         self._mesh: Mesh | None = None
         self._status = control.ControlServer(self._answer)
         self._asked: AskedOperations | None = None
+        self._steps_end: asyncio.Task[None] | None = None
         self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
@@ -113,6 +116,8 @@ class Supervisor:
         """Release sockets and files, after `ended`."""
         if self._timer:
             self._timer.cancel()
+        if self._steps_end is not None:
+            self._steps_end.cancel()
         self._incarnations.kill_all()
         self._status.close()
         if self._mesh:
@@ -177,6 +182,16 @@ class Supervisor:
         self._asked = self._asked or AskedOperations(self._mesh.send)
         return await self._asked.ask(action)
 
+    async def _end_steps(self) -> None:
+        """In order with the plans, if the mesh answers soon; else processes end as they are."""
+        try:
+            async with asyncio.timeout(STEPS_END_S):
+                failure = (await self.operate(Stop())).error
+        except TimeoutError:
+            failure = f"no answer in {STEPS_END_S:g} s"
+        self._display.line(f"steps may be cut off: {failure}" if failure else "all steps have ended")
+        self._do(events.StepsEnded())
+
     # --- the group's decisions ---
 
     def _do(self, event: rolling.Event) -> None:
@@ -200,6 +215,8 @@ class Supervisor:
                 self._ask_to_stop(effect.identity)  # `stop` has set the limit for all
             case events.AskToStop():
                 self._ask_to_leave(effect.identity)
+            case events.EndSteps():
+                self._steps_end = self._loop.create_task(self._end_steps())
             case events.Replace():
                 self._replace(effect)
             case events.Kill():

@@ -4,7 +4,7 @@ from typing import assert_never
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache, Stop
 from meshlm.workers.profiler import Profiler
 
 MAX_KNOWN = 64  # answers that are kept for who asks again
@@ -34,6 +34,8 @@ class Operations:
         match operation.action:
             case Profile(start=start):
                 return self._profiler.handle(operation.id, start=start)
+            case Stop():  # no step is in flight any more, and none follows
+                return OperationDone(operation.id)
             case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
                 return OperationDone(operation.id)
             case _:

@@ -31,6 +31,7 @@ from meshlm.supervisor.group.events import (
     Changed,
     Drained,
     Effect,
+    EndSteps,
     Event,
     Exited,
     GiveUp,
@@ -40,6 +41,7 @@ from meshlm.supervisor.group.events import (
     SaidFailed,
     Spawn,
     Start,
+    StepsEnded,
     Stop,
     TellDied,
     Tick,
@@ -99,8 +101,9 @@ class Group:
         start_deadline_s: float,
         stall_s: float = 10.0,
         step_s: float = 120.0,
+        ends_steps: bool = False,
     ) -> None:
-        """`stall_s` of silence, or `step_s` of one step, make a process stuck; 0: never."""
+        """`stall_s` of silence, or `step_s` of one step, make a process stuck; 0: never. `ends_steps`: the mesh ends with it."""
         self.processes = {identity: Process(identity) for identity in identities}
         self.max_restarts = max_restarts
         self.start_deadline_s = start_deadline_s
@@ -108,6 +111,8 @@ class Group:
         self.was_ready = False  # all were, at the same time
         self._serves = False  # each role has had somebody who was ready: there may be clients
         self.stopping = False
+        self._steps_go_on = ends_steps
+        self._asked_steps = False  # to end
         self.gave_up = False
         self._started_at = 0.0
         self._ticked_at = 0.0
@@ -130,6 +135,10 @@ class Group:
                 return [effect for identity in event.identities for effect in self._let_go(identity)]
             case Stop():
                 return self._stop()
+            case StepsEnded():
+                self._steps_go_on = False
+                alive = any(process.state is not State.STOPPED for process in self.processes.values())
+                return self._ask_next() if self.stopping and alive else []
             case Tick():
                 return self._tick(now)
         process = self.processes.get(event.identity)
@@ -320,12 +329,16 @@ class Group:
         return self._ask_next()
 
     def _ask_next(self) -> list[Effect]:
-        """Frontends end first: they let running requests finish, which needs everybody else."""
+        """Frontends end first: they let running requests finish, which needs everybody else. Then the steps, so that no worker ends
+        while others wait for it in one."""
         asked: list[Effect] = []
         for process in self.processes.values():
             if process.state is State.BACKOFF and not self._is_needed(process):
                 process.state = State.STOPPED
         living = [p for p in self.processes.values() if p.state is not State.STOPPED]
+        if living and not self._frontends() and self._steps_go_on and self.was_ready:
+            asks, self._asked_steps = not self._asked_steps, True
+            return [EndSteps()] if asks else []
         for process in self._frontends() or living:
             if process.state is not State.STOPPING:
                 process.state = State.STOPPING

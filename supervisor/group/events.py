@@ -65,7 +65,11 @@ class Tick(Struct, frozen=True, tag="tick"):
     """Time went on."""
 
 
-Event = Exited | BecameReady | Beaten | SaidFailed | Start | Add | Retire | Drained | Stop | Tick
+class StepsEnded(Struct, frozen=True, tag="steps_ended"):
+    """No step of the mesh runs any more, or nobody could be asked."""
+
+
+Event = Exited | BecameReady | Beaten | SaidFailed | Start | Add | Retire | Drained | Stop | StepsEnded | Tick
 
 
 class Spawn(Struct, frozen=True, tag="spawn"):
@@ -82,6 +86,10 @@ class TellDied(Struct, frozen=True, tag="tell_died"):
 
 class AskToStop(Struct, frozen=True, tag="ask_to_stop"):
     identity: Identity
+
+
+class EndSteps(Struct, frozen=True, tag="end_steps"):
+    """Have all workers of the mesh end their steps in order; StepsEnded follows, soon in any case."""
 
 
 class Replace(Struct, frozen=True, tag="replace"):
@@ -117,4 +125,4 @@ class GiveUp(Struct, frozen=True, tag="give_up"):
     message: str
 
 
-Effect = Spawn | TellDied | AskToStop | Replace | Kill | Changed | AllReady | AllStopped | GiveUp
+Effect = Spawn | TellDied | AskToStop | EndSteps | Replace | Kill | Changed | AllReady | AllStopped | GiveUp

@@ -1,9 +1,16 @@
 """An operation goes to every rank and is answered once, whatever dies."""
 
+import msgspec
+from coordinator_bench import LIFE, load, member
+
+from meshlm.coordinator.core import Coordinator
+from meshlm.coordinator.lockstep import Lockstep
 from meshlm.coordinator.operations import LIMIT_S, Operations
-from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile
-from meshlm.runtime.events import Send
+from meshlm.protocol import control_edge as control
+from meshlm.protocol.ids import HEAD, Identity, Role
+from meshlm.protocol.lockstep import JointOrder, JointRank
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, Stop
+from meshlm.runtime.events import Received, Send
 
 ASKER, RANKS = Identity(Role.FRONTEND), [Identity(Role.SCHEDULER, number) for number in range(2)]
 NAME = OperationId("n")
@@ -49,3 +56,51 @@ def test_an_asker_that_dies_is_forgotten() -> None:
     assert operations.lost(ASKER) == []
     assert operations.answered(RANKS[0], OperationDone(NAME)) == []
     assert operations.answered(RANKS[1], OperationDone(NAME)) == []
+
+
+def test_ranks_that_step_together_rest_before_they_stop() -> None:
+    """All after the same step: one that stopped alone would leave the others waiting for it in a collective."""
+    core = Coordinator(100, 2, lockstep=Lockstep(2, 1))
+    ranks = {identity: JointRank(depth=2) for identity in RANKS}
+    stop = Operation(NAME, Stop())
+    asked: list[Identity] = []
+
+    def take(sends: list[Send]) -> None:
+        for send in sends:
+            match send.message:
+                case JointOrder() as order:
+                    ranks[send.to].follow(order)
+                    report(send.to)
+                case Operation():
+                    assert send.message == stop
+                    asked.append(send.to)
+
+    def report(rank: Identity) -> None:
+        told = msgspec.structs.replace(ranks[rank].report(), incarnation=LIFE)
+        take(core.handle(Received(rank, LIFE, told), 0.0))
+
+    def step(rank: Identity) -> None:
+        if ranks[rank].may_begin():
+            ranks[rank].begin()
+            ranks[rank].finish(ranks[rank].epoch)
+            report(rank)
+
+    for rank in RANKS:
+        take(core.handle(Received(rank, LIFE, control.Join(member(rank))), 0.0))
+        take(core.handle(Received(rank, LIFE, load()), 0.0))
+    for rank in RANKS:
+        ranks[rank].has_work = True
+        report(rank)
+    for _ in range(3):
+        step(RANKS[0])
+    assert ranks[RANKS[0]].step == 3
+    take(core.handle(Received(HEAD, LIFE, stop), 0.0))
+    assert asked == [], "the other rank is behind"
+    for _ in range(3):
+        assert asked == []
+        step(RANKS[1])
+    assert asked == RANKS
+    assert {rank.step for rank in ranks.values()} == {rank.finished for rank in ranks.values()} == {3}
+    take(core.handle(Received(RANKS[0], LIFE, OperationDone(NAME)), 0.0))
+    (told,) = core.handle(Received(RANKS[1], LIFE, OperationDone(NAME)), 0.0)
+    assert told == Send(HEAD, OperationDone(NAME))

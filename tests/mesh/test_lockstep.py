@@ -40,3 +40,4 @@ def test_every_rank_steps_and_every_stream_survives() -> None:
             for stream in streams:
                 assert stream.ids == reference(stream.prompt, NUM_TOKENS), (role, index)
             until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]))
+    assert any("all steps have ended" in line for line in server.lines), server.lines[-5:]

@@ -4,7 +4,7 @@ from bench import COORDINATOR, LIFE, WORKER, Bench, limits, reference
 from msgspec import Struct
 
 from meshlm.protocol.ids import Identity, Role
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache, Stop
 from meshlm.protocol.step_edge import Reset, WorkerReady
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
@@ -83,3 +83,28 @@ def test_it_waits_for_workers_and_is_done_again_after_a_death() -> None:
     ]
     assert scheduler.operations.pending == {}
     assert received(scheduler, Identity(Role.WORKER), DONE) == []
+
+
+def test_after_a_stop_nothing_is_planned() -> None:
+    """What was planned before is computed and told; its workers answer behind it."""
+    bench, stop = Bench(limits(), 64, 4), Operation(OperationId("s"), Stop())
+    bench.assign(1, [1, 2, 3], 20)
+    for _ in range(3):
+        bench.step()
+    known, in_flight = len(bench.tokens[1]), len(bench.plans)
+    assert in_flight
+    assert received(bench.core, COORDINATOR, stop) == [Send(WORKER, stop)]
+    for _ in range(in_flight):
+        bench.step()
+    assert len(bench.tokens[1]) == known + in_flight
+    assert (len(bench.plans), bench.core.plan(0)) == (0, [])
+    assert received(bench.core, WORKER, OperationDone(stop.id)) == [Send(COORDINATOR, OperationDone(stop.id))]
+    bench.assign(2, [1, 2, 3], 20)
+    assert (len(bench.plans), bench.core.plan(0)) == (0, [])
+    bench.core.check()
+
+
+def test_a_stop_does_not_wait_for_workers_that_are_not_there() -> None:
+    stop = Operation(OperationId("s"), Stop())
+    told = received(Scheduler(limits()), COORDINATOR, stop)
+    assert told == [Send(COORDINATOR, OperationDone(stop.id))]

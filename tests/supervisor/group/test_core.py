@@ -14,6 +14,7 @@ from meshlm.supervisor.group.events import (
     Beaten,
     Drained,
     Effect,
+    EndSteps,
     Exited,
     GiveUp,
     Replace,
@@ -21,6 +22,7 @@ from meshlm.supervisor.group.events import (
     SaidFailed,
     Spawn,
     Start,
+    StepsEnded,
     Stop,
     TellDied,
     Tick,
@@ -317,3 +319,41 @@ def test_no_history_breaks_the_invariants(data: st.DataObject) -> None:
                 assert effect.incarnation not in incarnations
                 incarnations.add(effect.incarnation)
         group.check()
+
+
+def leading() -> Group:
+    """A group with which the whole mesh ends."""
+    group = Group([FRONTEND, WORKER, OTHER], 3, 60.0, ends_steps=True)
+    group.handle(Start(), 1000.0)
+    return group
+
+
+def test_steps_end_between_the_frontends_and_everybody_else() -> None:
+    """A worker that ends while the others wait for it in a step leaves them in it."""
+    group = leading()
+    for identity in (FRONTEND, WORKER, OTHER):
+        ready(group, identity)
+    assert group.handle(Stop(), 1002.0) == [AskToStop(FRONTEND)]
+    assert die(group, FRONTEND, 1003.0) == [EndSteps()]
+    assert die(group, OTHER, 1003.5) == [], "nobody is asked twice, and nobody is started again"
+    assert group.handle(StepsEnded(), 1004.0) == [AskToStop(WORKER)]
+    assert die(group, WORKER, 1005.0) == [AllStopped()]
+    group.check()
+
+
+def test_a_mesh_that_never_served_has_no_steps_to_end() -> None:
+    group = leading()
+    ready(group, FRONTEND)
+    assert group.handle(Stop(), 1002.0) == [AskToStop(FRONTEND)]
+    assert die(group, FRONTEND, 1003.0) == [AskToStop(WORKER), AskToStop(OTHER)]
+
+
+def test_processes_that_are_gone_need_no_end_of_steps() -> None:
+    group = leading()
+    for identity in (FRONTEND, WORKER, OTHER):
+        ready(group, identity)
+    group.handle(Stop(), 1002.0)
+    die(group, FRONTEND, 1003.0)
+    die(group, OTHER, 1003.5)
+    assert die(group, WORKER, 1003.6) == [AllStopped()]
+    assert group.handle(StepsEnded(), 1004.0) == []
