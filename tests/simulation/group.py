@@ -11,6 +11,7 @@ from network import running
 
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
@@ -95,11 +96,13 @@ class _Plans:
 class Worker(WorkerApp):
     """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, the completer's."""
 
-    def __init__(self, num_blocks: int, block_size: int, step_s: float, max_drafts: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, step_s: float, max_drafts: int, specs: tuple[KVSpec, ...]
+    ) -> None:
         super().__init__()
-        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {}, max_drafts, tuple(PoolKind), 8)
+        self._facts = EngineFacts(num_blocks, block_size, 64, VOCAB, {}, max_drafts, tuple(PoolKind), 8, specs)
         self._step_s = step_s
-        self._model = Model(num_blocks, block_size)
+        self._model = Model(num_blocks, block_size, specs)
         self._plans: Any = _Plans(self)
         self._group: Group | None = None
         self._process: Any = None

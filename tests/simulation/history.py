@@ -62,7 +62,9 @@ class History:
                 return CoordinatorApp()
             case Role.SCHEDULER:
                 return SchedulerApp()
-        return Worker(self.scenario.num_blocks, BLOCK_SIZE, self.scenario.step_s, self.scenario.max_drafts)
+        scenario = self.scenario
+        num_pages = scenario.num_blocks * max(1, len(scenario.kv_specs))
+        return Worker(num_pages, BLOCK_SIZE, scenario.step_s, scenario.max_drafts, scenario.kv_specs)
 
     # --- what happens to it ---
 

@@ -182,7 +182,8 @@ class Process:
     def on_message(self, peer: Identity, message: Struct) -> None:
         self.world.tell(self, "<-", peer, message)
         self.app.on_message(peer, message)
-        self.mesh._peers[peer].session.check()
+        if (link := self.mesh._peers.get(peer)) is not None:  # the coordinator tells itself what is blocked
+            link.session.check()
         self.check()
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:

@@ -1,11 +1,13 @@
 """A device whose next token is a function of the KV contents it was really given. Slots hold a rolling hash of the tokens before.
 
 Where a plan has drafts, a row gets none, one or several tokens, as chance has it; what was drafted and refused stays in the slots.
+With several groups of layers each has its own slots for a token, and all that a window sees must be there.
 """
 
 from collections.abc import Iterable
 
 from meshlm.protocol.columns import ints
+from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.tasks import Pool, PoolKind
 
@@ -48,17 +50,43 @@ def pooled_reference(prompt: Iterable[int], kind: PoolKind) -> bytes:
 
 
 class Model:
-    """Rows and KV slots of one device. `pooled`: the vectors of the last step, by place."""
+    """Rows and KV slots of one device, with these groups. `pooled`: the vectors of the last step, by place."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size, self.num_blocks = block_size, num_blocks
+    def __init__(self, num_blocks: int, block_size: int, specs: tuple[KVSpec, ...] = ()) -> None:
+        self.block_size, self.num_blocks, self.specs = block_size, num_blocks, specs or (FullAttention(),)
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
         self.pools: dict[int, tuple[PoolKind, int, list[int]]] = {}  # by row: kind, length of the prompt, states so far
         self.pooled: dict[int, bytes] = {}
 
-    def slot(self, row: int, position: int) -> int:
-        return self.rows[row][1][position // self.block_size] * self.block_size + position % self.block_size
+    def slot(self, row: int, position: int, group: int) -> int:
+        block = self.rows[row][1][position // self.block_size * len(self.specs) + group]
+        return block * self.block_size + position % self.block_size
+
+    def state(self, row: int, position: int, group: int = 0) -> int:
+        """What the tokens up to this one left. In slots of other groups it would be another number."""
+        return self.slots[self.slot(row, position, group)] - group
+
+    def write(self, row: int, position: int, state: int) -> None:
+        for group in range(len(self.specs)):
+            self.slots[self.slot(row, position, group)] = state + group
+
+    def seen(self, row: int, position: int) -> int:
+        """What the tokens before this one left; another number, where a group lacks what this one sees."""
+        if not position:
+            return 0
+        found, tokens = self.state(row, position - 1), self.rows[row][0]
+        for group, spec in enumerate(self.specs):
+            state = self.state(row, position - 1, group)
+            if state != found:
+                return found + 1
+            oldest = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else position - 1
+            for at in range(position - 1, oldest, -1):
+                before = self.state(row, at - 1, group)
+                if state != extended(before, tokens[at]):
+                    return found + 1
+                state = before
+        return found
 
     def run(self, plan: StepPlan, is_last: bool = True) -> tuple[list[int], list[int], Computed]:
         """The sampled tokens, how many of each row, and what was computed for them. Only a pipeline's last stage samples."""
@@ -70,15 +98,17 @@ class Model:
             self.pools.pop(new.row, None)
             if isinstance(new.task, Pool):
                 self.pools[new.row] = (new.task.kind, new.num_prompt_tokens, [])
-        for row, block in zip(ints(plan.block_rows), ints(plan.block_ids), strict=True):
-            self.rows[row][1].append(block)
+        block_ids, width = ints(plan.block_ids), len(self.specs)
+        for nth, row in enumerate(ints(plan.block_rows)):
+            self.rows[row][1].extend(block_ids[nth * width : (nth + 1) * width])
         rows, starts = ints(plan.rows), ints(plan.starts)
         counts = ints(plan.counts) or [1] * len(rows)
         num_drafts = ints(plan.num_drafts) or [0] * len(rows)
         assert sum(counts) + sum(num_drafts) == plan.num_tokens
         samples = plan.samples or b"\x01" * len(rows)
         for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
-            assert start + count + num_drafts[place] <= len(self.rows[row][1]) * self.block_size, "no block for drafts"
+            room = len(self.rows[row][1]) // width * self.block_size
+            assert start + count + num_drafts[place] <= room, "no block for drafts"
             if samples[place] and is_last:  # drafts may have been refused since the plan was made
                 starts[place] = len(self.rows[row][0]) - count
                 assert starts[place] <= start, "the row is longer than the scheduler thinks"
@@ -88,9 +118,9 @@ class Model:
         # A layer writes all keys before it reads any, so a prefix may be shared within one step: in order of position.
         for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
             for position in range(start, start + count):
-                before = self.slots[self.slot(row, position - 1)] if position else 0
                 token = self.rows[row][0][position]
-                self.slots[self.slot(row, position)] = state = extended(before, token)
+                state = extended(self.seen(row, position), token)
+                self.write(row, position, state)
                 computed.append((position, token, state))
         self._pool(rows, starts, counts)
         tokens: list[int] = []
@@ -108,7 +138,7 @@ class Model:
         for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             if row in self.pools:
                 kind, num_prompt, states = self.pools[row]
-                states += [self.slots[self.slot(row, position)] for position in range(start, start + count)]
+                states += [self.state(row, position) for position in range(start, start + count)]
                 if start + count == num_prompt:
                     self.pooled[place] = vector_of(states, kind)
 
@@ -119,9 +149,9 @@ class Model:
         for position in range(last, last + 1 + drafts):
             if position > last:  # the others are computed
                 drafted = tokens[position] if position < len(tokens) else 0
-                self.slots[self.slot(row, position)] = extended(self.slots[self.slot(row, position - 1)], drafted)
+                self.write(row, position, extended(self.state(row, position - 1), drafted))
             if position - last < count:
-                tokens.append(next_token(self.slots[self.slot(row, position)]))
+                tokens.append(next_token(self.state(row, position)))
 
     def _know(self, row: int, position: int, token: int) -> None:
         """A token that the last stage sampled, and which a stage before learns from the plan."""

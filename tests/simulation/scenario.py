@@ -13,11 +13,18 @@ from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
+from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
 from meshlm.supervisor.settings import layout
 
 BLOCK_SIZE = 2
+GROUPS: tuple[tuple[KVSpec, ...], ...] = (
+    *((),) * 3,
+    (FullAttention(), SlidingWindow(5)),
+    (FullAttention(), SlidingWindow(3), SlidingWindow(3)),
+    (SlidingWindow(4),),
+)
 RETRY_WINDOW_S = 1.5
 PEER_TIMEOUT_S = 0.8
 MAX_MODEL_LEN = 40
@@ -121,6 +128,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
     max_drafts: int = 0  # of the workers: with some, rows get none, one or several tokens a step
+    kv_specs: tuple[KVSpec, ...] = ()  # of their groups of layers
 
     @property
     def num_hosts(self) -> int:
@@ -225,7 +233,8 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
     pools = random.Random(f"pools {seed}")
     asks = tuple(_pooling(pools, ask) if pools.random() < 0.2 else ask for ask in asks)
     drafts = random.Random(f"drafts {seed}")
-    return replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)))
+    specs = random.Random(f"groups {seed}").choice(GROUPS)
+    return replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)), kv_specs=specs)
 
 
 def _possible(shape: Shape) -> tuple[Kind, ...]:

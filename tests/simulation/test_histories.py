@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from replaced import simulated
 from scenario import OFF, Kind, Shape, make
 
+from meshlm.protocol.kv import FullAttention, SlidingWindow
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.protocol.tasks import PoolKind
 
@@ -202,6 +203,25 @@ def test_rows_get_none_one_or_several_tokens_in_one_step(monkeypatch: pytest.Mon
         assert violation(scenario) == "", seed
     assert all(seen[count] > 20 for count in range(5)), seen
     assert 0.4 < sum(make(seed).max_drafts > 0 for seed in range(1000)) / 1000 < 0.8
+
+
+def test_windows_are_freed_and_found_again_although_processes_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of groups, in a share of all histories; here in each. Rows get blocks that another group had."""
+    owners: dict[int, set[int]] = {}
+    write = Model.write
+
+    def noted(model: Model, row: int, position: int, state: int) -> None:
+        for group in range(len(model.specs)):
+            owners.setdefault(model.slot(row, position, group) // model.block_size, set()).add(group)
+        write(model, row, position, state)
+
+    monkeypatch.setattr(Model, "write", noted)
+    for seed in range(FIRST, FIRST + 80):
+        shape = (Shape.PLAIN, Shape.GROUP)[seed % 2]
+        scenario = make(seed, (Kind.KILL_WORKER, Kind.KILL_SCHEDULER), shape)
+        assert violation(replace(scenario, kv_specs=(FullAttention(), SlidingWindow(4)))) == "", seed
+    assert any(len(groups) > 1 for groups in owners.values())
+    assert 0.3 < sum(len(make(seed).kv_specs) > 1 for seed in range(1000)) / 1000 < 0.4
 
 
 def test_vectors_come_once_although_processes_die() -> None:
