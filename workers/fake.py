@@ -22,7 +22,7 @@ from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
-from meshlm.workers import room
+from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.engine import Done, EngineFacts, ProgressReport
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
@@ -102,7 +102,7 @@ class FakeEngine:
         layer_bytes = per_token // resolved.spec.num_hidden_layers
         groups = make_groups(spec_of_layers(resolved.spec), block_size, layer_bytes, resolved.max_model_len)
         specs = tuple(group.spec for group in groups)
-        num_blocks = room.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
+        num_blocks = kv_capacity.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
         self.facts = EngineFacts(
             num_blocks,
             block_size,

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers import room
+from meshlm.workers import kv_capacity
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.kv.layout import KVLayout
+from meshlm.workers.kv_capacity import size_text
 
 CPU_SHARE = 0.25  # of the memory that is free now
 CPU_MOST = 4 << 30
@@ -35,7 +36,7 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     """
     resolved = config.resolved
     assert resolved is not None
-    count = room.num_blocks(config, budget, layout.page_bytes, layout.specs)
+    count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs)
     return min(count, len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size))
 
 
@@ -63,7 +64,7 @@ def profile(
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         raise ProcessFatal(
-            f"a step of --max-num-batched-tokens does not fit: {room.size_text(before)} of this GPU's {room.size_text(_gpu()[1])} "
+            f"a step of --max-num-batched-tokens does not fit: {size_text(before)} of this GPU's {size_text(_gpu()[1])} "
             "are taken "
             "by the weights and by what --max-num-seqs requests need; lower either"
         ) from None
@@ -92,7 +93,7 @@ def check_weights(needed: int, device: torch.device) -> None:
     while needed / times > ROOM_FOR_WEIGHTS * total:
         times *= 2
     raise ProcessFatal(
-        f"the weights take {room.size_text(needed)} and this GPU has {room.size_text(free)} free of {room.size_text(total)}: "
+        f"the weights take {size_text(needed)} and this GPU has {size_text(free)} free of {size_text(total)}: "
         + (
             "end what else runs on it"
             if needed <= ROOM_FOR_WEIGHTS * total

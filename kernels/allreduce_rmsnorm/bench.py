@@ -24,7 +24,7 @@ from meshlm.kernels.norm.kernel import add_rms_norm
 IN_A_GRAPH, REPLAYS, ROUNDS = 64, 20, 5
 
 
-def room_of(rank: int, size: int, rows: int, columns: int) -> tuple[kernel.Workspace, object]:
+def workspace_of(rank: int, size: int, rows: int, columns: int) -> tuple[kernel.Workspace, object]:
     """A room in symmetric memory, and what must be kept while it is used."""
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -70,7 +70,7 @@ def microseconds(graph: "torch.cuda.CUDAGraph") -> float:
     return float(begin.elapsed_time(end)) * 1e3 / (IN_A_GRAPH * REPLAYS)
 
 
-def right(rank: int, size: int, rows: int, columns: int, room: kernel.Workspace) -> bool:
+def right(rank: int, size: int, rows: int, columns: int, workspace: kernel.Workspace) -> bool:
     """Against the reference, several turns."""
     for turn in range(5):
         parts = [
@@ -79,7 +79,7 @@ def right(rank: int, size: int, rows: int, columns: int, room: kernel.Workspace)
         ]
         residual, weight = parts[0] * 0.5, torch.linspace(0.5, 1.5, columns).bfloat16().cuda()
         wanted, stream = reference.allreduce_rmsnorm(parts, residual, weight, 1e-5)
-        found = kernel.allreduce_rmsnorm(parts[rank], residual, weight, 1e-5, room)
+        found = kernel.allreduce_rmsnorm(parts[rank], residual, weight, 1e-5, workspace)
         if not torch.allclose(residual, stream, atol=0.05, rtol=0.02) or (found - wanted).abs().max() > 0.1:
             return False
     return True
@@ -88,18 +88,18 @@ def right(rank: int, size: int, rows: int, columns: int, room: kernel.Workspace)
 def measure(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    room, _kept = room_of(rank, size, max(arguments.rows), arguments.columns)
+    workspace, _kept = workspace_of(rank, size, max(arguments.rows), arguments.columns)
     weight = torch.ones(arguments.columns, dtype=torch.bfloat16, device="cuda")
     results = []
     for rows in arguments.rows:
         x, residual = torch.zeros(2, rows, arguments.columns, dtype=torch.bfloat16, device="cuda")
         graphs, result = {}, {"gpus": size, "rows": rows}
-        for name, upto in (("packets", room.rows), ("flags", 0)):
-            room.packet_rows = upto
-            result[f"{name}_right"] = right(rank, size, rows, arguments.columns, room)
+        for name, upto in (("packets", workspace.rows), ("flags", 0)):
+            workspace.packet_rows = upto
+            result[f"{name}_right"] = right(rank, size, rows, arguments.columns, workspace)
 
             def work(x: Tensor = x, residual: Tensor = residual) -> None:
-                kernel.allreduce_rmsnorm(x, residual, weight, 1e-5, room)
+                kernel.allreduce_rmsnorm(x, residual, weight, 1e-5, workspace)
 
             graphs[name] = graph_of(work)
         graphs["norm"] = graph_of(lambda x=x, residual=residual: add_rms_norm(x, residual, weight, 1e-5))

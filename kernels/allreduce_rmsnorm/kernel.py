@@ -150,7 +150,7 @@ def allreduce_rmsnorm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    room: Workspace,
+    workspace: Workspace,
     patience: int = FOR_EVER,
     sent: int | None = None,
 ) -> Tensor:
@@ -159,25 +159,25 @@ def allreduce_rmsnorm(
     sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last allreduce_rmsnorm.
     """
     rows, columns = x.shape
-    assert rows <= room.rows and columns == room.columns  # noqa: PT018
+    assert rows <= workspace.rows and columns == workspace.columns  # noqa: PT018
     out = torch.empty_like(residual)
     use_pdl = x.is_cuda and pdl.supported()
     options = {"launch_pdl": True} if use_pdl else {}
-    if sent is not None or (rows <= room.packet_rows and columns * x.dtype.itemsize % 4 == 0):
+    if sent is not None or (rows <= workspace.packet_rows and columns * x.dtype.itemsize % 4 == 0):
         count, pairs = words(columns, x.dtype), packets.pairs(x.dtype)
         block = triton.next_power_of_2(count)
         warps = min(16, max(4, block // 64))
-        wait = packets.wait(room.size, room.rows * count, pairs, max(1, block // (32 * warps)))
+        wait = packets.wait(workspace.size, workspace.rows * count, pairs, max(1, block // (32 * warps)))
         _by_packets[(rows,)](
-            *(t.view(torch.int32) for t in (x, residual, weight, out)), room.packets, room.turns, sent or 0, eps, patience,
-            RANK=room.rank, SIZE=room.size, ROWS=room.rows, WORDS=count, BLOCK=block, PAIRS=pairs, SENT=sent is not None,
+            *(t.view(torch.int32) for t in (x, residual, weight, out)), workspace.packets, workspace.turns, sent or 0, eps, patience,
+            RANK=workspace.rank, SIZE=workspace.size, ROWS=workspace.rows, WORDS=count, BLOCK=block, PAIRS=pairs, SENT=sent is not None,
             WAIT=wait if x.is_cuda else packets.PLAIN, PDL=use_pdl, num_warps=warps, **options,
         )  # fmt: skip
         return out
     block = triton.next_power_of_2(columns)
     _by_flags[(rows,)](
-        x, residual, weight, out, room.inboxes, room.flags, room.turns, columns, eps, patience,
-        RANK=room.rank, SIZE=room.size, ROWS=room.rows, BLOCK=block, PDL=use_pdl,
+        x, residual, weight, out, workspace.inboxes, workspace.flags, workspace.turns, columns, eps, patience,
+        RANK=workspace.rank, SIZE=workspace.size, ROWS=workspace.rows, BLOCK=block, PDL=use_pdl,
         num_warps=min(16, max(4, block // 256)), **options,
     )  # fmt: skip
     return out

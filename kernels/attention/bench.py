@@ -52,13 +52,13 @@ def bench_decode(n: int, context: int, shape: tuple[int, int, int], tune: bool) 
         choices += [(own, 32, 2, 3), (own, 32, 4, 3)]
     found = []
     for splits_, block_n, warps, stages in choices:
-        room = (
+        workspace = (
             torch.empty(n * heads * splits_ * dim, device="cuda"),
             torch.empty(n * heads * splits_ * 2, device="cuda"),
             torch.zeros(n * kv_heads, dtype=torch.int32, device="cuda"),
         )
 
-        def run(s: int = splits_, b: int = block_n, w: int = warps, g: int = stages, r: Any = room) -> None:
+        def run(s: int = splits_, b: int = block_n, w: int = warps, g: int = stages, r: Any = workspace) -> None:
             decode(query, cache[0], cache[1], at, dim**-0.5, out, r, s, rope=rope, block_n=b, warps=w, stages=g)
 
         try:

@@ -95,7 +95,7 @@ def time_decode(n: int, context: int, shape: tuple[int, int, int], multiprocesso
     query = torch.randn(n, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(n, heads, dim, device="cuda", dtype=torch.bfloat16)
     rope = Rope(torch.randn(context, dim, device="cuda"), None, 1e-6, heads)
-    room = (
+    workspace = (
         torch.empty(n * heads * MAX_SPLITS * dim, device="cuda"),
         torch.empty(n * heads * MAX_SPLITS * 2, device="cuda"),
         torch.zeros(n * kv_heads, dtype=torch.int32, device="cuda"),
@@ -108,7 +108,9 @@ def time_decode(n: int, context: int, shape: tuple[int, int, int], multiprocesso
             block_n, warps, stages = tile
 
             def run(s: int = splits, b: int = block_n, w: int = warps, g: int = stages) -> None:
-                decode(query, cache[0], cache[1], at, dim**-0.5, out, room, s, rope=rope, block_n=b, warps=w, stages=g)
+                decode(
+                    query, cache[0], cache[1], at, dim**-0.5, out, workspace, s, rope=rope, block_n=b, warps=w, stages=g
+                )
 
             if (splits, tile) not in by_launch:
                 by_launch[splits, tile] = timed(run, 10)

@@ -80,13 +80,13 @@ def _send(
 
 def send(ids: Tensor, table: Tensor, first: int, turn: Turn) -> Tensor:
     """ids int [1], table [rows, n] bfloat16, of ids from `first` on: an empty [1, n] that stands for the sum on its way."""
-    room, use_pdl = turn.room, table.is_cuda and pdl.supported()
+    workspace, use_pdl = turn.workspace, table.is_cuda and pdl.supported()
     rows, columns = table.shape
-    assert table.dtype == torch.bfloat16 and columns == room.columns and ids.shape == (1,)  # noqa: PT018
+    assert table.dtype == torch.bfloat16 and columns == workspace.columns and ids.shape == (1,)  # noqa: PT018
     words = columns // 2
     _send[(triton.cdiv(words, SENT),)](
-        ids, table.view(torch.int32), room.packets, room.turns, turn.nth, first, rows,
-        RANK=room.rank, SIZE=room.size, STRIDE=room.rows * words, WORDS=words, BLOCK=SENT, PDL=use_pdl,
+        ids, table.view(torch.int32), workspace.packets, workspace.turns, turn.nth, first, rows,
+        RANK=workspace.rank, SIZE=workspace.size, STRIDE=workspace.rows * words, WORDS=words, BLOCK=SENT, PDL=use_pdl,
         num_warps=4, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return torch.empty(1, columns, dtype=table.dtype, device=table.device)

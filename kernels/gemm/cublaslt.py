@@ -68,25 +68,25 @@ class Products:
         transposed = ctypes.c_int(1)
         self._do("MatmulDescSetAttribute", self._operation, TRANSPOSE_A, ctypes.byref(transposed), ctypes.c_size_t(4))
         self._do("MatmulPreferenceCreate", ctypes.byref(self._preference))
-        self._room = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        room = ctypes.c_void_p(self._room.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES)
-        self._workspaces = (ctypes.c_void_p(), ctypes.c_size_t(0)), room  # without and with
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        scratch = ctypes.c_void_p(self._workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES)
+        self._workspaces = (ctypes.c_void_p(), ctypes.c_size_t(0)), scratch  # without and with
         self._one, self._zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
         self._layouts: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
     def algorithms(self, m: int, n: int, k: int) -> list[Algorithm]:
         """Those that the heuristic names for these sizes, its favourite first; then those without a workspace, likewise."""
         found: dict[tuple[int, ...], Algorithm] = {}
-        for room in (WORKSPACE_BYTES, 0):
-            for algorithm in self._algorithms(m, n, k, room):
+        for scratch in (WORKSPACE_BYTES, 0):
+            for algorithm in self._algorithms(m, n, k, scratch):
                 found.setdefault(algorithm.config, algorithm)
         return list(found.values())
 
-    def _algorithms(self, m: int, n: int, k: int, room: int) -> list[Algorithm]:
+    def _algorithms(self, m: int, n: int, k: int, scratch: int) -> list[Algorithm]:
         found, count = (Found * MOST)(), ctypes.c_int()
         w, x, out = self._of(m, n, k)
         self._do(
-            "MatmulPreferenceSetAttribute", self._preference, MAX_WORKSPACE, ctypes.byref(ctypes.c_size_t(room)),
+            "MatmulPreferenceSetAttribute", self._preference, MAX_WORKSPACE, ctypes.byref(ctypes.c_size_t(scratch)),
             ctypes.c_size_t(8),
         )  # fmt: skip
         self._do(

@@ -155,7 +155,7 @@ _gemv_of_sum = triton.jit(
 class Turn(NamedTuple):
     """A sum over ranks: number `nth` behind the last allreduce_rmsnorm in the same room. bfloat16, an even number of columns."""
 
-    room: Workspace
+    workspace: Workspace
     nth: int
     patience: int = FOR_EVER
 
@@ -205,10 +205,10 @@ def _with_room(tile: list[int], inputs: int, lines: int) -> Tile:
     """The tile of a table, or less of it where that is of a GPU with more shared memory. lines: of the weight for each of BLOCK_N."""
     block_n, warps, stages, programs = tile
     line = lines * triton.next_power_of_2(inputs) * 2
-    room = shared_bytes() - BESIDE
-    while stages > 2 and block_n * line * (stages - 1) > room:
+    workspace = shared_bytes() - BESIDE
+    while stages > 2 and block_n * line * (stages - 1) > workspace:
         stages -= 1
-    while block_n > 1 and block_n * line * (stages - 1) > room:
+    while block_n > 1 and block_n * line * (stages - 1) > workspace:
         block_n //= 2
     return block_n, warps, stages, programs
 
@@ -250,18 +250,21 @@ def gemv(
     beside = [residual if residual is not None else x, norm if norm is not None else x, stream]
     turn, size, stride, wait = sends or receives, 1, 1, packets.PLAIN
     if turn is not None:
-        size, stride = turn.room.size, turn.room.rows * turn.room.columns // 2
-        assert x.dtype == torch.bfloat16 and (outputs if sends else inputs) == turn.room.columns  # noqa: PT018
+        size, stride = turn.workspace.size, turn.workspace.rows * turn.workspace.columns // 2
+        assert x.dtype == torch.bfloat16 and (outputs if sends else inputs) == turn.workspace.columns  # noqa: PT018
     if receives:
         beside = [t.view(torch.int32) for t in beside]
         if x.is_cuda:
-            wait = packets.wait(size, stride, True, max(1, block_k // (64 * warps)), (receives.room.rank + 1) % size)
+            wait = packets.wait(
+                size, stride, True, max(1, block_k // (64 * warps)), (receives.workspace.rank + 1) % size
+            )
     (_gemv_of_sum if receives else _gemv)[(min(blocks, per_sm * pdl.multiprocessors(x.device)),)](
         x, *beside[:2], weight, bias if bias is not None else x, out, beside[2],
-        turn.room.packets if turn else x, turn.room.turns if turn else x, turn.nth if turn else 0, blocks, eps,
+        turn.workspace.packets if turn else x, turn.workspace.turns if turn else x, turn.nth if turn else 0, blocks, eps,
         turn.patience if turn else 0,
         K=inputs, OUTPUTS=outputs, NORM=norm is not None, ADD=residual is not None, GATE=gate, BIAS=bias is not None,
-        SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.room.rank if turn else 0, SIZE=size, STRIDE=stride, WAIT=wait,
+        SENDS=sends is not None, RECEIVES=receives is not None, RANK=turn.workspace.rank if turn else 0,
+        SIZE=size, STRIDE=stride, WAIT=wait,
         BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, PDL=pdl.supported(), num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip
@@ -300,14 +303,14 @@ def side_by_side(out: Tensor, turn: Turn) -> Tensor:
     A room of its own, whose turns are the number, 1 at first, and 0. Its halves are as safe as those of sums: what is sent in turn
     t + 1 comes behind the sender's kernel of turn t.
     """
-    room, width = turn.room, out.shape[1]
-    words = room.columns // 2
+    workspace, width = turn.workspace, out.shape[1]
+    words = workspace.columns // 2
     use_pdl, warps = out.is_cuda and pdl.supported(), 4
     wait = packets.wait(1, words, True, WORDS_EACH // (32 * warps)) if out.is_cuda else packets.PLAIN
-    assert out.dtype == torch.bfloat16 and width % 2 == 0 and room.rows == 1  # noqa: PT018
-    _side_by_side[(triton.cdiv(words, WORDS_EACH), room.size)](
-        out.view(torch.int32), room.packets, room.turns, width // 2, turn.patience,
-        RANK=room.rank, WORDS=words, BLOCK=WORDS_EACH, STRIDE=words, SIZE=room.size, WAIT=wait, PDL=use_pdl,
+    assert out.dtype == torch.bfloat16 and width % 2 == 0 and workspace.rows == 1  # noqa: PT018
+    _side_by_side[(triton.cdiv(words, WORDS_EACH), workspace.size)](
+        out.view(torch.int32), workspace.packets, workspace.turns, width // 2, turn.patience,
+        RANK=workspace.rank, WORDS=words, BLOCK=WORDS_EACH, STRIDE=words, SIZE=workspace.size, WAIT=wait, PDL=use_pdl,
         num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

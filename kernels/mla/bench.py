@@ -50,16 +50,16 @@ class Decodes:
         self.absorbed = torch.randn(n, heads, RANK, device="cuda", dtype=torch.bfloat16)
         self.query = torch.randn(n, heads, NOPE + ROTARY, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty_like(self.absorbed)
-        self._room = torch.empty(0, device="cuda"), torch.empty(0, device="cuda")
+        self._workspace = torch.empty(0, device="cuda"), torch.empty(0, device="cuda")
 
     def run(self, tile: DecodeTile, layers: int | None = None) -> None:
         """All layers, or some."""
         n, heads = self.absorbed.shape[:2]
-        room = n * heads * tile.splits
-        if self._room[0].numel() < room * RANK:
-            self._room = torch.empty(room * RANK, device="cuda"), torch.empty(room * 2, device="cuda")
+        workspace = n * heads * tile.splits
+        if self._workspace[0].numel() < workspace * RANK:
+            self._workspace = torch.empty(workspace * RANK, device="cuda"), torch.empty(workspace * 2, device="cuda")
         for cache in self.caches[:layers]:
-            decode(self.absorbed, self.query, cache, self.at, 0.1, self.out, self._room, tile)
+            decode(self.absorbed, self.query, cache, self.at, 0.1, self.out, self._workspace, tile)
 
     def us(self, tile: DecodeTile) -> float:
         """Of one layer."""

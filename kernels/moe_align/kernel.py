@@ -81,8 +81,8 @@ def align(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor
     entries = experts.numel()
     most, chunks = most_tiles(entries, num_experts, block) * block, triton.cdiv(entries, CHUNK)
     sizes = [-(-size // ALIGNED) * ALIGNED for size in (most, entries, num_experts, chunks * num_experts)]
-    room = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
-    ids, positions, ends, counts = room.split(sizes)
+    workspace = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
+    ids, positions, ends, counts = workspace.split(sizes)
     block_e = triton.next_power_of_2(num_experts)
     _count[(chunks,)](
         experts, counts, ids, entries, most, EXPERTS=num_experts, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4

@@ -121,7 +121,7 @@ def sample(
     columns: tuple[Tensor, Tensor, Tensor],
     places: Tensor | None,
     state: Rows,
-    room: tuple[Tensor, Tensor, Tensor, Tensor],
+    scratch: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
 ) -> None:
     """logits [l, vocab]; columns rows, starts, ends int32 (kernels/prepare_inputs). out int32 [>= l] gets the ids.
@@ -134,11 +134,11 @@ def sample(
     chunks = triton.cdiv(vocab, CHUNK)
     named = places if places is not None else rows
     _partial[(lines, chunks)](
-        logits, logits.stride(0), vocab, named, rows, state.temperature, *room,
+        logits, logits.stride(0), vocab, named, rows, state.temperature, *scratch,
         PLACES=places is not None, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     _pick[(lines,)](
         logits, logits.stride(0), vocab, named, rows, starts, ends, state.temperature, state.seeds, state.prompt_lens,
-        *room, state.tokens, state.tokens.stride(0), out,
+        *scratch, state.tokens, state.tokens.stride(0), out,
         PLACES=places is not None, CHUNKS=chunks, WIDE=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip

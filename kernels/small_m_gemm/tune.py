@@ -84,27 +84,27 @@ class Layers:
         self.rope = Rope(torch.randn(CONTEXT, self.dim, device="cuda"), None, 1e-6, heads)
         self.tiles = decode_tiles(self.rows * kv_heads, 8192, self.caches.device, heads // kv_heads)
         splits = self.tiles[0]
-        self.room = (
+        self.workspace = (
             torch.empty(self.rows * heads * splits * self.dim, device="cuda"),
             torch.empty(self.rows * heads * splits * 2, device="cuda"),
             torch.zeros(self.rows * kv_heads, dtype=torch.int32, device="cuda"),
         )
         self.heads = torch.empty(self.rows, heads, self.dim, **make)
-        self.stream = torch.zeros(self.rows, self.config["hidden_size"], **make)
+        self.residual = torch.zeros(self.rows, self.config["hidden_size"], **make)
         self.norm = torch.ones(self.config["hidden_size"], **make)
-        self.x = torch.randn_like(self.stream)
+        self.x = torch.randn_like(self.residual)
 
     def run(self, choice: Choice) -> None:
         x = self.x
         for weight, cache in zip(self.weights, self.caches, strict=True):
-            qkv = self._product("qkv", add_rms_norm(x, self.stream, self.norm, 1e-6), weight, choice)
+            qkv = self._product("qkv", add_rms_norm(x, self.residual, self.norm, 1e-6), weight, choice)
             splits, block_n, warps, stages = self.tiles
             decode(
-                qkv, cache[0], cache[1], self.at, self.dim**-0.5, self.heads, self.room, splits, rope=self.rope,
+                qkv, cache[0], cache[1], self.at, self.dim**-0.5, self.heads, self.workspace, splits, rope=self.rope,
                 block_n=block_n, warps=warps, stages=stages,
             )  # fmt: skip
             x = self._product("o", self.heads.flatten(1), weight, choice)
-            hidden = self._product("gate_up", add_rms_norm(x, self.stream, self.norm, 1e-6), weight, choice)
+            hidden = self._product("gate_up", add_rms_norm(x, self.residual, self.norm, 1e-6), weight, choice)
             hidden = hidden if choice.get("gate_up") else silu_mul(hidden)
             x = self._product("down", hidden, weight, choice)
 

@@ -52,7 +52,7 @@ def bench(kind: str, lines: int, case: str, tune: bool) -> dict[str, Any]:
         torch.full((lines,), top_p, device="cuda"),
     )
     rows = torch.arange(lines, dtype=torch.int32, device="cuda")
-    room = workspace(lines, VOCAB, logits.dtype, logits.device)
+    scratch = workspace(lines, VOCAB, logits.dtype, logits.device)
 
     def copy() -> None:
         logits.copy_(fresh)
@@ -72,7 +72,7 @@ def bench(kind: str, lines: int, case: str, tune: bool) -> dict[str, Any]:
 
         def run(choice: dict[str, int] = choice) -> None:
             copy()
-            top_k_top_p(logits, rows, None, state, room, **choice)
+            top_k_top_p(logits, rows, None, state, scratch, **choice)
 
         found.append((microseconds(run) - copying, choice))
     own = found[0][0]

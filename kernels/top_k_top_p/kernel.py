@@ -233,7 +233,7 @@ def top_k_top_p(
     rows: Tensor,
     places: Tensor | None,
     state: Limits,
-    room: tuple[Tensor, Tensor],
+    scratch: tuple[Tensor, Tensor],
     *,
     block: int = 8192,
     tile: int = 256,
@@ -248,10 +248,10 @@ def top_k_top_p(
     """
     lines, vocab = logits.shape
     group = _group(vocab)
-    groups = room[0].shape[1]
+    groups = scratch[0].shape[1]
     _top_k_top_p[(lines,)](
         logits, logits.stride(0), vocab, places if places is not None else rows, rows,
-        state.temperature, state.min_p, state.top_k, state.top_p, *room, groups,
+        state.temperature, state.min_p, state.top_k, state.top_p, *scratch, groups,
         PLACES=places is not None, SPARE=SPARE_BITS[logits.dtype], GROUP=group, WIDE=triton.next_power_of_2(groups),
         BLOCK=block, TILE=tile, STAGES=stages, num_warps=warps,
         maxnreg=max(64, 1024 // warps),  # two programs fit

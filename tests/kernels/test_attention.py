@@ -173,10 +173,10 @@ def test_decode(shape: tuple[int, int, int], splits: int, window: int, dtype: to
     at.rows, at.starts = torch.cat((at.rows, at.rows[:1])), torch.cat((at.starts, at.starts[:1]))
     at.n += 1
     heads, _, dim = shape
-    room = workspace(6, heads, splits, dim)
+    scratch = workspace(6, heads, splits, dim)
     out = torch.full((6, heads, dim), 7.0, device=DEVICE, dtype=dtype)
     extras = Extras(window=window)
-    decode(query, keys, values, at, 0.125, out, room, splits, extras, block_n=32)
+    decode(query, keys, values, at, 0.125, out, scratch, splits, extras, block_n=32)
     at.n -= 1
     near(out[:5], attention(query, keys, values, at, 0.125, extras), dtype, 2)
     assert (out[5] == 7.0).all()
@@ -192,8 +192,8 @@ def test_soft_cap_and_sinks(splits: int) -> None:
     for qkv in (None, step_of(keys, values, at, 4)):
         prefill(query, keys, values, at, 0.5, out, extras=extras, qkv=qkv, tiles=(16, 32, 4, 2))
         near(out, expected, torch.float32, 2)
-    room = workspace(3, 4, splits, 64)
-    decode(query, keys, values, at, 0.5, out, room, splits, extras, block_n=32)
+    scratch = workspace(3, 4, splits, 64)
+    decode(query, keys, values, at, 0.5, out, scratch, splits, extras, block_n=32)
     near(out, expected, torch.float32, 2)
     assert not torch.allclose(expected, attention(query, keys, values, at, 0.5, PLAIN))
 
@@ -217,13 +217,13 @@ def test_decode_that_rotates_itself(shape: tuple[int, int, int], splits: int, no
     query = rope_cache(qkv.clone(), positions, slots, table, norms, 1e-6, expected_keys, expected_values, heads)
     expected = attention(query, expected_keys, expected_values, at, 0.125)
     out = torch.empty(4, heads, dim, device=DEVICE, dtype=dtype)
-    room = workspace(4, heads, splits, dim)
+    scratch = workspace(4, heads, splits, dim)
     rope = Rope(table, norms, 1e-6, heads)
-    decode(qkv, keys, values, at, 0.125, out, room, splits, rope=rope)
+    decode(qkv, keys, values, at, 0.125, out, scratch, splits, rope=rope)
     near(keys, expected_keys, dtype)
     assert torch.equal(values, expected_values)
     near(out, expected, dtype, 2)
-    assert not room[2].any()
+    assert not scratch[2].any()
 
 
 FP8 = Extras(k_scale=0.5, v_scale=0.25)

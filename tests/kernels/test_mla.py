@@ -99,11 +99,11 @@ def test_decode(shape: tuple[int, int, int, int], tile: DecodeTile, dtype: torch
     step = Step([(0, 1), (36, 1), (4, 3), (50, 1), (63, 1)], shape, dtype)
     heads, _, rank, _ = shape
     out = torch.full_like(step.absorbed, torch.nan)
-    room = (
+    workspace = (
         torch.full((5, heads, tile.splits, rank), torch.nan, device=DEVICE),
         torch.full((5, heads, tile.splits, 2), torch.nan, device=DEVICE),
     )
-    decode(step.absorbed, step.query, step.cache, step.at, step.scale, out, room, tile)
+    decode(step.absorbed, step.query, step.cache, step.at, step.scale, out, workspace, tile)
     decodes = [0, 1, 5, 6]
     near(out[decodes], step.expected()[0][decodes], dtype, 2)
     assert bool(out[2:5].isnan().all())

@@ -34,8 +34,8 @@ def top_k_top_p(logits: Tensor, parameters: list[Parameters]) -> Tensor:
     out = logits.clone()
     lines, vocab = logits.shape
     rows = torch.arange(lines, dtype=torch.int32, device=DEVICE)
-    room = kernel.workspace(lines, vocab, logits.dtype, DEVICE)
-    kernel.top_k_top_p(out, rows, None, limits(parameters), room, **SHAPES)
+    scratch = kernel.workspace(lines, vocab, logits.dtype, DEVICE)
+    kernel.top_k_top_p(out, rows, None, limits(parameters), scratch, **SHAPES)
     return out
 
 

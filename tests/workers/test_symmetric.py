@@ -27,10 +27,10 @@ class Peers:
     def meet(self) -> None:
         self.barrier.wait(LIMIT_S)
 
-    def sum(self, kind: str, room: Tensor, out: Tensor) -> None:
+    def sum(self, kind: str, workspace: Tensor, out: Tensor) -> None:
         self.used.add(kind)
         self.meet()
-        count = room.numel()
+        count = workspace.numel()
         total = torch.stack([mine[0][:count] for mine in self.buffers]).sum(0)
         self.meet()
         out.copy_(torch.zeros_like(out) if kind == self.wrong else total.view(out.shape))
@@ -75,12 +75,12 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         found.meet()
         return mine[-1], Handle(found, len(mine) - 1)
 
-    def one_shot(room: Tensor, x: Tensor, operation: str, name: str, out: Tensor) -> None:
-        room.copy_(x)
-        found.sum("one-shot", room, out)
+    def one_shot(workspace: Tensor, x: Tensor, operation: str, name: str, out: Tensor) -> None:
+        workspace.copy_(x)
+        found.sum("one-shot", workspace, out)
 
-    def two_shot(room: Tensor, operation: str, name: str, out: Tensor) -> None:
-        found.sum("two-shot", room, out)
+    def two_shot(workspace: Tensor, operation: str, name: str, out: Tensor) -> None:
+        found.sum("two-shot", workspace, out)
 
     monkeypatch.setattr(symmetric.Symmetric, "_shared", shared)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -115,7 +115,7 @@ def test_sums_by_size_and_gathering_in_parts(peers: Peers, monkeypatch: pytest.M
     assert not any(one.fused for one in made)
     x = torch.ones(1, 4096)
     assert made[0].allreduce_rmsnorm(x, x, x[0], 1e-6) is None
-    assert all(bool((one.room.turns == symmetric.FRESH_TURN).all()) for one in made), (
+    assert all(bool((one.workspace.turns == symmetric.FRESH_TURN).all()) for one in made), (
         "the same on all, whatever went wrong"
     )
     for rows, kind in ((2, "one-shot"), (60, "two-shot"), (200, "nccl")):

@@ -14,7 +14,7 @@ class AuxStream:
         self._here = device.type == "cuda"
         if self._here:
             cuda: Any = torch.cuda  # typed in some versions of torch only
-            self._stream = cuda.Stream(device)
+            self._cuda_stream = cuda.Stream(device)
             self._begun, self._ended = cuda.Event(), cuda.Event()
 
     def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:
@@ -27,11 +27,11 @@ class AuxStream:
             first()
             second()
             return
-        current = torch.cuda.current_stream(self._stream.device)
+        current = torch.cuda.current_stream(self._cuda_stream.device)
         self._begun.record(current)
         first()
-        self._stream.wait_event(self._begun)
-        with torch.cuda.stream(self._stream):
+        self._cuda_stream.wait_event(self._begun)
+        with torch.cuda.stream(self._cuda_stream):
             second()
-            self._ended.record(self._stream)
+            self._ended.record(self._cuda_stream)
         current.wait_event(self._ended)

@@ -120,7 +120,7 @@ class TritonAttention:
         group = heads.num_heads // heads.num_kv_heads
         tiles = decode_tiles(requests * heads.num_kv_heads, self._longest, query.device, group)
         splits, block_n, warps, stages = tile_of_head(tiles, heads.head_dim)
-        room = self._workspace.of(requests, (heads.num_heads, heads.num_kv_heads), splits, heads.head_dim)
+        scratch = self._workspace.of(requests, (heads.num_heads, heads.num_kv_heads), splits, heads.head_dim)
         decode(
             query,
             cache.keys,
@@ -128,7 +128,7 @@ class TritonAttention:
             self._decodes[cache.group],
             scale,
             out,
-            room,
+            scratch,
             splits,
             extras,
             rope,

@@ -124,8 +124,8 @@ class TritonLatentAttention:
         """Those of the first `num` requests that have one token."""
         first = Columns(columns.rows, columns.starts, columns.ends, num, columns.blocks)
         tile = decode_tile(num, heads.num_heads, query.device)
-        room = self._workspace.of(num, heads.num_heads, tile.splits, heads.rank)
-        decode(absorbed, query, cache, first, scale, out, room, tile)
+        scratch = self._workspace.of(num, heads.num_heads, tile.splits, heads.rank)
+        decode(absorbed, query, cache, first, scale, out, scratch, tile)
 
     def _context(
         self, query: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float

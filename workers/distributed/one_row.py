@@ -21,21 +21,21 @@ from meshlm.kernels.packets import FOR_EVER
 class OneRow:
     """All ranks make the same calls. At most one sum is on its way."""
 
-    def __init__(self, room: Workspace, share: Callable[[int], Tensor]) -> None:
+    def __init__(self, workspace: Workspace, share: Callable[[int], Tensor]) -> None:
         """share: so many int64 zeros of each rank, that all can reach; their addresses by rank. Collective."""
-        self.room, self._share, self.patience = room, share, FOR_EVER
+        self.workspace, self._share, self.patience = workspace, share, FOR_EVER
         self._heads: dict[int, Workspace] = {}  # by columns of a rank
         self._nth = 0  # of the next sum, behind the last allreduce_rmsnorm
         self._in_flight = False  # that sum was sent and has not been received
-        self._zeros = torch.zeros(1, room.columns, dtype=torch.bfloat16, device=room.turns.device)
+        self._zeros = torch.zeros(1, workspace.columns, dtype=torch.bfloat16, device=workspace.turns.device)
 
     def send(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """x W^T + b, this rank's term of a sum; what is returned has the sum's shape and no content. None: not for this size."""
         assert not self._in_flight, "the sum before has not been received"
-        if not pays(weight, x.shape[0]) or weight.shape[0] != self.room.columns:
+        if not pays(weight, x.shape[0]) or weight.shape[0] != self.workspace.columns:
             assert self._nth == 0, "the allreduce_rmsnorm that does this one would count its turn from 0"
             return None
-        sent, _ = gemv(x, weight, bias, sends=Turn(self.room, self._nth))
+        sent, _ = gemv(x, weight, bias, sends=Turn(self.workspace, self._nth))
         self._in_flight = True
         return sent
 
@@ -46,7 +46,7 @@ class OneRow:
         """
         self._nth = 0
         self._in_flight = True
-        return embedding.send(ids, table, first, Turn(self.room, self._nth))
+        return embedding.send(ids, table, first, Turn(self.workspace, self._nth))
 
     def norm_linear(
         self,
@@ -62,7 +62,7 @@ class OneRow:
         residual = self._zeros if residual is None else residual
         if not pays(weight, 1) or (gate and bias is not None):
             return None
-        turn = Turn(self.room, self._nth, self.patience)
+        turn = Turn(self.workspace, self._nth, self.patience)
         found = gemv(x, weight, bias, norm=norm[0], residual=residual, eps=norm[1], gate=gate, receives=turn)
         self._in_flight, self._nth = False, self._nth + 1
         return found
@@ -70,7 +70,7 @@ class OneRow:
     def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += the sum in flight, whose shape x has; the norm of that."""
         assert self._in_flight, "no sum was sent"
-        found = allreduce_rmsnorm(x, residual, weight, eps, self.room, self.patience, sent=self._nth)
+        found = allreduce_rmsnorm(x, residual, weight, eps, self.workspace, self.patience, sent=self._nth)
         self._in_flight, self._nth = False, 0
         return found
 
@@ -89,10 +89,10 @@ class OneRow:
         if hidden.shape[0] != 1 or each % 2 or width % 2 or not pays(weight, 1):
             return None
         if each not in self._heads:
-            addresses = self._share(2 * self.room.size * each // 2)
+            addresses = self._share(2 * self.workspace.size * each // 2)
             turns = torch.tensor([1, 0], dtype=torch.int32, device=addresses.device)
             three = (addresses, addresses, addresses)
-            self._heads[each] = Workspace(self.room.rank, self.room.size, 1, each, three, turns, 1)
+            self._heads[each] = Workspace(self.workspace.rank, self.workspace.size, 1, each, three, turns, 1)
         turn = Turn(self._heads[each], 0, self.patience)
         gemv(hidden, weight, sends=turn)
         whole = out if out is not None else torch.empty(1, width, dtype=hidden.dtype, device=hidden.device)

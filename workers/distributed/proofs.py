@@ -69,7 +69,7 @@ def norms(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> 
     size, device = shard.tp_size, made.device
     weight = torch.ones(columns, dtype=dtype, device=device)
     steps = torch.arange(columns, device=device) % 8
-    for rows in (1, FUSED_ROWS, 2, 1, made.room.packet_rows, 1):
+    for rows in (1, FUSED_ROWS, 2, 1, made.workspace.packet_rows, 1):
         x = (steps + shard.tp_rank).to(dtype).repeat(rows, 1)
         residual = torch.ones(rows, columns, dtype=dtype, device=device)
         normed = made.allreduce_rmsnorm(x, residual, weight, 1e-6)

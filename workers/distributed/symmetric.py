@@ -53,10 +53,10 @@ class Symmetric:
         count = min(widest[0] * widest[1], BUFFER_BYTES // dtype.itemsize)
         self._buffer, self._handle = self._shared(-(-count // 1024) * 1024, dtype)
         self._patience, self.fused = TEST_POLLS, True
-        self._make_room(dtype, widest[1])
+        self._make_workspace(dtype, widest[1])
         self.one_row: OneRow | None = None
         if dtype == torch.bfloat16 and widest[1] % 2 == 0:
-            self.one_row = OneRow(self.room, self._packets)
+            self.one_row = OneRow(self.workspace, self._packets)
             self.one_row.patience = TEST_POLLS
 
     def _shared(self, count: int, dtype: torch.dtype) -> "tuple[Tensor, object]":
@@ -76,7 +76,7 @@ class Symmetric:
         self._keep.append((memory, handle))
         return self._addresses(handle)
 
-    def _make_room(self, dtype: torch.dtype, columns: int) -> None:
+    def _make_workspace(self, dtype: torch.dtype, columns: int) -> None:
         rows, two_halves = FUSED_ROWS, 2 * self._size * FUSED_ROWS
         self._keep = [
             self._shared(two_halves * kernel.words(columns, dtype), torch.int64),
@@ -85,7 +85,7 @@ class Symmetric:
         ]
         packets, inboxes, flags = (self._addresses(handle) for _, handle in self._keep)
         turns = torch.ones(rows, dtype=torch.int32, device=self.device)
-        self.room = kernel.Workspace(
+        self.workspace = kernel.Workspace(
             self._rank, self._size, rows, columns, (packets, inboxes, flags), turns, PACKET_ROWS[self._size]
         )
         torch.cuda.synchronize()  # all is zero before this rank says so to the others
@@ -98,7 +98,7 @@ class Symmetric:
             self.one_row.patience = FOR_EVER
         if not one_row:
             self.one_row = None
-            self.room.turns.fill_(FRESH_TURN)  # who gave up in the middle has counted other turns than the rest
+            self.workspace.turns.fill_(FRESH_TURN)  # who gave up in the middle has counted other turns than the rest
 
     def _fits(self, x: Tensor) -> bool:
         return (
@@ -111,20 +111,25 @@ class Symmetric:
         if not self._fits(x):
             return self._plain.all_reduce(x)
         x = x.contiguous()
-        room = self._buffer[: x.numel()].view(x.shape)
+        workspace = self._buffer[: x.numel()].view(x.shape)
         if x.numel() * x.element_size() <= self._one_shot_bytes:
             out = torch.empty_like(x)
-            torch.ops.symm_mem.one_shot_all_reduce_copy_out(room, x, "sum", self._name, out)
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(workspace, x, "sum", self._name, out)
             return out
-        room.copy_(x)
-        torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._name, x)
+        workspace.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(workspace, "sum", self._name, x)
         return x
 
     def allreduce_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        room = self.room
-        if not self.fused or x.shape[0] > room.rows or x.shape[1] != room.columns or x.dtype != self._buffer.dtype:
+        workspace = self.workspace
+        if (
+            not self.fused
+            or x.shape[0] > workspace.rows
+            or x.shape[1] != workspace.columns
+            or x.dtype != self._buffer.dtype
+        ):
             return None
-        return kernel.allreduce_rmsnorm(x, residual, weight, eps, room, self._patience)
+        return kernel.allreduce_rmsnorm(x, residual, weight, eps, workspace, self._patience)
 
     def gather(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         rows, each = x.shape

@@ -30,11 +30,11 @@ class Compute:
         shard: Shard,
         inputs: Inputs,
         head: Head,
-        stream: Tensor,
+        intermediate_tensors: Tensor,
     ) -> None:
-        """stream [t, hidden]: where a stage finds what the one before passes on, and leaves what the next one takes."""
+        """intermediate_tensors [t, hidden]: a stage finds here what the one before passes on, and leaves what the next one takes."""
         self._model, self._attention, self._block_size, self._shard = model, attention, block_size, shard
-        self._inputs, self._head, self._stream = inputs, head, stream
+        self._inputs, self._head, self._intermediate_tensors = inputs, head, intermediate_tensors
         self.caches: list[LayerCache] = []
         self.turns: Turns | None = None  # of halves of steps, where tokens travel
 
@@ -65,10 +65,12 @@ class Compute:
         self._model.idle()
 
     def forward(self, batch: StepInputs) -> Tensor:
-        """This stage's part of the model; what it passes on is in the stream afterwards."""
-        stream = self._stream[: len(batch.input_ids)]
+        """This stage's layers; what it passes on is in the intermediate tensors afterwards."""
+        intermediate_tensors = self._intermediate_tensors[: len(batch.input_ids)]
         attention = self._attention.step(batch, self._block_size)
-        hidden: Tensor = self._model(batch, self.caches, attention, None if self._shard.is_first else stream)
+        hidden: Tensor = self._model(
+            batch, self.caches, attention, None if self._shard.is_first else intermediate_tensors
+        )
         if not self._shard.is_last:
-            stream.copy_(hidden)
+            intermediate_tensors.copy_(hidden)
         return hidden

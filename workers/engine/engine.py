@@ -71,9 +71,11 @@ class ModelEngine:
         self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
         if self.together is not None:
             self.model.share_experts(self.together.experts, config.experts.all2all_backend)
-        self._stream = torch.empty(0)  # pipelines: where the stage before writes, and what the next one takes
+        self._intermediate_tensors = torch.empty(
+            0
+        )  # pipelines: where the stage before writes, and what the next one takes
         if not (self.shard.is_first and self.shard.is_last):
-            self._stream = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
+            self._intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last
         self.layout = KVLayout(
             resolved.spec, self._block_size, resolved.max_model_len, self._cache_dtype, placement.shard
@@ -84,7 +86,7 @@ class ModelEngine:
         self.pooler = Pooler()
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
-            self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._stream
+            self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._intermediate_tensors
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
         self.graphs, self.captures = kit.graphs(self)
@@ -197,7 +199,7 @@ class ModelEngine:
         key, cut = self._course(step, plan, "prompt_logprobs" if len(wanted) else "pooling" if pooling else "")
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
-            self.comm.receive(self._stream[: step.t])
+            self.comm.receive(self._intermediate_tensors[: step.t])
         if key is not None:
             self.graphs.prepare(key)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
@@ -213,7 +215,7 @@ class ModelEngine:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
                 pooled = self.pooler.pool(hidden, pooling)
         if not self.shard.is_last:
-            self.comm.send(self._stream[: step.t])
+            self.comm.send(self._intermediate_tensors[: step.t])
         found: list[Details] = []
         if self.shard.is_last and len(places):
             found = self.head.finish(self.rows.sample_rows(step, places), places)

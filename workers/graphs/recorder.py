@@ -15,16 +15,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._stream: Any = None
+        self._cuda_stream: Any = None
         self._broken: list[torch.cuda.CUDAGraph] = []  # whose captures could not be ended: an allocator knows them
 
     def record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Not by torch.cuda.graph: that waits for the device, collects garbage and empties the allocator's cache for every graph."""
         make: Any = torch.cuda.Stream  # typed in some versions of torch only
-        self._stream = self._stream or make()
+        self._cuda_stream = self._cuda_stream or make()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._cuda_stream):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 launch()
@@ -46,4 +46,4 @@ class Recorder:
             with contextlib.suppress(RuntimeError):  # it was told
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._broken.append(graph)
-            self._pool = self._stream = None
+            self._pool = self._cuda_stream = None

@@ -39,20 +39,20 @@ class CompiledParts:
             return F.rms_norm(x, weight.shape, weight, eps)
 
         def first(ids: Tensor, table: Tensor, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
-            stream = F.embedding(ids, table)
-            return F.linear(norm(stream, weight), *qkv), stream
+            residual = F.embedding(ids, table)
+            return F.linear(norm(residual, weight), *qkv), residual
 
-        def block(out: Tensor, stream: Tensor, o: Weights, weight: Tensor, gate_up: Weights, down: Weights) -> Tensor:
-            stream = stream + F.linear(out, *o)
-            gate, up = F.linear(norm(stream, weight), *gate_up).chunk(2, dim=-1)
-            return stream + F.linear(act(gate) * up, *down)
+        def block(out: Tensor, residual: Tensor, o: Weights, weight: Tensor, gate_up: Weights, down: Weights) -> Tensor:
+            residual = residual + F.linear(out, *o)
+            gate, up = F.linear(norm(residual, weight), *gate_up).chunk(2, dim=-1)
+            return residual + F.linear(act(gate) * up, *down)
 
-        def between(out: Tensor, stream: Tensor, own: Any, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
-            stream = block(out, stream, *own)
-            return F.linear(norm(stream, weight), *qkv), stream
+        def between(out: Tensor, residual: Tensor, own: Any, weight: Tensor, qkv: Weights) -> tuple[Tensor, Tensor]:
+            residual = block(out, residual, *own)
+            return F.linear(norm(residual, weight), *qkv), residual
 
-        def last(out: Tensor, stream: Tensor, own: Any, weight: Tensor) -> Tensor:
-            return norm(block(out, stream, *own), weight)
+        def last(out: Tensor, residual: Tensor, own: Any, weight: Tensor) -> Tensor:
+            return norm(block(out, residual, *own), weight)
 
         self._first, self._between, self._last = (
             compiler(part, fullgraph=True, dynamic=False) for part in (first, between, last)
@@ -63,7 +63,7 @@ class CompiledParts:
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         assert model.embed is not None and model.norm is not None  # noqa: PT018
         ids = _dynamic(batch.input_ids)
-        qkv, stream = self._first(
+        qkv, residual = self._first(
             ids, model.embed.weight, layers[0].input_norm.weight, _weights(layers[0].attention.qkv)
         )
         for nth, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
@@ -77,10 +77,10 @@ class CompiledParts:
             )
             if nth + 1 < len(layers):
                 after = layers[nth + 1]
-                qkv, stream = self._between(
-                    out, _dynamic(stream), own, after.input_norm.weight, _weights(after.attention.qkv)
+                qkv, residual = self._between(
+                    out, _dynamic(residual), own, after.input_norm.weight, _weights(after.attention.qkv)
                 )
-        found: Tensor = self._last(out, _dynamic(stream), own, model.norm.weight)
+        found: Tensor = self._last(out, _dynamic(residual), own, model.norm.weight)
         return found
 
 

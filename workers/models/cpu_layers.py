@@ -40,13 +40,13 @@ class CpuLayers:
         assert model.embed is not None
         assert model.norm is not None
         spec = model.spec
-        stream = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
+        residual = model.ops.rows(batch.input_ids, model.embed.weight, spec.hidden_size)
         spans = attention.spans(spec.num_attention_heads, spec.num_key_value_heads)
         places = Places(batch.positions, batch.slot_mapping, batch.block_tables, spans)
         own = [LayerPages(cache.keys, cache.values, cache.group) for cache in caches]
         with record_function("meshlm::layers"):  # the profiler sees operations of torch, and this is none
-            x, stream = self._layers.run(stream, places, model.rope, own)
-        return model.ops.add_rms_norm(x, stream, model.norm.weight, model.norm.eps)
+            x, residual = self._layers.run(residual, places, model.rope, own)
+        return model.ops.add_rms_norm(x, residual, model.norm.weight, model.norm.eps)
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:

@@ -125,8 +125,8 @@ def workspaces(shapes: tuple[WorkspaceShape, ...], device: torch.device) -> tupl
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
-    room = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    workspace = torch.empty(starts[-1], dtype=torch.uint8, device=device)
     return tuple(
-        room[start : start + size].view(dtype).view(shape)
+        workspace[start : start + size].view(dtype).view(shape)
         for (shape, dtype), start, size in zip(shapes, starts, sizes, strict=False)
     )

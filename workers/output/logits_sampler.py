@@ -42,7 +42,7 @@ class LogitsSampler:
         self._order = torch.arange(count, dtype=torch.int32, device=device)
         self._counts = penalties.workspace(lines, vocab, device)
         self._top_k_top_p_workspace = truncation.workspace(lines, vocab, dtype, device)
-        self._room = sampling.workspace(lines, vocab, device)
+        self._workspace = sampling.workspace(lines, vocab, device)
         of = rows.sampling
         self._sampling = sampling.Rows(of.temperature, of.seeds, of.prompt_lens, rows.tokens)
         self._limits = truncation.Limits(of.temperature, of.min_p, of.top_k, of.top_p)
@@ -77,7 +77,7 @@ class LogitsSampler:
         lens, tokens = self._sampling.prompt_lens, self._sampling.tokens
         penalties.penalise(logits, columns, places, self._penalties, self._edits, lens, tokens, self._counts)
         truncation.top_k_top_p(logits, columns[0], some, self._limits, self._top_k_top_p_workspace)
-        sampling.sample(logits, columns, some, self._sampling, self._room, out)
+        sampling.sample(logits, columns, some, self._sampling, self._workspace, out)
 
     def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
         self.by_torch(at, self._rows.table)

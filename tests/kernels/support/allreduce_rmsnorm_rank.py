@@ -31,7 +31,7 @@ def of_rank(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
 
 
-def room_of(rank: int, memory: list[list[torch.Tensor]]) -> kernel.Workspace:
+def workspace_of(rank: int, memory: list[list[torch.Tensor]]) -> kernel.Workspace:
     """memory: packets, inboxes and flags of each rank."""
     addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in zip(*memory, strict=True)]
     turns = torch.full((ROWS,), FIRST_TURN, dtype=torch.int32)
@@ -43,12 +43,12 @@ def room_of(rank: int, memory: list[list[torch.Tensor]]) -> kernel.Workspace:
 def run_rank(rank: int, memory: list[list[torch.Tensor]], dtype: torch.dtype, answers: Any) -> None:
     torch.set_num_threads(1)
     chance = random.Random(rank)
-    room = room_of(rank, memory)
+    workspace = workspace_of(rank, memory)
     found = []
     for call in range(CALLS):
         x, residual = of_rank(rank, call, dtype), of_rank(7, call, dtype)
         if chance.random() < 0.3:
             time.sleep(chance.random() * LATE_S)  # a rank that comes late; the others may be a turn ahead by then
-        normed = kernel.allreduce_rmsnorm(x, residual, torch.linspace(0.5, 1.5, COLUMNS).to(dtype), 1e-5, room)
+        normed = kernel.allreduce_rmsnorm(x, residual, torch.linspace(0.5, 1.5, COLUMNS).to(dtype), 1e-5, workspace)
         found.append((normed.tolist(), residual.tolist()))
     answers.put((rank, found))

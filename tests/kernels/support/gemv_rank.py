@@ -5,7 +5,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from allreduce_rmsnorm_rank import COLUMNS, LATE_S, ROWS, room_of
+from allreduce_rmsnorm_rank import COLUMNS, LATE_S, ROWS, workspace_of
 
 from meshlm.kernels.allreduce_rmsnorm import kernel as sums
 from meshlm.kernels.allreduce_rmsnorm import reference as sums_reference
@@ -76,7 +76,7 @@ def wanted(size: int) -> list[list[torch.Tensor]]:
 
 def run_rank(rank: int, memory: list[list[torch.Tensor]], answers: Any) -> None:
     torch.set_num_threads(1)
-    size, chance, room = len(memory), random.Random(rank), room_of(rank, memory)
+    size, chance, workspace = len(memory), random.Random(rank), workspace_of(rank, memory)
 
     def dawdle() -> None:
         if chance.random() < 0.3:
@@ -87,17 +87,17 @@ def run_rank(rank: int, memory: list[list[torch.Tensor]], answers: Any) -> None:
         stream = random_of(step, 1, COLUMNS)
         for nth, one in enumerate(sums_of_step):
             dawdle()
-            turn = kernel.Turn(room, nth)
+            turn = kernel.Turn(workspace, nth)
             bias = one.bias if rank == 0 else None
             x, _ = kernel.gemv(one.x[rank], one.weights[rank], bias, sends=turn, shape=(2, 4, 2, 1))
             dawdle()
             if one.following is None:
-                out = sums.allreduce_rmsnorm(x, stream, NORM, EPS, room, sent=nth)
+                out = sums.allreduce_rmsnorm(x, stream, NORM, EPS, workspace, sent=nth)
             else:
                 options: dict[str, Any] = {"norm": NORM, "residual": stream, "eps": EPS, "gate": one.gate}
                 out, stream = kernel.gemv(x, one.following, receives=turn, shape=(4, 4, 2, 1), **options)
             found.append([out.float().tolist(), stream.float().tolist()])
         for rows in (1, ROWS)[: step % 3]:  # steps of other numbers of rows between, by packets and by flags
             many = random_of(step, rows, COLUMNS)
-            sums.allreduce_rmsnorm(many, many.clone(), NORM, EPS, room)
+            sums.allreduce_rmsnorm(many, many.clone(), NORM, EPS, workspace)
     answers.put((rank, found))
