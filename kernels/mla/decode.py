@@ -13,11 +13,12 @@ from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.mla.kernel import ask_for, latent_tile, latent_tile_of_lines
 from meshlm.kernels.mla.tiles import DecodeTile
 
+REGISTERS = 128  # of a thread, where two programs of 8 warps share a multiprocessor
 COMBINED = 8192  # numbers of the parts that a program combines
 
 
 @triton.jit
-def _share(request, split, rows, starts, ends, blocks, blocks_stride, splits, BLOCK_N: tl.constexpr):
+def share(request, split, rows, starts, ends, blocks, blocks_stride, splits, BLOCK_N: tl.constexpr):
     """First token of the step, tokens, block table, first and last line of this split, splits that have lines."""
     before = tl.load(ends + request - 1, mask=request > 0, other=0)
     count = tl.load(ends + request) - before
@@ -40,7 +41,7 @@ def _decode(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     group, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    before, count, table, first, last, used = _share(
+    before, count, table, first, last, used = share(
         request, split, rows, starts, ends, blocks, blocks_stride, splits, BLOCK_N
     )
     if ASKS:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
@@ -93,7 +94,7 @@ def _combine(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head, request = tl.program_id(0), tl.program_id(1)
-    before, count, _, _, _, used = _share(request, 0, rows, starts, ends, blocks, blocks_stride, splits, BLOCK_N)
+    before, count, _, _, _, used = share(request, 0, rows, starts, ends, blocks, blocks_stride, splits, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (count != 1) | (used == 1):
@@ -129,22 +130,39 @@ def decode(
     query [>= n, heads, nope + rotary] gives the rotated part; its first dimension may be strided. cache [blocks, page, rank + rotary].
     workspace: float32 with room for [n, heads, splits, rank] and [n, heads, splits, 2].
     """
-    heads, rank = absorbed.shape[1:]
-    rotary = cache.shape[2] - rank
-    parts, sums = workspace
-    launch = {"launch_pdl": True} if pdl.supported() else {}
-    columns = (at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends)
-    shape = {"HEADS": heads, "RANK": rank, "BLOCK_N": tile.block_n, "PDL": pdl.supported()}
-    _decode[(-(-heads // tile.block_h), tile.splits, at.n)](
-        absorbed, query, query.stride(0), cache, out, parts, sums, *columns, tile.splits, scale, **shape,
-        NOPE=query.shape[2] - rotary, ROTARY=rotary, PAGE=cache.shape[1], BLOCK_H=tile.block_h,
-        BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=max(16, triton.next_power_of_2(rotary)), OF_LINES=tile.of_lines,
-        STAGES=tile.stages, ASKS=asks(cache), AHEAD=tile.ahead if asks(cache) else 0,
-        num_warps=tile.warps, num_stages=tile.stages, **launch, **({"maxnreg": 128} if tile.warps * tile.block_h == 128 else {}),
-    )  # fmt: skip
+    split_decode(absorbed, query, cache, at, scale, out, workspace, tile)
     if tile.splits > 1:
+        heads, rank = absorbed.shape[1:]
         most = triton.next_power_of_2(tile.splits)
         width = min(triton.next_power_of_2(rank), COMBINED // most)
         _combine[(heads, at.n, -(-rank // width))](
-            out, parts, sums, *columns, tile.splits, **shape, COLUMNS=width, SPLITS=most, num_warps=4, **launch
+            out, *workspace, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends, tile.splits,
+            HEADS=heads, RANK=rank, BLOCK_N=tile.block_n, COLUMNS=width, SPLITS=most, PDL=pdl.supported(), num_warps=4,
+            **({"launch_pdl": True} if pdl.supported() else {}),
         )  # fmt: skip
+
+
+def split_decode(
+    absorbed: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    at: Columns,
+    scale: float,
+    out: Tensor,
+    workspace: tuple[Tensor, Tensor],
+    tile: DecodeTile,
+) -> None:
+    """See `decode`. A request whose context one program has is in `out`; what several found of it, in the workspace."""
+    heads, rank = absorbed.shape[1:]
+    rotary = cache.shape[2] - rank
+    options: dict[str, int] = {"launch_pdl": True} if pdl.supported() else {}
+    if tile.warps * tile.block_h == 128:  # so that a multiprocessor has room for two
+        options["maxnreg"] = REGISTERS
+    _decode[(-(-heads // tile.block_h), tile.splits, at.n)](
+        absorbed, query, query.stride(0), cache, out, *workspace, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
+        tile.splits, scale,
+        HEADS=heads, NOPE=query.shape[2] - rotary, RANK=rank, ROTARY=rotary, PAGE=cache.shape[1], BLOCK_H=tile.block_h,
+        BLOCK_N=tile.block_n, BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=max(16, triton.next_power_of_2(rotary)),
+        OF_LINES=tile.of_lines, STAGES=tile.stages, ASKS=asks(cache), AHEAD=tile.ahead if asks(cache) else 0,
+        PDL=pdl.supported(), num_warps=tile.warps, num_stages=tile.stages, **options,
+    )  # fmt: skip

@@ -72,3 +72,29 @@ def test_a_step(requests: list[tuple[int, int]], projected_up: str, monkeypatch:
         attention = TritonLatentAttention(step, LatentWorkspace(CPU), AuxStream(CPU))
         out = attention.attend(mine, theirs, pages.squeeze(2), steps.columns, heads, 0.2)
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("starts", [[0], [9], [20, 0, 3]])
+def test_few_decodes(starts: list[int]) -> None:
+    """Three launches give what plain torch gives, and leave the same lines in the cache."""
+    torch.manual_seed(0)
+    parts = [([1], start, [6 * nth + page for page in range(6)]) for nth, start in enumerate(starts)]
+    batch, tokens = batch_of(parts), len(starts)
+    weights = torch.randn(HEADS * (NOPE + WIDE), RANK) * 0.3
+    heads = LatentShape(weights, (NOPE, ROTARY, WIDE), (torch.rand(RANK) + 0.5, 1e-6))
+    both = torch.randn(tokens, HEADS * (NOPE + ROTARY) + RANK + ROTARY)  # as projected: lines are strided
+    query, latent = both[:, : -RANK - ROTARY].view(tokens, HEADS, -1), both[:, -RANK - ROTARY :]
+    table, pages = torch.randn(64, ROTARY), torch.randn(BLOCKS, BLOCK, 1, RANK + ROTARY)
+    cache = LayerCache(pages.clone(), pages)
+    cache = LayerCache(cache.keys, cache.keys)
+    given = (query.clone(), latent.clone(), TorchOps(), batch, table, cache, heads, 0.2)
+    expected = TorchAttention(batch, BLOCK).attend_latent(*given)
+    step = columns_of(batch, [(start, 1) for start in starts])
+    assert step.columns is not None
+    attention = TritonLatentAttention(step, LatentWorkspace(CPU), AuxStream(CPU))
+    assert attention.is_few(step.columns)
+    lines = pages.squeeze(2)
+    out = attention.attend_few(query, latent, table, batch.slot_mapping[0], lines, step.columns, heads, 0.2)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(pages, cache.keys, atol=2e-5, rtol=1e-4)
+    assert not attention.is_few(Columns(*(torch.zeros(9, dtype=torch.int32),) * 3, 9, step.columns.blocks))

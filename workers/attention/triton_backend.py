@@ -103,8 +103,12 @@ class TritonAttention:
         heads: LatentShape,
         scale: float,
     ) -> Tensor:
+        lines, columns = cache.keys.squeeze(2), self._columns[cache.group]
+        if self._latent.is_few(columns):
+            slots = batch.slot_mapping[cache.group]
+            return self._latent.attend_few(query, latent, table, slots, lines, columns, heads, scale)
         ops.latent_cache(query, latent, batch, table, cache, heads)
-        return self._latent.attend(query, latent, cache.keys.squeeze(2), self._columns[cache.group], heads, scale)
+        return self._latent.attend(query, latent, lines, columns, heads, scale)
 
     def _decode(
         self,

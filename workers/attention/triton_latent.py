@@ -1,7 +1,8 @@
 """Multi-head latent attention by the Triton kernels (kernels/mla).
 
-Decodes are absorbed, and so is everything in a CUDA graph of any mix of requests. Otherwise the tokens of a step's prompts see one
-another projected up, where there are enough of them, and what earlier steps have cached absorbed.
+Decodes are absorbed (few of them in three launches), and so is everything in a CUDA graph of any mix of requests. Otherwise the tokens
+of a step's prompts see one another projected up, where there are enough of them, and so they see what earlier steps have cached;
+absorbed where many requests have such a context.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.mla import dense
 from meshlm.kernels.mla.decode import decode
+from meshlm.kernels.mla.few import ROWS, absorb_cache, decode_values
 from meshlm.kernels.mla.prefill import prefill
 from meshlm.kernels.mla.tiles import decode_tile, most_parts
 from meshlm.workers.attention.aux_stream import AuxStream
@@ -44,8 +46,31 @@ class TritonLatentAttention:
     """One step."""
 
     def __init__(self, batch: StepInputs, workspace: LatentWorkspace, side: AuxStream) -> None:
-        assert batch.columns is not None
-        self._batch, self._columns, self._workspace, self._side = batch, batch.columns, workspace, side
+        self._batch, self._workspace, self._side = batch, workspace, side
+
+    def is_few(self, columns: Columns) -> bool:
+        """Whether it is a step for `attend_few`."""
+        return columns.n <= ROWS and self._batch.num_decodes == columns.n
+
+    def attend_few(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        table: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        columns: Columns,
+        heads: LatentShape,
+        scale: float,
+    ) -> Tensor:
+        """Few decodes, whose latents are neither normed nor in the cache yet. See `attend`; slots: where they belong there."""
+        positions, n = self._batch.positions, columns.n
+        absorbed = absorb_cache(query, latent, positions, slots, table, heads.norm, heads.up, cache, heads.wide)
+        out = torch.empty(n, heads.num_heads, heads.wide, dtype=query.dtype, device=query.device)
+        tile = decode_tile(n, heads.num_heads, query.device)
+        room = self._workspace.of(n, heads.num_heads, tile.splits, heads.rank)
+        decode_values(absorbed, query, cache, columns, scale, heads.up, out, room, tile)
+        return out
 
     def attend(
         self, query: Tensor, latent: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float
