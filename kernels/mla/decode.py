@@ -35,8 +35,7 @@ def _decode(
     absorbed, query, query_stride, cache, out, parts, sums, blocks, blocks_stride, rows, starts, ends, splits, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    OF_LINES: tl.constexpr, STAGES: tl.constexpr, ASKS: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    OF_LINES: tl.constexpr, STAGES: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -46,8 +45,7 @@ def _decode(
     )
     if ASKS:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
         if (count == 1) & (split < used):
-            for nth in tl.static_range(1 + AHEAD):
-                ask_for(first + nth * BLOCK_N, last, table, cache, PAGE, RANK + ROTARY, BLOCK_N)
+            ask_for(first, last, table, cache, PAGE, RANK + ROTARY, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (count != 1) | (split >= used):  # padding, a prompt in a step of both, or a context of few tiles
@@ -63,7 +61,7 @@ def _decode(
         q_rope = tl.load(p_line[None, :] + p[:, None], mask=(p < ROTARY)[:, None] & (h < HEADS)[None, :], other=0.0)
         acc = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
         m, l, acc = latent_tile_of_lines(
-            q, q_rope, m, l, acc, first, last, table, cache, scale, PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, STAGES, AHEAD
+            q, q_rope, m, l, acc, first, last, table, cache, scale, PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, STAGES
         )  # fmt: skip
         acc = tl.trans(acc)
     else:
@@ -73,7 +71,7 @@ def _decode(
         query_at = tl.zeros((BLOCK_H,), tl.int32) + last
         m, l, acc = latent_tile(
             q, q_rope, m, l, acc, first, last, query_at, table, cache, scale,
-            PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, True, STAGES, AHEAD,
+            PAGE, RANK, ROTARY, BLOCK_N, BLOCK_R, BLOCK_P, True, STAGES,
         )  # fmt: skip
     inside = (h < HEADS)[:, None] & (r < RANK)[None, :]
     if used == 1:
@@ -163,6 +161,6 @@ def split_decode(
         tile.splits, scale,
         HEADS=heads, NOPE=query.shape[2] - rotary, RANK=rank, ROTARY=rotary, PAGE=cache.shape[1], BLOCK_H=tile.block_h,
         BLOCK_N=tile.block_n, BLOCK_R=triton.next_power_of_2(rank), BLOCK_P=max(16, triton.next_power_of_2(rotary)),
-        OF_LINES=tile.of_lines, STAGES=tile.stages, ASKS=asks(cache), AHEAD=tile.ahead if asks(cache) else 0,
+        OF_LINES=tile.of_lines, STAGES=tile.stages, ASKS=asks(cache),
         PDL=pdl.supported(), num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip

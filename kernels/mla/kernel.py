@@ -19,18 +19,15 @@ import triton.language as tl
 def latent_tile(
     q, q_rope, m, l, acc, first, last, query_at, table, cache, scale,
     PAGE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_P: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Lines [first, last) for a tile of queries q [M, BLOCK_R], q_rope [M, BLOCK_P] at positions query_at [M]; acc [M, BLOCK_R].
 
-    Without MASK a query sees all of them, and `last - first` is a multiple of BLOCK_N. AHEAD: so many tiles before their turn, lines
-    are asked for (`ask_for`).
+    Without MASK a query sees all of them, and `last - first` is a multiple of BLOCK_N.
     """
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK_N)
-        if AHEAD:
-            ask_for(begin + AHEAD * BLOCK_N, last, table, cache, PAGE, RANK + ROTARY, BLOCK_N)
         c, k = _lines(at, last, r, p, table, cache, PAGE, RANK, ROTARY, BLOCK_R, BLOCK_P, MASK)
         s = tl.dot(q, tl.trans(c))
         s = tl.dot(q_rope, tl.trans(k), s) * (scale * 1.4426950408889634)
@@ -50,7 +47,7 @@ def latent_tile(
 def latent_tile_of_lines(
     q, q_rope, m, l, acc, first, last, table, cache, scale,
     PAGE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same with lines as the rows of both products, for queries that see all of them: q [BLOCK_R, H], acc [BLOCK_R, H].
 
@@ -59,8 +56,6 @@ def latent_tile_of_lines(
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK_N)
-        if AHEAD:
-            ask_for(begin + AHEAD * BLOCK_N, last, table, cache, PAGE, RANK + ROTARY, BLOCK_N)
         c, k = _lines(at, last, r, p, table, cache, PAGE, RANK, ROTARY, BLOCK_R, BLOCK_P, True)
         s = tl.dot(c, q)
         s = tl.dot(k, q_rope, s) * (scale * 1.4426950408889634)

@@ -24,7 +24,6 @@ class DecodeTile(NamedTuple):
     stages: int
     block_h: int = 16  # query heads of a program
     of_lines: bool = False  # kernel.py: latent_tile_of_lines
-    ahead: int = 0  # tiles whose lines are asked for before their turn, beside the first
 
 
 class PrefillTile(NamedTuple):
@@ -53,9 +52,8 @@ def decode_tile_of(table: dict[str, Any], requests: int, heads: int, multiproces
     for entry in table["decode"]:
         splits = splits_of(programs, int(entry["programs_per_multiprocessor"] * multiprocessors))
         if block_h <= entry["heads_to"] and splits >= entry.get("splits_from", 1):
-            return DecodeTile(
-                splits, entry["block_n"], entry["warps"], entry["stages"], block_h, entry["of_lines"], entry["ahead"]
-            )
+            block_n, warps, stages = entry["block_n"], entry["warps"], entry["stages"]
+            return DecodeTile(splits, block_n, warps, stages, block_h, entry["of_lines"])
     raise AssertionError("the last entry of a table fits all")
 
 

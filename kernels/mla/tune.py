@@ -20,22 +20,16 @@ from meshlm.kernels.mla.tiles import DecodeTile, PrefillTile, splits_of
 from meshlm.kernels.precompile import precompiled
 
 PER_MULTIPROCESSOR = (1.0, 2.0)
-FEW_HEADS = [  # lines of a tile, warps, stages, whether lines are the rows of the products, tiles that are asked for ahead
-    (32, 4, 4, False, 0),
-    (32, 4, 4, False, 2),
-    (64, 4, 3, False, 0),
-    (64, 4, 3, False, 1),
-    (64, 4, 3, False, 2),
-    (64, 8, 3, False, 0),
-    (64, 8, 3, False, 1),
-    (64, 8, 3, False, 2),
-    (64, 8, 1, True, 0),
-    (64, 8, 1, True, 1),
-    (64, 4, 2, True, 0),
-    (64, 4, 2, True, 1),
-    (64, 4, 3, True, 1),
+FEW_HEADS = [  # lines of a tile, warps, stages, and whether lines are the rows of the products
+    (32, 4, 4, False),
+    (32, 4, 5, False),
+    (64, 4, 3, False),
+    (64, 8, 3, False),
+    (64, 8, 4, False),
+    (64, 4, 2, True),
+    (64, 4, 3, True),
 ]
-MANY_HEADS = [(64, 8, 2, False, 0), (64, 8, 3, False, 0), (64, 8, 3, False, 1), (64, 8, 3, False, 2)]
+MANY_HEADS = [(32, 8, 3, False), (64, 8, 2, False), (64, 8, 3, False)]
 LONE = 32  # splits from which on a decode is bound by how long one program takes
 DECODES = {
     16: [(1, 4096), (8, 4096), (32, 1024), (32, 4096), (48, 4096), (64, 4096), (128, 4096)],
@@ -60,11 +54,11 @@ def decode_times(heads: int) -> Times:
         batch, found, known = bench.Decodes(n, context, heads), {}, {}
         for per in PER_MULTIPROCESSOR:
             splits = splits_of(n * -(-heads // block_h), int(per * multiprocessors))
-            for block_n, warps, stages, of_lines, ahead in FEW_HEADS if heads <= 16 else MANY_HEADS:
-                tile = DecodeTile(splits, block_n, warps, stages, block_h, of_lines, ahead)
+            for block_n, warps, stages, of_lines in FEW_HEADS if heads <= 16 else MANY_HEADS:
+                tile = DecodeTile(splits, block_n, warps, stages, block_h, of_lines)
                 if tile not in known:
                     known[tile] = timed(partial(batch.run, tile), 4) / len(batch.caches)
-                found[per, (block_n, warps, stages, of_lines, ahead)] = known[tile]
+                found[per, (block_n, warps, stages, of_lines)] = known[tile]
         times[n, context, heads] = found
         show({"decode": [n, context], "heads": heads}, found, batch.bytes / 1e6)
     return times
@@ -74,9 +68,9 @@ def compile_decodes(heads: int) -> None:
     """All candidates at once."""
     batch = bench.Decodes(2, 64, heads)
     for tile in FEW_HEADS if heads <= 16 else MANY_HEADS:
-        block_n, warps, stages, of_lines, ahead = tile
+        block_n, warps, stages, of_lines = tile
         for splits in (1, 2, 4, 8, 16, 32, 64):
-            batch.run(DecodeTile(splits, block_n, warps, stages, min(64, heads), of_lines, ahead), 1)
+            batch.run(DecodeTile(splits, block_n, warps, stages, min(64, heads), of_lines), 1)
 
 
 def prompt_times(which: str, tiles: list[PrefillTile]) -> Times:
@@ -117,9 +111,9 @@ def main() -> None:
             case for case in times if splits_of(case[0] * -(-heads // 64), tables.this_gpu()["multiprocessors"]) >= LONE
         ]
         for cases in (alone, [case for case in times if case not in alone]):
-            (per, (block_n, warps, stages, of_lines, ahead)), cost = best(times, cases)
+            (per, (block_n, warps, stages, of_lines)), cost = best(times, cases)
             where = {"splits_from": LONE} if cases is alone else {}
-            entry = {"block_n": block_n, "warps": warps, "stages": stages, "of_lines": of_lines, "ahead": ahead}
+            entry = {"block_n": block_n, "warps": warps, "stages": stages, "of_lines": of_lines}
             entries.append(
                 {"heads_to": 16 if heads <= 16 else 64, **where, "programs_per_multiprocessor": per, **entry}
             )

@@ -88,7 +88,7 @@ TILES = [
     DecodeTile(1, 16, 4, 2),
     DecodeTile(4, 16, 4, 3),
     DecodeTile(4, 32, 4, 2, of_lines=True),
-    DecodeTile(3, 16, 4, 2, 32, ahead=2),
+    DecodeTile(3, 16, 4, 2, 32),
 ]
 
 
@@ -178,9 +178,9 @@ def test_decode_tiles_fill_the_gpu_with_equal_shares() -> None:
         3,
         1,
     ]
-    entry = {"programs_per_multiprocessor": 2.0, "block_n": 32, "warps": 4, "stages": 3, "of_lines": False, "ahead": 1}
+    entry = {"programs_per_multiprocessor": 2.0, "block_n": 32, "warps": 4, "stages": 3, "of_lines": False}
     lone = entry | {"heads_to": 16, "splits_from": 32, "block_n": 16}
     table = {"decode": [lone, entry | {"heads_to": 16}, entry | {"heads_to": 64, "block_n": 64}]}
-    assert decode_tile_of(table, 32, 16, 132) == DecodeTile(8, 32, 4, 3, 16, ahead=1)
+    assert decode_tile_of(table, 32, 16, 132) == DecodeTile(8, 32, 4, 3, 16)
     assert decode_tile_of(table, 1, 8, 132).block_n == 16
-    assert decode_tile_of(table, 32, 128, 132) == DecodeTile(4, 64, 4, 3, 64, ahead=1)
+    assert decode_tile_of(table, 32, 128, 132) == DecodeTile(4, 64, 4, 3, 64)
