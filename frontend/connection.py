@@ -19,6 +19,7 @@ EXTENSION = "meshlm.transport"
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADER_FIELDS = 256
 MIN_BODY_RATE = 1024  # bytes a second, on the average, of a body that is late: a byte now and then keeps nothing open
+LINGER_S = 5.0  # that the rest of a body is read and thrown away, behind the last answer
 MAX_UNPARSED_BYTES = 64 << 10  # behind a request that waits for its turn; then reading stops
 
 _BLANK_LINE = b"\r\n\r\n"
@@ -55,6 +56,7 @@ class MeshProtocol(HttpToolsProtocol):
         self._in_body = False
         self._body_left = 0  # of a counted body; 0 in a chunked one
         self._is_last = False  # the connection ends with this request: what follows means nothing
+        self._lingers_until = 0.0  # the last answer is given, and the rest of its request's body comes; 0: not so
         self._fruitless_bytes = 0  # of a chunked body, since its last data: sizes, extensions, trailers
         self._has_body = False  # some of it came
         self._waits_since = self._heard_at = time.monotonic()
@@ -163,6 +165,7 @@ class MeshProtocol(HttpToolsProtocol):
             raise ValueError("HTTP/1.0 and HTTP/1.1 are served")
         super().on_headers_complete()
         self._in_body, self._is_last = True, not self.cycle.keep_alive
+        self.cycle.keep_alive = True  # on_response_complete ends the connection, not uvicorn
         self._body_since, self._body_due = time.monotonic(), 0.0
         self._extension["cycle"] = self.cycle
 
@@ -174,6 +177,8 @@ class MeshProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_body, self._body_left, self._fruitless_bytes = False, 0, 0
         self._waits_since = time.monotonic()
+        if self._lingers_until:
+            self.transport.close()
 
     # --- what goes ---
 
@@ -185,9 +190,20 @@ class MeshProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._in_body and self.expect_100_continue and not self._has_body:
             self.transport.close()  # the client may leave the body out now, and nobody knows where the next request begins
+        elif self._is_last and self._active is not None and self._active.response_complete:
+            self._end()
         if self._unparsed:
             self._waits_since = time.monotonic()
             self.loop.call_soon(self._parse_on)
+
+    def _end(self) -> None:
+        """The last answer is given. A refusal may come before the body does: what comes at a closed connection resets it, and the
+        client never sees the answer."""
+        if not self._in_body:
+            self.transport.close()
+        elif not self.transport.is_closing() and not self._lingers_until:
+            self._lingers_until = time.monotonic() + LINGER_S
+            self.transport.write_eof()
 
     def _parse_on(self) -> None:
         if not self.transport.is_closing():
@@ -221,6 +237,9 @@ class MeshProtocol(HttpToolsProtocol):
             self._taken_at = now
         if now - self._taken_at > timeouts.send:
             self.transport.abort()
+        elif self._lingers_until:
+            if now > self._lingers_until:
+                self.transport.close()
         elif self._in_body:
             if self.flow.read_paused:
                 self._heard_at = self._body_since = now  # it is not the client that keeps us waiting

@@ -325,15 +325,49 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
     await connection.end()
 
 
+async def refuses(scope: Any, receive: Any, send: Any) -> None:
+    """An application that looks at no body."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+refuses.num_begun, refuses.requests = 0, []  # type: ignore[attr-defined]
+LAST = {
+    "close": POST + b"Connection: close\r\nContent-Length: 300000\r\n\r\n",
+    "HTTP/1.0": b"POST / HTTP/1.0\r\nContent-Length: 300000\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("head", LAST.values(), ids=LAST)
+async def test_an_answer_before_the_body_is_not_lost_with_the_connection(head: bytes) -> None:
+    """What came at the closed connection reset it: a client with a large body and `Connection: close` saw no 503, but an error."""
+    connection = await Connection(refuses).feed(head + b"x" * 100_000)
+    assert b"HTTP/1.1 401" in connection.transport.written
+    assert connection.transport.ended
+    assert not connection.transport.closing
+    await connection.feed(b"x" * 100_000)
+    connection.check(1.0)
+    assert not connection.transport.closing
+    assert connection.transport.reading
+    await connection.feed(b"x" * 100_000)
+    assert connection.transport.closing
+    assert connection.transport.written.count(b"HTTP/1.1") == 1
+    await connection.end()
+
+
+async def test_the_rest_of_a_body_is_not_waited_for_long() -> None:
+    connection = await Connection(refuses).feed(LAST["close"] + b"x")
+    connection.check(connection_module.LINGER_S - 1)
+    assert not connection.transport.closing
+    connection.check(connection_module.LINGER_S + 1)
+    assert connection.transport.closing
+    await connection.end()
+
+
 async def test_who_was_never_told_to_send_a_body_may_leave_it_out() -> None:
     """So nobody knows where the next request begins."""
 
-    async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
-    refuse.num_begun, refuse.requests = 0, []  # type: ignore[attr-defined]
-    connection = await Connection(refuse).feed(POST + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+    connection = await Connection(refuses).feed(POST + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
     assert b"HTTP/1.1 401" in connection.transport.written
     assert connection.transport.closing
     await connection.end()

@@ -19,7 +19,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written, self.unsent = b"", 0
-        self.closing = self.aborted = False
+        self.closing = self.aborted = self.ended = False
         self.reading = True
 
     def write(self, data: Any) -> None:
@@ -33,6 +33,9 @@ class Transport(asyncio.Transport):
 
     def close(self) -> None:
         self.closing = True
+
+    def write_eof(self) -> None:
+        self.ended = True
 
     def abort(self) -> None:
         self.closing = self.aborted = True
