@@ -1,5 +1,6 @@
 """Plain torch prepares the same inputs as the kernels do (in the interpreter, no GPU): so a CPU proves what a GPU runs."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,16 @@ pytest.importorskip("triton")
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.workers.attention.backend import Backend, TorchBackend
+from meshlm.workers.attention.triton_backend import TritonBackend
+from meshlm.workers.batch import LayerCache
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs, TorchInputs
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
+from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps
+from meshlm.workers.layers.triton_ops import TritonOps
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -116,3 +122,39 @@ def test_nothing_that_changes_is_nothing_that_is_written() -> None:
     found = inputs.of_step(send(rows, inputs, decodes))
     assert torch.equal(rows.state, before)
     assert found.slot_mapping[0].tolist() == [3 * BLOCK + 2, 2 * BLOCK + 1]
+
+
+def cache_of(group: int) -> LayerCache:
+    keys, values = torch.zeros(2, 140, BLOCK, 2, 16)
+    return LayerCache(keys, values, group=group)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_each_group_is_attended_to_by_its_own_table(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels and by torch: what layers of either group read and write, in prompts, chunks and decodes."""
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    torch.manual_seed(0)
+    ours, theirs = (DeviceRows(ROWS, LENGTH, BLOCK, CPU, 2) for _ in "ab")
+    torch_inputs, kernels = TorchInputs(ours), TritonInputs(theirs, AtOnce(), CPU)
+    shape, table = AttentionShape(4, 2, 16, None, 0.0), torch.rand(LENGTH, 16)
+    caches = [[cache_of(group) for group in (0, 1)] for _ in "ab"]
+    backends: tuple[Backend, Backend] = (TorchBackend(), TritonBackend())
+    both: tuple[Ops, Ops] = (TorchOps(), TritonOps())
+    for plan in plans(2):
+        batches = (
+            torch_inputs.of_step(send(ours, torch_inputs, plan)),
+            kernels.of_step(send(theirs, kernels, plan)),
+        )
+        steps = [backend.step(batch, BLOCK) for backend, batch in zip(backends, batches, strict=True)]
+        for group in (0, 1):
+            qkv = torch.randn(plan.num_tokens, 8 * 16)
+            by_torch, by_kernels = (
+                step.attend(qkv.clone(), ops, batch, table, own[group], shape, 0.25, window)
+                for step, ops, batch, own in zip(steps, both, batches, caches, strict=True)
+            )
+            torch.testing.assert_close(by_kernels, by_torch, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(caches[1][group].keys, caches[0][group].keys, atol=2e-5, rtol=1e-4)
+            assert torch.equal(caches[1][group].values, caches[0][group].values)
+    used = [{int(page) for page in cache.values.flatten(1).any(1).nonzero()} for cache in caches[0]]
+    assert used[1] == {page + 100 for page in used[0]}

@@ -73,6 +73,7 @@ class Driver:
         """tasks: of the rows that want a vector instead of tokens."""
         self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}
         self.strict = False  # no step may wait for the device
+        self.spoils = False  # what no row sees any more is NaN before each step, as if others had it
         self.computed = [0] * len(prompts)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.seen: list[Seen] = []
@@ -107,12 +108,23 @@ class Driver:
         self._new.append(self._row(row, self.prompts[row] + self.tokens[row]))
         self.computed[row] = cached
 
+    def _spoil(self) -> None:
+        blocks, groups = 1024 // BLOCK, self.engine.rows.num_groups
+        for row, computed in enumerate(self.computed):
+            for group, spec in enumerate(self.engine.layout.specs):
+                unseen = range(spec.first_needed(BLOCK, computed))
+                pages = torch.tensor([(row * blocks + nth) * groups + group for nth in unseen], dtype=torch.long)
+                for cache in self.engine.compute.caches:
+                    cache.keys[pages] = cache.values[pages] = torch.nan
+
     def length(self, row: int) -> int:
         """Tokens that are known."""
         return len(self.prompts[row]) + len(self.tokens[row])
 
     def step(self, counts: dict[int, int]) -> torch.Tensor:
         """Compute so many tokens of these rows (decodes first); logits of those that sample, float32."""
+        if self.spoils:
+            self._spoil()
         order = sorted(counts, key=lambda row: counts[row] != 1)
         known = [self.length(row) for row in order]
         samples = [
