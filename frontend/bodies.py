@@ -91,7 +91,7 @@ def check_counts(body: bytes) -> None:
 
 
 def _too_many(json: bytes, of: bytes = b'[{,"') -> str:
-    """What there is too much of, "" for nothing. What stands in texts counts too."""
+    """Says what there is too much of, or "" for nothing. Brackets and commas inside texts count too."""
     marks = json.translate(None, _OTHERS)
     counts = {kind: len(marks) - len(marks.translate(None, kind)) for kind in (b"[{", b'"', b",") if kind in of}
     if counts.get(b"[{", 0) > MAX_CONTAINERS:
@@ -118,7 +118,7 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 def _bad_byte(body: bytes) -> int:
-    """Where the first byte is that is not UTF-8; msgspec counts from the beginning of the string it stands in."""
+    """The place of the first byte that is not UTF-8; msgspec counts from the beginning of the string that holds it."""
     try:
         return len(body.decode())
     except UnicodeDecodeError as error:

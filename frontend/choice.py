@@ -61,7 +61,7 @@ class Choice:
 
 
 class RowDetails(Struct, frozen=True):
-    """What few rows have beside tokens and text."""
+    """The details that only few rows have beside tokens and text."""
 
     finished: Finished | None = None
     logprobs: list[PositionLogprobs] | None = None  # one for each token of the row
@@ -73,13 +73,13 @@ NO_DETAILS = RowDetails()
 
 
 class ResponseSink(Protocol):
-    """What an HTTP request does with news of its choices (responses.py)."""
+    """The side of an HTTP request that hears of its choices' tokens, ends and failures (responses.py)."""
 
     choices: list[Choice]  # all of them
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
-        """So many tokens more, the last of `choice.token_ids`. Nearly all rows have no details."""
+        """`num_tokens` new tokens came, the last ones of `choice.token_ids`. Nearly all rows have no details."""
         ...
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...

@@ -84,7 +84,7 @@ class MeshProtocol(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """As far as it can be; then read on if there is room."""
+        """Parses what has come as far as possible, and reads on if there is room."""
         while self._unparsed and not self.pipeline and not self._is_over():
             size = self._whole()
             if not size:
@@ -101,11 +101,11 @@ class MeshProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _is_over(self) -> bool:
-        """What comes means nothing any more."""
+        """Whether the connection is over, so that further bytes mean nothing."""
         return self.transport.is_closing() or (self._is_last and not self._in_body)
 
     def _whole(self) -> int:
-        """How many bytes may be parsed now: never more than to the end of a head or a body."""
+        """The number of bytes that may be parsed now: never beyond the end of a head or a body."""
         unparsed = self._unparsed
         if self._body_left:
             return min(self._body_left, len(unparsed))

@@ -21,7 +21,7 @@ Sender = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def plain_error(request: Request, error: Exception) -> Response:
-    """What the router refuses (404, 405), in OpenAI's form."""
+    """The answer to a request that the router refuses (404, 405), in OpenAI's form."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: " + (
         "this path takes " + error.headers["Allow"]

@@ -83,7 +83,7 @@ NOT_SERVED = {
 
 
 def why_not_served(path: str) -> str:
-    """Of a path that vLLM has; empty for one that nobody has."""
+    """Says why a path that vLLM has is not served here; empty for a path that nobody has."""
     return NOT_SERVED.get("/v1/responses" if path.startswith("/v1/responses/") else path, "")
 
 

@@ -8,7 +8,8 @@ from meshlm.protocol.config import MeshConfig
 
 
 def system_fingerprint(config: MeshConfig, version: str) -> str | None:
-    """As --fingerprint-mode says, in vLLM's form: the version, how the model is divided, and a hash of what is computed and how."""
+    """The system_fingerprint that --fingerprint-mode asks for, in vLLM's form: version, division of the
+    model, and a hash of what is computed and how."""
     mode = config.server.fingerprint_mode
     if mode == "none":
         return None

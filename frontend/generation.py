@@ -29,7 +29,7 @@ MANY_CHOICES = 256  # whose answer is written away from the loop
 
 
 class Backend(operating.Operates, Protocol):
-    """What the routes need of the process (io.py)."""
+    """The part of the process (io.py) that the routes use."""
 
     config: MeshConfig
     resolved: Resolved

@@ -27,7 +27,7 @@ class ByteBudget:
         self.limit, self.num_bytes = limit, 0
 
     def take(self, count: int) -> bool:
-        """So many more; False, and none, when that is too many."""
+        """Takes `count` bytes more from the budget; gives False, and takes none, when that is too many."""
         if self.num_bytes + count > self.limit:
             return False
         self.num_bytes += count

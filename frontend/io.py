@@ -119,7 +119,7 @@ class FrontendApp:
         return {"listening on": f"{server.host}:{server.port}"}
 
     def _served(self, serving: "asyncio.Task[None]") -> None:
-        """Without its server this process would be alive and do nothing."""
+        """Ends the process when its server ends: it would be alive and do nothing."""
         error = None if serving.cancelled() else serving.exception()
         if self._mesh is not None and not (self._server is not None and self._server.should_exit and error is None):
             self._mesh.fatal(f"the HTTP server ended: {error or 'nobody asked it to'}")
@@ -201,7 +201,7 @@ class FrontendApp:
         return self.not_ready_reason()
 
     def admit(self, ask: ParsedRequest) -> int:
-        """Its cost, for `release`. HttpError when there is no room for it."""
+        """Counts the request against the budget and gives its cost, for `release`. HttpError when there is no room for it."""
         return self._budget.open(ask)
 
     def release(self, cost: int) -> None:
@@ -228,7 +228,7 @@ class FrontendApp:
             self._mesh.tell_supervisor(OpenRequests(self.num_open))
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
-        """While it waits it counts towards the budget; when its client leaves (cancelled) its detokenizer hears so."""
+        """Asks a detokenizer. A waiting question counts towards the budget; when its client leaves (cancelled), that is told."""
         most = self._tracker.max_deaths
         size = self._budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids)
         try:
@@ -243,7 +243,7 @@ class FrontendApp:
         raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
 
     async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
-        """None when the detokenizer died before it answered."""
+        """Asks one detokenizer; gives None when it died before it answered."""
         assert self._mesh is not None
         target = await self._any_detokenizer()
         with self._questions.asked(target, message.handle) as answer:
@@ -379,7 +379,7 @@ class FrontendApp:
                     await self._closed.wait()
 
     async def stop(self) -> None:
-        """What is open still gets its reason; after a hand-over its connections break, since others serve who asks again."""
+        """Open requests still get the reason; after a hand-over their connections break, since others serve who asks again."""
         if not self._handing_over:
             self._send(self._tracker.end_all(STOPPING))
             self._questions.fail(HttpError.of(ErrorKind.OVERLOADED, STOPPING))

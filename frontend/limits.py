@@ -29,7 +29,7 @@ LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 
 
 def check_raw(fields: Mapping[str, Raw], resolved: Resolved) -> None:
-    """Of a large generation request, before its fields are decoded: lists of numbers that are too long whatever is in them."""
+    """Refuses a large generation request by lists of numbers that are too long whatever is in them, before its fields are decoded."""
     for name in LISTS:
         if (count := _num_values(fields.get(name))) > MAX_LISTED_IDS:
             _refuse(name, f"{count} token ids", MAX_LISTED_IDS)
@@ -45,12 +45,12 @@ def check_raw_tokens(fields: Mapping[str, Raw], resolved: Resolved) -> None:
 
 
 def _num_values(value: Raw | None) -> int:
-    """Of an array or object of numbers."""
+    """The number of values in an array or object of numbers."""
     return 0 if value is None else bytes(value).count(b",") + 1
 
 
 def check_lists(lists: Mapping[str, Sized], num_sequences: int) -> None:
-    """Of token ids as the client sent them, before anything looks at them; of a list, with repetitions."""
+    """Checks the lengths of token id lists as the client sent them, repetitions included, before anything looks at them."""
     for name, ids in lists.items():
         if isinstance(ids, dict) and len(ids) * num_sequences > MAX_LISTED_IDS:  # each once
             _refuse(name, f"{len(ids)} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
@@ -67,7 +67,7 @@ def check(
     truncates: bool,
     resolved: Resolved,
 ) -> None:
-    """Of a generation request."""
+    """Checks what a generation request asks for in all."""
     num_ids = 0
     for name in LISTS:
         num_ids += len(getattr(sampling, name))
@@ -83,7 +83,7 @@ def check(
 
 
 def check_num_ids(count: int, truncates: bool, resolved: Resolved) -> None:
-    """Of one prompt that came as token ids."""
+    """Checks the length of one prompt that came as token ids."""
     most = max(MAX_PROMPT_IDS, resolved.max_model_len) if truncates else resolved.max_model_len
     if count > most:
         text = f"{count} tokens; this model's maximum context length is {resolved.max_model_len} tokens"
@@ -107,7 +107,7 @@ def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
 
 
 def check_detokenize(num_ids: int, resolved: Resolved) -> None:
-    """Of POST /detokenize."""
+    """Checks the number of ids of POST /detokenize."""
     most = max(MAX_DETOKENIZE_IDS, resolved.max_model_len)
     if num_ids > most:
         _refuse("tokens", f"{num_ids} ids", most)
@@ -123,7 +123,7 @@ def check_prompt_logprobs(of_one: int, of_all: int, *, echoes_in_stream: bool) -
 
 
 def check_kept_logprobs(count: int) -> None:
-    """Of output tokens, in an answer that is not streamed, or has an Idempotency-Key."""
+    """Checks the log-probabilities of output tokens that an answer keeps: one that is not streamed, or has an Idempotency-Key."""
     if count > MAX_KEPT_LOGPROBS:
         text = f"more than {MAX_KEPT_LOGPROBS} in one answer; with stream: true and without an Idempotency-Key it may have any number"
         raise HttpError(400, f"logprobs: {text}", "logprobs")

@@ -13,7 +13,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def by_id(positions: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
-    """With tokens named "token_id:5", which tells those apart whose text is the same or no text."""
+    """The same entries with tokens named "token_id:5", which tells tokens apart whose text is the same or empty."""
 
     def named(token: TokenLogprob) -> TokenLogprob:
         return msgspec.structs.replace(token, text=f"token_id:{token.token_id}")

@@ -115,7 +115,7 @@ def token_buckets(max_model_len: int) -> tuple[int, ...]:
 
 
 class EngineMetrics:
-    """What one frontend counts of the requests of one engine, a data-parallel rank. "" stands for no rank yet."""
+    """The counts of one frontend for the requests of one engine (a data-parallel rank); "" stands for no rank yet."""
 
     def __init__(self, families: "Families", model: str, engine: str) -> None:
         def of(family: Histogram) -> _Bulk:
@@ -144,7 +144,7 @@ class EngineMetrics:
         self._finished[reason] = self._finished.get(reason, 0) + 1
 
     def phases(self, first: First, decode_s: float) -> None:
-        """Of a sequence that got tokens: where its time went."""
+        """Observes where the time of a sequence that got tokens went, in seconds."""
         prefill_s = first.prefill_us / 1e6
         for histogram, value in zip(
             self._phases, (first.queued_us / 1e6, prefill_s, decode_s, prefill_s + decode_s), strict=True
@@ -263,7 +263,7 @@ class Metrics:
 
 
 def _shared(name: str, text: str, *labels: str) -> Gauge:
-    """What all frontends are told, so that the newest word holds."""
+    """A gauge whose value all frontends are told, so that the newest one holds."""
     return Gauge(f"meshlm:{name}", text, labels, multiprocess_mode="mostrecent")
 
 
@@ -293,7 +293,7 @@ class _Bulk:
 
 
 class _Summed(Collector):
-    """What another collector has, with the counts of processes' incarnations added up: they are counters, and never fall."""
+    """Another collector's counters, with the counts of a process's incarnations added up, so that they never fall."""
 
     def __init__(self, registry: Collector) -> None:
         self._registry = registry

@@ -22,7 +22,7 @@ def model_card(name: str, resolved: Resolved) -> dict[str, Any]:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """What may be done with a model: OpenAI's first clients read it, and vLLM still sends it."""
+    """The permission object of a model: OpenAI's first clients read it, and vLLM still sends it."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -11,7 +11,7 @@ SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0":
 
 
 class Operates(Protocol):
-    """What this asks of the frontend."""
+    """The part of the frontend that these operations use."""
 
     config: MeshConfig
 

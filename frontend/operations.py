@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Parameter(NamedTuple):
-    """Of the path or of the query, or a header."""
+    """A parameter in the path, in the query or in a header."""
 
     name: str
     place: str

@@ -165,7 +165,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
-    """What the request says to the template. A field of its own counts for more than the same name in chat_template_kwargs."""
+    """The variables that the request gives the template. A field of its own wins over the same name in chat_template_kwargs."""
     wanted = dict(request.chat_template_kwargs or {})
     if request.documents is not None:
         wanted["documents"] = request.documents
@@ -176,7 +176,7 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
 
 
 def _check_tool_choice(request: ChatRequest) -> None:
-    """As OpenAI and vLLM, which take no empty list, and no choice among nothing."""
+    """Checks tool_choice as OpenAI and vLLM do: no empty list of tools, and no choice among none."""
     if request.tools == []:
         raise HttpError(400, "tools: give at least one tool, or leave the field out", "tools")
     choice = request.tool_choice
@@ -292,12 +292,12 @@ def _ask(
 
 
 def _at_most(limit: int | None, wanted: int | None) -> int | None:
-    """What a generation config of the command line allows: vLLM limits in silence too, `finish_reason` says length."""
+    """Lowers max_tokens to what a generation config of the command line allows. vLLM is silent too; `finish_reason` says it."""
     return min((number for number in (limit, wanted) if number is not None), default=None)
 
 
 def _truncation(request: Common, resolved: Resolved, max_tokens: int | None) -> int:
-    """How many of the prompt's last tokens stay; 0: all."""
+    """The number of the prompt's last tokens that stay; 0 keeps all."""
     wanted = request.truncate_prompt_tokens
     if wanted == 0:
         raise HttpError(400, "truncate_prompt_tokens: 0 leaves no prompt", "truncate_prompt_tokens")

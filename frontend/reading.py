@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 class Said(NamedTuple):
-    """What some text brought."""
+    """The reasoning, content and tool calls that some new text brought."""
 
     reasoning: str
     content: str
@@ -19,7 +19,7 @@ class Said(NamedTuple):
 
 
 def needed(ask: ParsedRequest) -> bool:
-    """Whether there may be more than content."""
+    """Whether the answer may hold more than content."""
     return ask.begins_with_reasoning or bool(ask.tool_call_parser)
 
 
@@ -34,7 +34,7 @@ class Reader:
 
     @property
     def plain(self) -> bool:
-        """All that follows is content."""
+        """Whether all that follows is content."""
         return self._finder is None and (self._splitter is None or self._splitter.closed)
 
     def push(self, text: str, *, last: bool) -> Said:

@@ -52,7 +52,7 @@ class Splitter:
         self.closed = False
 
     def push(self, piece: str) -> tuple[str, str]:
-        """What may be shown: of the reasoning, of the content."""
+        """Takes the next text; gives the reasoning and the content that may be shown now."""
         if self.closed:
             return "", piece
         if not self._begun:
@@ -71,7 +71,7 @@ class Splitter:
         return "".join(reasoning), "".join(content)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, when no text follows: of the reasoning, of the content."""
+        """Gives the reasoning and the content that were held back, when no text follows."""
         if self.closed:
             return "", ""
         if not self._begun:
@@ -103,7 +103,7 @@ class Splitter:
             reasoning.append(part)
 
     def _end_call(self, close: str, reasoning: list[str], content: list[str]) -> None:
-        """From its first call on, what stood between the tags is content."""
+        """The text between two tags is complete: before the first tool call in it is reasoning, from that on content."""
         parts = tool_calls.cut_calls("".join(self._body))
         first = next((place for place, part in enumerate(parts) if tool_calls.read_call(part)), None)
         reasoning += [tool_calls.OPEN + part for part in parts[:first]]
@@ -116,5 +116,5 @@ class Splitter:
 
 
 def fields(reasoning: str) -> dict[str, str]:
-    """By vLLM's name and by the older one, which many clients read."""
+    """The reasoning by vLLM's name and by the older one, which many clients read."""
     return {"reasoning": reasoning, "reasoning_content": reasoning}

@@ -19,7 +19,7 @@ _FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let
 
 
 def observe_tokens(metrics: "Metrics", tracker: RequestTracker) -> None:
-    """What came since the last call: first tokens, the times between tokens, their number."""
+    """Observes what came since the last call: first tokens, the times between tokens, their number."""
     begun, counts = tracker.take_counts()
     prompt_tokens: dict[str, int] = {}
     for choice in begun:
@@ -80,6 +80,6 @@ def _was_told(choice: Choice) -> bool:
 
 
 def _was_refused(choice: Choice) -> bool:
-    """After its submission: by its prompt's length, a full queue, a key that stands for another request."""
+    """Whether it was refused after its submission: by its prompt's length, a full queue, or a key that stands for another request."""
     end = choice.finished
     return end is not None and end.reason is FinishReason.ERROR and end.kind not in _FAILURES and not choice.first_at

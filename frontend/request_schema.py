@@ -17,7 +17,7 @@ _NULL: Json = {"type": "null"}
 
 
 class Served(Struct, frozen=True):
-    """What this server has."""
+    """The features of this server that the schema depends on."""
 
     names: tuple[str, ...]
     vocab_size: int
@@ -58,7 +58,7 @@ def _given(name: str, other: str) -> Json:
 
 
 def _fields(served: Served) -> Json:
-    """Of all bodies that have them."""
+    """The schemas of fields by name, the same in all bodies that have them."""
     stop = {**_TEXT, "maxLength": MAX_STOP_LENGTH}
     bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}
     found: Json = {

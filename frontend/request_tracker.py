@@ -31,7 +31,7 @@ DEADLINE_GRACE_S = 1.0  # schedulers look once a second
 
 
 class EngineCounts:
-    """What came of one engine's requests since the metrics were last told."""
+    """The tokens and intervals of one engine's requests since the metrics were last told."""
 
     __slots__ = ("intervals", "num_tokens")
 
@@ -64,7 +64,7 @@ class RequestTracker:
         return Handle(self._next_handle)
 
     def take_counts(self) -> tuple[list[Choice], dict[str, EngineCounts]]:
-        """For the metrics."""
+        """Gives the counts for the metrics, and begins new ones."""
         taken = self.begun, self.counts
         self.begun, self.counts = [], {}
         return taken
@@ -83,13 +83,13 @@ class RequestTracker:
         return [send for choice in orphans if choice.finished is None for send in self._place(choice)]
 
     def detokenizer_down(self, identity: Identity, now: float) -> list[Send]:
-        """Its choices go on elsewhere, after what their clients have."""
+        """A detokenizer was lost: its choices go on at another one, after what their clients have."""
         self.load.pop(identity, None)
         lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
         return [send for choice in lost for send in self._again(choice, now)]
 
     def _again(self, choice: Choice, now: float) -> list[Send]:
-        """Its detokenizer died: another attempt, unless that was one death too many."""
+        """Another attempt for a choice whose detokenizer died, unless that was one death too many."""
         self.by_handle.pop(choice.handle, None)
         have = len(choice.token_ids)
         choice.deaths = one_more(() if have > choice.begun_with else choice.deaths, Role.DETOKENIZER, now)
@@ -101,7 +101,7 @@ class RequestTracker:
         return self._next_attempt(choice)
 
     def _next_attempt(self, choice: Choice) -> list[Send]:
-        """What its client has is delivered."""
+        """Places the choice again as its next attempt; the tokens that the client has count as delivered."""
         self.unaccepted.discard(choice.handle)
         choice.detokenizer, attempt = None, choice.submit.attempt + 1
         delivered = choice.token_ids.tobytes()
@@ -224,7 +224,7 @@ class RequestTracker:
         choice.sink.failed(choice, kind, message, param)
 
     def expire_orphans(self, now: float) -> None:
-        """No detokenizer came in time. Called often: an orphan's time begins with the first call that finds it."""
+        """Ends orphans for which no detokenizer came in time, which begins with the first call that finds an orphan."""
         for choice in self.orphans:
             choice.orphan_since = choice.orphan_since or now
         late = [choice for choice in self.orphans if now - choice.orphan_since > ORPHAN_S]
@@ -295,7 +295,7 @@ class RequestTracker:
         return gaps
 
     def _details(self, choice: Choice, message: TextDeltas, row: int, finished: Finished | None) -> RowDetails:
-        """What this row has beside tokens and text, of which the choice notes what outlasts the row."""
+        """The details of this row beside tokens and text; the choice keeps those that outlast the row."""
         details = RowDetails(
             finished, message.logprobs.get(row), message.prompt_logprobs.get(row), message.first.get(row)
         )

@@ -18,7 +18,7 @@ class ErrorInfo(Struct):
 
 
 class ErrorResponse(Struct):
-    """What every refusal looks like."""
+    """The body of every refusal."""
 
     error: ErrorInfo
 

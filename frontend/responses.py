@@ -74,7 +74,7 @@ class Response:
             self._on_end()
 
     def note(self, choice: Choice, details: RowDetails) -> None:
-        """What every row may bring."""
+        """Keeps what every row may bring."""
         finished, first = details.finished, details.first
         if first is not None and choice.first is None:  # taken up again, it finds its own tokens
             choice.first = first
@@ -131,7 +131,7 @@ def visible_reason(finished: Finished, calls: bool = False) -> str:
 
 
 class WholeResponse(Response):
-    """Not streamed: collects, then `body`."""
+    """An answer that is not streamed: it collects all rows, and `body` gives the JSON."""
 
     def __init__(
         self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
@@ -213,7 +213,7 @@ class WholeResponse(Response):
         return message
 
     def _of_prompt(self, choice: Choice) -> Json:
-        """What is asked for of the prompt: beside a chat's choices, in each choice of a completion."""
+        """The fields about the prompt that were asked for: beside a chat's choices, in each choice of a completion."""
         found = self.prompt_ids(choice)
         if self.ask.prompt_logprobs >= 0:  # a prompt of one token has none
             found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs.get(choice.index))

@@ -30,12 +30,12 @@ class IdempotencyKey(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """For sampling, where the client gave none: the same each time."""
+        """The seed for sampling, where the client gave none: the same each time."""
         return int(self.key[16:], 16) >> 1
 
 
 def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes) -> IdempotencyKey | None:
-    """None without an Idempotency-Key; HttpError for one that is not allowed. `body` is JSON; its layout does not count."""
+    """Reads the headers of a retry: None without an Idempotency-Key, HttpError for one that is not allowed. `body` is JSON; its layout does not count."""
     if not keys:
         return None
     if len(keys) > 1:
@@ -48,7 +48,7 @@ def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes
 
 
 def _digest(fields: dict[str, Any]) -> bytes:
-    """Of what is asked. In many calls where that is much, as in bodies.py; `fields` is empty afterwards."""
+    """A digest of the request. It takes many calls where the request is large, as in bodies.py; `fields` is empty afterwards."""
     asked = hashlib.sha256()
     try:
         for name in sorted(fields):
@@ -65,14 +65,14 @@ def _digest(fields: dict[str, Any]) -> bytes:
 
 
 class Position(NamedTuple):
-    """What a client has: of each choice (tokens, end) or None, and of the last events 0, 1 (usage) or 2 ([DONE])."""
+    """The place in the stream that a client has reached: of each choice (tokens, end) or None, and of the last events 0, 1 (usage) or 2 ([DONE])."""
 
     choices: list[tuple[int, bool] | None]
     last: int = 0
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """By choice, the tokens whose text the client has."""
+        """By choice, the number of tokens whose text the client has."""
         return tuple(choice[0] if choice else 0 for choice in self.choices)
 
 

@@ -84,7 +84,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 class Common(Struct, frozen=True, kw_only=True):
-    """What both endpoints take."""
+    """The fields that both endpoints take."""
 
     model: str | None = None
     stream: bool | None = None

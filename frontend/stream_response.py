@@ -102,7 +102,7 @@ class StreamResponse(Response):
             self._emit(choice, self._event([first], usage), 0)
 
     def _become_plain(self, choice: Choice) -> None:
-        """From now on the choice brings nothing but text, unless each chunk is to tell more."""
+        """Marks the choice as one that brings nothing but text from now on, unless each chunk is to tell more."""
         if self._plain:
             mark = "\x00"
             delta = {"delta": {"content": mark}} if self.ask.is_chat else {"text": mark}
@@ -157,11 +157,11 @@ class StreamResponse(Response):
         return completion_logprobs(self.shown(logprobs), offset, self.ask.logprobs)
 
     def _fingerprint(self) -> Json:
-        """In the last chunk alone, as it is the same in all."""
+        """The system_fingerprint, which only the last chunk carries, as it is the same in all."""
         return {} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}
 
     def _usage_so_far(self, choice: Choice, num_tokens: int) -> Json:
-        """Of one choice, in each of its chunks, where that is wanted."""
+        """The usage of one choice so far, for each of its chunks where that is wanted."""
         if not self.ask.continuous_usage:
             return {}
         prompt = self.prompt[choice.prompt_index].num_prompt_tokens
@@ -188,7 +188,7 @@ class StreamResponse(Response):
         return b"data: " + _encode(frame) + b"\n\n"
 
     def last_events(self) -> bytes:
-        """After the end: usage if asked for, or the error, then [DONE]."""
+        """The events after the end: usage if asked for, or the error, then [DONE]."""
         done = b"data: [DONE]\n\n"
         if self.error is not None:  # without ids: asked again, it begins where the text ends
             error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)

@@ -22,12 +22,12 @@ _OF_THE_SYSTEM = random.SystemRandom()
 
 
 def draws_of(seed: int | None, index: int) -> random.Random:
-    """What the HTTP process `index` takes seeds from: by --seed the same from its start on, otherwise chance."""
+    """The generator of seeds of HTTP process `index`: the same from each start on with --seed, otherwise chance."""
     return _OF_THE_SYSTEM if seed is None else random.Random(f"{seed} {index}")
 
 
 def position(ask: parse.ParsedRequest, again: retry.IdempotencyKey | None) -> retry.Position | None:
-    """Where the client's stream goes on; None for an answer without event ids."""
+    """The place where the client's stream goes on; None for an answer without event ids."""
     num_choices = len(ask.prompts) * ask.num_choices
     if again is None or not ask.stream or num_choices > retry.MAX_CHOICES:
         return None

@@ -31,5 +31,5 @@ class Lexer:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters may be a tag's first ones."""
+    """The number of last characters that may be the first ones of a tag."""
     return next((count for count in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:count])), 0)

@@ -29,7 +29,7 @@ class Finder(Protocol):
     """One answer, piece by piece."""
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
-        """What may be shown, and the calls that are complete."""
+        """Takes the next text; gives the content that may be shown, and the calls that are complete."""
         ...
 
     def finish(self) -> tuple[str, list[Call]]:
@@ -48,7 +48,7 @@ class TaggedCalls:
         self._after_call: list[str] | None = None  # the blanks since a call: nobody's if a call or the end follows
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
-        """What may be shown, and the calls that are complete."""
+        """Takes the next text; gives the content that may be shown, and the calls that are complete."""
         shown, calls = list[str](), list[Call]()
         for place, part in enumerate(self._lexer.push(piece)):
             self._take(part, place % 2 == 1, shown, calls)
@@ -106,7 +106,7 @@ class BareCalls:
         self._begins: bool | None = None  # as a call does; None: not enough came to know
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
-        """All of it, unless it begins as a call does: then nothing before the end."""
+        """Gives all text at once, unless it begins as a call does: then nothing before the end."""
         if self._begins is False:
             return piece, []
         self._held.append(piece)
@@ -167,7 +167,7 @@ class _Written(Struct):
 
 
 def cut_calls(body: str) -> list[str]:
-    """What may be calls between an opening tag and a closing one: an end may be missing; a tag may be text in a call."""
+    """The texts between an opening and a closing tag that may be calls: an end may be missing; a tag may be text in a call."""
     return [body] if OPEN not in body or read_call(body) else body.split(OPEN)
 
 
