@@ -239,7 +239,7 @@ class Coordinator:
         ]
 
     def too_long(self, assign: Assign, text: str) -> Refused:
-        """No frame holds it, so that no rank has it; for its detokenizer."""
+        """The refusal of a request that no frame holds, so that no rank has it; its detokenizer gets it."""
         request_id = assign.work.request_id
         if (rank := self.owner.pop(request_id, None)) is not None:
             self.router.drop(self.ranks[rank], request_id)
@@ -306,7 +306,7 @@ class Coordinator:
         return [Send(identity, _readmit(back)) for identity, back in found.items()]
 
     def _release(self) -> list[Send]:
-        """When other ranks serve than before: send on what may go there, in the order of arrival."""
+        """Other ranks serve than before: requests that may go there are sent, in the order of arrival."""
         effects: list[Send] = []
         for request_id, held in list(self.held.items()):
             choice = self._choose(held.admit)
@@ -339,6 +339,6 @@ class Coordinator:
 
 
 def _readmit(returned: list[Returned]) -> Readmit:
-    """To their detokenizer."""
+    """The message that has their detokenizer admit these requests again."""
     num_crashes = tuple(one.num_crashes for one in returned)
     return Readmit(tuple(one.handle for one in returned), num_crashes if any(num_crashes) else ())

@@ -65,7 +65,7 @@ class Frontends:
         return self._stats()
 
     def _reason(self) -> str:
-        """What is missing before requests can be served; "" when nothing is."""
+        """Says what is missing before requests can be served; "" when nothing is."""
         if not any(rank.serving for rank in self._router.ranks.values()):
             return "no scheduler with ready workers"
         if not any(m.ready for m in self._members.values() if m.identity.role is Role.DETOKENIZER):

@@ -18,7 +18,7 @@ class Held(Struct, frozen=True):
     until: float
 
     def refusal(self, now: float, wall_s: float) -> Refused | None:
-        """How it ends, when its time is over."""
+        """The refusal with which it ends when its time is over; None before."""
         work, dp_rank = self.admit.work, self.admit.dp_rank
         if 0 < work.deadline_s <= wall_s:
             return Refused(work.handle, ErrorKind.TIMEOUT, "the request's timeout passed")
@@ -29,7 +29,7 @@ class Held(Struct, frozen=True):
 
 
 def hold(sender: Identity, incarnation: Incarnation, admit: Admit, now: float) -> Held:
-    """From `now` on."""
+    """A request that waits from `now` on."""
     return Held(sender, incarnation, admit, now + _patience_s(admit))
 
 

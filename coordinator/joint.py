@@ -20,7 +20,7 @@ from meshlm.protocol.lockstep import JointOrder, JointReport, Phase
 
 
 class State(Enum):
-    """Of the group."""
+    """The state of the group."""
 
     IDLE = "idle"
     STEPPING = "stepping"
@@ -161,7 +161,7 @@ class JointGroup:
     # --- transitions ---
 
     def _advance(self) -> list[Tell]:
-        """At most one transition; its orders."""
+        """Makes at most one transition, and gives its orders."""
         if len(self.incarnations) < self.num_ranks or not all(self._follows(rank) for rank in self.incarnations):
             return []
         work = any(report.has_work for report in self.reports.values())

@@ -56,7 +56,7 @@ class Rank:
 
     @property
     def open(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the rank takes requests."""
         return self.load is not None and self.load.serving and not self.retiring
 
     @property
@@ -72,7 +72,7 @@ class Rank:
 
     @property
     def kv_tokens(self) -> int:
-        """What its KV cache holds."""
+        """The number of tokens that the rank's KV cache holds."""
         return self.load.num_blocks * self.load.block_size if self.load is not None else 0
 
     def waiting(self, places: int) -> int:
@@ -83,7 +83,7 @@ class Rank:
         return load.num_waiting + max(0, self.num_fresh - max(0, places - load.num_running))
 
     def stats(self, first_rank: int) -> RankStats:
-        """Its figures for /metrics, once it has reported."""
+        """The rank's figures for /metrics, once it has reported."""
         assert self.load is not None
         load = self.load
         return RankStats(
@@ -117,7 +117,7 @@ class Rank:
         self.num_fresh += 1
 
     def started(self, request_id: RequestId) -> Entry | None:
-        """Its prompt is computed."""
+        """The request's prompt is computed."""
         entry = self.requests.get(request_id)
         if entry is None or not entry.waiting:
             return None
@@ -134,7 +134,7 @@ class Rank:
             self.num_unstarted -= entry.waiting
 
     def work(self, prefill_weight: float) -> float:
-        """What is ahead of it, in decode tokens."""
+        """The work ahead of the rank, in decode tokens."""
         generated = self.load.live_tokens if self.load is not None else 0
         # A request that runs has a token to come at least.
         decode = max(self.decode_tokens + self.unknown_tokens - generated, len(self.requests))

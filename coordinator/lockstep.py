@@ -24,12 +24,12 @@ class Lockstep:
         return [] if incarnation is None else self._do(Lost(scheduler.index, incarnation))
 
     def pause(self, reason: str) -> list[Send]:
-        """All ranks end with the same step, and rest."""
+        """Has all ranks end with the same step, and rest."""
         return self._do(Pause(reason))
 
     @property
     def at_rest(self) -> bool:
-        """No rank steps."""
+        """Whether no rank steps."""
         return self.group.state is State.PAUSED
 
     def tick(self) -> list[Send]:

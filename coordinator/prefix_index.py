@@ -52,7 +52,7 @@ class PrefixIndex:
         return sum(map(len, self._chunks.values()))
 
     def find(self, chain: Chain) -> Found:
-        """Who knows how much of this prompt."""
+        """The ranks that know a prefix of this prompt, and how much of it."""
         found: Found = []
         known = self._ranks
         before = -1
@@ -71,7 +71,7 @@ class PrefixIndex:
         return found
 
     def last_use(self, rank: int, chain: Chain, tokens: int) -> int:
-        """When the last chunk of the first `tokens` tokens was used before; 0: never."""
+        """The time when the last chunk of the first `tokens` tokens was used before; 0 for never."""
         chunks = self._chunks.get(rank)
         depth = tokens // FINE_TOKENS if tokens <= FINE_UNTIL else (tokens - FINE_UNTIL) // COARSE_TOKENS + _FINE
         return chunks.get(chain[depth - 1], 0) >> 1 if chunks and depth else 0

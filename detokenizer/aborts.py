@@ -25,7 +25,7 @@ class Aborts:
             del self._said[next(iter(self._said))]
 
     def again(self, opened: Container[RequestId]) -> tuple[RequestId, ...]:
-        """What a new incarnation of the coordinator should hear. An id that is open again is not aborted."""
+        """The aborts that a new incarnation of the coordinator should hear. An id that is open again is not aborted."""
         return tuple(request_id for request_id in self._said if request_id not in opened)
 
     def stranger(self, handle: int) -> bool:

@@ -105,7 +105,7 @@ class Attempts(Journal):
         return effects + self._ask_schedulers(heard)
 
     def _ask_schedulers(self, requests: Iterable[RequestState]) -> list[Effect]:
-        """Whether they have them still: that they gave some back, the coordinator may not have lived to say."""
+        """Asks schedulers whether they still have these requests: a coordinator may have died before it told of some."""
         found: dict[Identity, list[int]] = {}
         for request in requests:
             if request.heard and request.scheduler is not None:
@@ -130,7 +130,7 @@ class Attempts(Journal):
         return self._leave(event.identity)
 
     def _leave(self, scheduler: Identity) -> list[Effect]:
-        """What incarnations of this scheduler had that are over goes on elsewhere."""
+        """Requests of this scheduler's earlier incarnations go on elsewhere."""
         effects: list[Effect] = []
         for request in list(self.by_handle.values()):
             placed = request.scheduler
@@ -144,7 +144,7 @@ class Attempts(Journal):
         return effects
 
     def _readmit(self, readmit: Readmit) -> list[Effect]:
-        """Its rank gave it back: no attempt that failed. What its worker's death counts for goes with it."""
+        """Admits a request again that its rank gave back. No attempt has failed; its count of crashed workers goes with it."""
         effects: list[Effect] = []
         for handle, num_crashes in zip_longest(readmit.handles, readmit.num_crashes, fillvalue=0):
             request = self.by_handle.get(handle)

@@ -84,7 +84,7 @@ class FrontendBatch:
         deltas: TokenDeltas,
         table: TokenTable,
     ) -> None:
-        """What few rows have: logprobs, what comes with the first token. `skip`: tokens of the scheduler's row that are not taken."""
+        """Adds what few rows have: logprobs and the first token's details. `skip`: tokens of the scheduler's row that are left out."""
         if deltas.timings_ns:
             self.timings = deltas.timings_ns
         if row in deltas.first:
@@ -115,7 +115,7 @@ class FrontendBatch:
         return place
 
     def of_first_row(self, request: RequestState, place: int) -> None:
-        """What came with a request's first token, again."""
+        """Adds once more what came with a request's first token."""
         if request.first is not None:
             self.first[place] = request.first
         if request.prompt_logprobs is not None:
@@ -160,12 +160,12 @@ class FrontendBatch:
 
 
 def is_long(deltas: TokenDeltas, row: int) -> bool:
-    """Whether what a row becomes should not harm those before it."""
+    """Whether a row is so long that it gets a message of its own, which cannot harm the rows before it."""
     return row in deltas.prompt_logprobs or len(deltas.pooled.get(row, b"")) > ALONE_BYTES
 
 
 def num_bytes(found: Sequence[PositionLogprobs]) -> int:
-    """In a message, at most."""
+    """The bytes that these entries take in a message, at most."""
     entries = [entry for position in found for entry in (position.token, *position.top)]
     return sum([ENTRY_BYTES + 4 * len(entry.token_bytes) for entry in entries])
 

@@ -269,7 +269,7 @@ class Detokenizer(Attempts):
     # --- ends ---
 
     def too_long(self, to: Identity, message: Struct, text: str) -> list[Effect]:
-        """No frame holds this message of ours: what it is about ends with an error."""
+        """No frame holds this message of ours: the request that it is about ends with an error."""
         match message:
             case Admit(work=work):
                 return self._refused(Refused(work.handle, ErrorKind.INTERNAL, text))
@@ -297,7 +297,7 @@ class Detokenizer(Attempts):
         return self._say_abort(admitted) if admitted else []
 
     def _frontend_lost(self, event: PeerLost) -> list[Effect]:
-        """Its clients are gone. Those with an Idempotency-Key may come back."""
+        """A frontend was lost, and its clients with it. Those with an Idempotency-Key may come back."""
         lost = [s for s in self.by_id.values() if is_of(s, event.identity, event.incarnation)]
         gone = [request.request_id for request in lost if request.submit.retry is None]
         for request in lost:
@@ -311,7 +311,7 @@ class Detokenizer(Attempts):
 
 
 def _by_frontend(requests: list[RequestState]) -> dict[Identity, list[RequestState]]:
-    """Of one prompt's choices: nearly always all of one; a client that is away needs no answer."""
+    """The choices of one prompt by frontend, nearly always a single one; a client that is away needs no answer."""
     found: dict[Identity, list[RequestState]] = {}
     for request in requests:
         if request.frontend != NOBODY:

@@ -26,7 +26,7 @@ class Decoder(Protocol):
         ...
 
     def finish(self) -> str:
-        """What is left when no token follows."""
+        """The text that is left when no token follows."""
         ...
 
 

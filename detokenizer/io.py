@@ -147,7 +147,7 @@ class DetokenizerApp:
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """For ADMIT_FOR_S, then in a later turn of the loop."""
+        """Admits what waits for ADMIT_FOR_S seconds, and the rest in a later turn of the loop."""
         assert self._mesh is not None
         loop = asyncio.get_running_loop()
         until = loop.time() + ADMIT_FOR_S
@@ -182,13 +182,13 @@ class DetokenizerApp:
                 self._do(Received(to, self._mesh.incarnation_of(to), refused))
 
     def _call_threads(self) -> None:
-        """As many as have something to do. What another one took first, one that comes too late need not."""
+        """Calls as many threads as have something to do; one that comes too late finds nothing."""
         for _ in range(min(self._num_threads, -(-self._num_new // BUNCH))):
             self._threads.submit(self._encode_waiting)
         self._num_new = 0
 
     def _encode_waiting(self) -> None:
-        """In a thread: until nothing waits."""
+        """Encodes in a thread until nothing waits."""
         assert self._mesh is not None
         while self._to_encode:
             events: list[Encoded] = []
@@ -198,12 +198,12 @@ class DetokenizerApp:
             self._mesh.call_soon_threadsafe(self._encoded, events)
 
     def _encode_large(self, ask: Encode) -> None:
-        """In a thread for large prompts."""
+        """Encodes in the thread for large prompts."""
         assert self._mesh is not None
         self._mesh.call_soon_threadsafe(self._encoded, [self._encode(ask)])
 
     def _encode(self, ask: Encode) -> Encoded:
-        """In any thread."""
+        """Encodes one prompt; called in any thread."""
         assert self._encoder is not None
         assert self._core is not None
         if not self._core.is_wanted(ask.job):  # its client left
@@ -229,7 +229,7 @@ class DetokenizerApp:
             self._question_thread.submit(self._answer, question)
 
     def _answer(self, question: Question) -> None:
-        """In the thread of questions."""
+        """Answers in the thread of questions."""
         assert self._mesh is not None
         assert self._encoder is not None
         assert self._core is not None
@@ -275,7 +275,7 @@ class DetokenizerApp:
                 self._mesh.call_soon_threadsafe(self._flush_again)
 
     def _flush_again(self) -> None:
-        """In a later turn of the loop; the flush follows."""
+        """A later turn of the loop, which flushes again, has begun."""
         self._flushes_again = False
 
     def beat(self) -> tuple[int, str]:

@@ -97,7 +97,7 @@ class Journal:
             self._forget(self.by_id[request_id])
 
     def _again(self, request: RequestState, start: int) -> None:
-        """Its rows from token `start` on, to the frontend that has it now."""
+        """Sends the rows from token `start` on again, to the frontend that has the request now."""
         if request.submit.retry is not None:
             if start == len(request.output_token_ids) and request.finished is None:
                 return  # nothing yet: a row would only begin the client's stream
@@ -106,7 +106,7 @@ class Journal:
         self._replays[connection_of(request)] = Replay(request, self.table, start)
 
     def _tell_again(self) -> None:
-        """As much as one turn of the loop has time for, of each replay in turn."""
+        """Tells of each replay in turn again, as much as one turn of the loop has time for."""
         left = text_edge.PIECE_ENTRIES
         while self._replays and left > 0:
             replay = self._replays.pop(to := next(iter(self._replays)))
@@ -178,7 +178,7 @@ class Journal:
         return [] if request.status is RequestStatus.FINISHED else self.keyed.wait(request, self.now)
 
     def _note_told(self, request: RequestState) -> None:
-        """Its connection has all that there is; the next one, which gets it again, is not to count it again."""
+        """Notes that a connection has all that there is, so that the next one, which gets it again, does not count it again."""
         if request.frontend != NOBODY:
             replay = self._replays.get(connection_of(request))
             request.num_told = max(request.num_told, len(request.output_token_ids) if replay is None else replay.at)

@@ -50,20 +50,20 @@ class Keyed:
             del self.members[retry.key], self.bodies[retry.key]
 
     def back(self, request: RequestState) -> None:
-        """Its client is there."""
+        """The request's client is there (again)."""
         self.until.pop(request.request_id, None)
         self.finished.remove(request.request_id)
         self.running.remove(request.request_id)
 
     def wait(self, request: RequestState, now: float) -> list[RequestId]:
-        """From now on it waits for its client; the requests that go for lack of room."""
+        """The request waits for its client from now on. Gives the requests that must go for lack of space."""
         self.back(request)
         self.until[request.request_id] = now + self.window_s
         pool = self.finished if request.status is RequestStatus.FINISHED else self.running
         return pool.add(request.request_id, size_of(request))
 
     def over(self, now: float) -> list[RequestId]:
-        """Those that waited long enough."""
+        """Gives the requests that have waited long enough."""
         gone: list[RequestId] = []
         for request_id, until in self.until.items():
             if until > now:
@@ -89,7 +89,7 @@ class _Pool:
         self.sizes: dict[RequestId, int] = {}  # the oldest first
 
     def add(self, request_id: RequestId, size: int) -> list[RequestId]:
-        """Those that are to go for it, itself perhaps."""
+        """Adds a request, and gives those that must go for it, perhaps itself."""
         self.sizes[request_id] = size
         self.num_bytes += size
         gone: list[RequestId] = []

@@ -54,7 +54,7 @@ class Questions:
         return None
 
     def cancel(self, sender: Identity, handle: Handle) -> None:
-        """Its client left, or has waited too long."""
+        """Drops a question whose client left, or has waited too long."""
         for queue in self._queues:
             question = queue.pop((sender, handle), None)
             self.num_bytes -= question.num_bytes if question else 0

@@ -12,7 +12,7 @@ from meshlm.runtime.errors import RequestError
 
 
 def accepted(requests: list[RequestState], prompt: "array[int]", table: TokenTable) -> Accepted:
-    """For all choices of one prompt."""
+    """The Accepted message for all choices of one prompt."""
     handles = tuple(request.frontend_handle for request in requests)
     submit = requests[0].submit
     arrival_s = (submit.retry.begun_s or submit.arrival_s) if submit.retry is not None else 0.0
@@ -29,7 +29,7 @@ def accepted(requests: list[RequestState], prompt: "array[int]", table: TokenTab
 def answer(
     ask: Tokenize | Detokenize, encoder: Encoder, table: TokenTable, vocab_size: int, max_model_len: int
 ) -> TokenizeReply | DetokenizeReply:
-    """In a thread: a long text takes seconds."""
+    """Answers a question; called in a thread, since a long text takes seconds."""
     try:
         if isinstance(ask, Tokenize):
             return _tokenized(ask, encoder, table, max_model_len)

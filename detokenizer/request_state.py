@@ -143,11 +143,11 @@ class RequestState:
         return text if self.stop is None else self.searched(self.stop, text, len(self.output_token_ids))
 
     def searched(self, stop: StopFinder, text: str, num_tokens: int) -> str:
-        """What may be shown of the text of token number `num_tokens`."""
+        """The text of token number `num_tokens`, as far as it may be shown."""
         return stop.push(text) if num_tokens > self.sampling.min_tokens else text
 
     def num_chars(self, table: TokenTable, count: int) -> list[int]:
-        """How many characters each of the newest tokens brings to the text, stop strings apart."""
+        """The number of characters that each of the newest tokens brings to the text, stop strings apart."""
         if self.measured is None:
             self.measured = self.reader(table)[0]
         sizes = [len(self.measured.push(token)) for token in self.output_token_ids[self.num_measured :]]

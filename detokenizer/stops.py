@@ -43,6 +43,6 @@ class StopFinder:
         return 0
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, when no token follows."""
         held, self._held = self._held, ""
         return held

@@ -96,7 +96,7 @@ MARK = "<<the-final-message-ends-here>> "  # the blank shows whether the templat
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether a `for` goes through `message.content`, or through a variable that is named or set so."""
+    """Whether a `for` of the template goes through `message.content`, or through a variable that is named or set so."""
 
     def is_content(node: nodes.Node) -> bool:
         match node:

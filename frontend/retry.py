@@ -35,7 +35,7 @@ class IdempotencyKey(NamedTuple):
 
 
 def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes) -> IdempotencyKey | None:
-    """Reads the headers of a retry: None without an Idempotency-Key, HttpError for one that is not allowed. `body` is JSON; its layout does not count."""
+    """Reads a retry: None without an Idempotency-Key, HttpError for a wrong one. `body` is JSON; its layout does not count."""
     if not keys:
         return None
     if len(keys) > 1:
@@ -65,7 +65,7 @@ def _digest(fields: dict[str, Any]) -> bytes:
 
 
 class Position(NamedTuple):
-    """The place in the stream that a client has reached: of each choice (tokens, end) or None, and of the last events 0, 1 (usage) or 2 ([DONE])."""
+    """How far a client has read: of each choice (tokens, end) or None, and of the last events 0, 1 (usage) or 2 ([DONE])."""
 
     choices: list[tuple[int, bool] | None]
     last: int = 0

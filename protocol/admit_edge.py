@@ -30,7 +30,7 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it can do without the hidden states of tokens whose KV is there."""
+        """Whether the request can do without the hidden states of tokens whose KV is cached."""
         needs_all = isinstance(self.task, Pool) and self.task.needs_all_tokens
         return self.sampling.prompt_logprobs < 0 and not needs_all
 

@@ -22,7 +22,7 @@ from meshlm.protocol.operations import Operation, OperationDone
 
 
 class WhenFull(Enum):
-    """What sending does when `window` messages are unacknowledged and `max_queued` wait behind them, or they have `max_bytes`."""
+    """The fate of a message when `window` messages are unacknowledged and `max_queued` wait behind them, or they have `max_bytes`."""
 
     REFUSE = "refuse"  # raise LinkFull: the sender answers its request with 503
     DROP_PEER = "drop peer"  # the peer does not read: treat it as dead
@@ -40,7 +40,7 @@ class Channel(NamedTuple):
 
     @property
     def max_bytes(self) -> int:
-        """Of messages that are not acknowledged: what can be refused is refused sooner than a peer is taken for dead."""
+        """The limit of unacknowledged bytes: a message that can be refused is refused sooner than a peer is taken for dead."""
         return MAX_REFUSED_BYTES if self.when_full is WhenFull.REFUSE else MAX_QUEUED_BYTES
 
 
@@ -102,7 +102,7 @@ def peers_of(role: Role) -> frozenset[Role]:
 
 
 def are_linked(one: Identity, other: Identity, workers_per_rank: int) -> bool:
-    """Whether these two keep a link: as their roles say, and a scheduler with its own workers only."""
+    """Whether these two processes keep a link: their roles decide, and a scheduler has links with its own workers only."""
     if other.role not in peers_of(one.role):
         return False
     if one.role is Role.SCHEDULER and other.role is Role.WORKER:

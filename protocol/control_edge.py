@@ -138,7 +138,7 @@ class RestartProcesses(Struct, frozen=True, tag="restart_processes"):
 
 
 class RestartNews(Struct, frozen=True, tag="restart_news"):
-    """How that goes. `failure` is "" when it is over and all were replaced."""
+    """Tells how a restart of processes goes. `failure` is "" when it is over and all were replaced."""
 
     lines: tuple[str, ...] = ()  # for the user
     over: bool = False

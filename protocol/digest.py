@@ -59,7 +59,7 @@ def _visit(hint: Any, seen: dict[str, str]) -> None:
 
 
 def _default(field: FieldInfo) -> str:
-    """What an absent field means."""
+    """The value that an absent field stands for."""
     if field.required:
         return ""
     return f"={field.default!r}" if field.default_factory is NODEFAULT else f"={field.default_factory()!r}"

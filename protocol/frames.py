@@ -31,7 +31,7 @@ class FrameError(ValueError):
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     HELLO = 1  # opens a session; body: schema digest. Repeated on a timer until WELCOME
     WELCOME = 2  # answers HELLO; body: schema digest
@@ -107,12 +107,12 @@ def unpack(frame: bytes) -> tuple[Header, memoryview]:
 
 
 def sender_key(identity: Identity) -> bytes:
-    """What `sender_of` says of this process's frames."""
+    """The bytes that `sender_of` gives for this process's frames."""
     return struct.pack("<BH", _ROLE_NUMBER[identity.role], identity.index)
 
 
 def sender_of(frame: bytes) -> bytes:
-    """Who sent the frame, without reading the rest; anything for what is none."""
+    """The sender's key of a frame, read without the rest; any bytes where it is no frame."""
     return frame[4:5] + frame[6:8]
 
 

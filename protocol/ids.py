@@ -11,7 +11,7 @@ from msgspec import Struct
 
 
 class Role(Enum):
-    """What a process is. The value is the name that `ps`, `meshlm status` and logs show."""
+    """The kind of a process. The value is the name that `ps`, `meshlm status` and logs show."""
 
     SUPERVISOR = "supervisor"
     FRONTEND = "frontend"
@@ -64,7 +64,7 @@ class FinishReason(Enum):
 
 
 class ErrorKind(Enum):
-    """What sort of refusal this is; the frontend maps it to an HTTP status."""
+    """The kind of an error; the frontend maps it to an HTTP status."""
 
     INVALID = "invalid_request_error"  # 400: the request is wrong; `param` names the field
     NOT_FOUND = "not_found_error"  # 404

@@ -72,7 +72,7 @@ class KVGroup(Struct, frozen=True):
 
 
 def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
-    """What each layer's attention sees."""
+    """The KVSpec of each layer: what its attention sees."""
     if model.mla is not None:
         return [Latent(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim)] * model.num_hidden_layers
     sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers

@@ -17,7 +17,7 @@ from meshlm.protocol.ids import Epoch, Incarnation
 
 
 class Phase(IntEnum):
-    """Of an epoch, in this order."""
+    """The phases of an epoch, in this order."""
 
     PREPARE = 0  # stop at once what runs in earlier epochs; build communicators for these members
     STEP = 1  # step, with an empty batch where there is nothing to do
@@ -75,7 +75,7 @@ class JointRank:
         return JointReport(self.epoch, self.phase, self.step, self.finished, self.has_work)
 
     def may_begin(self) -> bool:
-        """Whether the next step may begin: none that others will not take part in."""
+        """Whether the next step may begin; a step that others will not take part in may not."""
         if self.step - self.finished >= self.depth:
             return False
         return self.phase is Phase.STEP or (self.phase is Phase.STOP and self.step < self.stop_at)
@@ -102,7 +102,7 @@ class StepGroup(Struct, frozen=True):
 
 
 class StepAgreement(Struct, frozen=True):
-    """What a worker proposes for its next step, and what all of them then do.
+    """The step that a worker proposes, and the one that all of them then do.
 
     An elementwise maximum, so one all-reduce of a few integers finds it (`columns`).
     """

@@ -18,7 +18,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts(Protocol):
-    """What tokens read as."""
+    """Gives the texts of tokens."""
 
     def show(self, token: int, pending: bytes = b"") -> tuple[str, bytes]:
         """Its text, without a character that goes on behind it and with one that began before it (`pending`), and its own bytes."""
@@ -93,7 +93,7 @@ def positions_of(found: PromptLogprobs) -> Iterator[PositionLogprobs]:
 
 
 def num_bytes_of_prompt(found: PromptLogprobs) -> int:
-    """In a message, about."""
+    """The bytes that they take in a message, about."""
     columns = found.columns
     parts = (columns.logprobs, columns.ranks, columns.top_ids, columns.top_logprobs)
     rest = (found.token_ids, found.num_chars, found.text_ids)

@@ -1,4 +1,4 @@
-"""What a model is, as data: read once from its files, known to every process, needs no torch."""
+"""The shape of a model as data: read once from its files, known to every process, without torch."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What changes workers between two steps: a profiler trace, a reset of the prefix cache, their end.
+"""Operations, which change workers between two steps: a profiler trace, a reset of the prefix cache, their end.
 
 An `Operation` goes from whoever asks (a frontend, the supervisor) to the coordinator, from there to every scheduler, and from each
 scheduler to its workers, in order with the plans: all workers of a rank do it before the same step. `OperationDone` comes back on the

@@ -168,7 +168,7 @@ class Session:
         self.num_bytes += len(body)
 
     def receive(self, header: Header, body: memoryview, now: float) -> Outcome:
-        """What a frame of this peer means. Never raises for what the peer sent."""
+        """Takes a frame of this peer and says what it means. It never raises for what the peer sent."""
         if header.kind in (Kind.HELLO, Kind.WELCOME):
             return self._on_hello(header, body, now)
         if header.kind is Kind.REFUSE:

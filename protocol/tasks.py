@@ -1,4 +1,4 @@
-"""What a request wants of the model: text that goes on, or one vector of its prompt."""
+"""The task of a request: text that goes on, or one vector of its prompt."""
 
 from enum import Enum
 

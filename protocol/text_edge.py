@@ -41,7 +41,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 def num_bytes_of(prompt: Prompt) -> int:
-    """What it takes on the wire and in memory, about."""
+    """The bytes that the prompt takes on the wire and in memory, about."""
     match prompt:
         case TokenPrompt(token_ids=ids):
             return len(ids)
@@ -53,7 +53,7 @@ def num_bytes_of(prompt: Prompt) -> int:
 
 
 class TextParams(Struct, frozen=True, omit_defaults=True):
-    """What the detokenizer does with the output, beyond decoding it."""
+    """The things that the detokenizer does with the output beyond decoding it."""
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

@@ -31,7 +31,7 @@ class LogprobColumns(Struct, frozen=True):
 
 
 class First(Struct, frozen=True, omit_defaults=True):
-    """What comes with a request's first token. A stream that is taken up again has another one, which counts for nothing."""
+    """The details that come with a request's first token. A stream that is taken up again has another one, which counts for nothing."""
 
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     queued_us: int = 0  # that it waited at its scheduler for a place in the batch

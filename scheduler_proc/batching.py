@@ -159,7 +159,7 @@ class Batching:
         return prompts
 
     def _plan_drafts(self, builder: PlanBuilder) -> None:
-        """What the decodes may draft: as much as budget, length and free memory allow. Nobody is preempted for it."""
+        """Plans drafts of the decodes: as many as budget, length and free memory allow. Nobody is preempted for them."""
         left = self.limits.max_num_batched_tokens - builder.num_tokens
         for request in builder.decodes:
             virtual = len(request.tokens) + request.num_output_placeholders
@@ -254,14 +254,14 @@ class Batching:
             self._advance(builder, request, count, len(request.tokens))
 
     def _startable(self, builder: PlanBuilder, request: Request, count: int, left: int) -> int:
-        """How many of its `count` tokens the step may compute; 0: it waits for another step."""
+        """The number of the request's `count` tokens that the step may compute; 0: it waits for another step."""
         if count > left and not self.limits.chunked_prefill and builder.num_tokens:
             return 0
         count = builder.prompt_room(request, min(count, left))
         return count if self._message_room(builder, request) else 0
 
     def _bytes_of_step(self, request: Request) -> int:
-        """Of its tokens' log-probabilities in one step, at most, or of its vector."""
+        """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
         if request.pool is not None:
             return self._pooled_bytes
         return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)

@@ -44,7 +44,7 @@ class Scheduler:
 
     @property
     def requests(self) -> dict[RequestId, Request]:
-        """All that have not ended."""
+        """All requests of this rank that have not ended."""
         return self.table.by_id
 
     @property
@@ -54,17 +54,17 @@ class Scheduler:
 
     @property
     def session(self) -> int:
-        """With the workers."""
+        """The session with the workers."""
         return self.workers.session
 
     @property
     def _depth(self) -> int:
-        """Steps in flight: one for each stage at least."""
+        """The number of steps that may be in flight: one for each stage at least."""
         return max(self.limits.async_depth, self.limits.num_stages)
 
     @property
     def serving(self) -> bool:
-        """All of this rank's workers can step."""
+        """Whether all of this rank's workers can step."""
         return self.workers.serving
 
     def handle(self, event: Event, now: float) -> list[Send]:
@@ -89,7 +89,7 @@ class Scheduler:
         return effects
 
     def report(self) -> list[Send]:
-        """A Load, if one is due. After all news and the plan, which are not to wait for it, and once for a burst of requests."""
+        """A Load, if one is due. Called after the messages and the plan, which are not to wait for it: once for a burst of requests."""
         serving, effects = self.serving, []
         if self.lockstep is not None:
             effects = self.lockstep.report(has_work=bool(self.requests))
@@ -169,7 +169,7 @@ class Scheduler:
         return []
 
     def _lose_workers(self) -> None:
-        """What was computed is gone: all requests wait again with the tokens they have."""
+        """The computed KV is gone: all requests wait again with the tokens they have."""
         self.workers.forget()
         self.inflight.clear()
         self.results.begin()
@@ -208,7 +208,7 @@ class Scheduler:
         return [send for operation in pending for send in self._operate(operation)]
 
     def _operate(self, operation: Operation) -> list[Send]:
-        """Between the plans that were sent and the next: what it changes here, then the workers."""
+        """Carries an operation out between the plans that were sent and the next: first what it changes here, then at the workers."""
         match operation.action:
             case ResetPrefixCache(preempt=preempt):
                 if not self.batching.reset_prefix_cache(preempt=preempt):
@@ -232,7 +232,7 @@ class Scheduler:
     # --- steps ---
 
     def _finished(self) -> Inflight:
-        """The oldest step in flight is over."""
+        """Takes the oldest step in flight out: it is over."""
         if self.lockstep is not None:
             self.lockstep.finished()
         return self.inflight.popleft()

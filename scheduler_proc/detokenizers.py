@@ -11,7 +11,7 @@ from meshlm.protocol.ids import Identity, Incarnation, RequestId
 
 
 class Reach(Enum):
-    """Of the detokenizer that a request is for."""
+    """Whether the detokenizer that a request is for can be reached."""
 
     HERE = auto()
     NOT_YET = auto()  # the request is kept
@@ -31,7 +31,7 @@ class Detokenizers:
         return self._objects.setdefault(identity, identity)
 
     def meet(self, assign: Assign) -> Reach:
-        """Whether its detokenizer is here."""
+        """Says whether the request's detokenizer is here; keeps the request where it is not here yet."""
         incarnation = self._incarnations.get(assign.detokenizer, 0)
         if incarnation == assign.incarnation:
             return Reach.HERE
@@ -41,7 +41,7 @@ class Detokenizers:
         return Reach.NOT_YET
 
     def up(self, identity: Identity, incarnation: Incarnation) -> list[Assign]:
-        """It can be reached: what waited, for it or others, is to be met again."""
+        """A detokenizer can be reached: the requests that waited, for it or others, are to be met again."""
         self._incarnations[identity] = incarnation
         early, self._early = self._early, []
         return early
@@ -51,7 +51,7 @@ class Detokenizers:
             del self._incarnations[identity]
 
     def take_early(self, request_ids: Collection[RequestId] | None = None) -> list[Assign]:
-        """What waits, of these requests or all, and waits no more."""
+        """Takes out, of these requests or of all, those that wait for their detokenizer."""
         early, self._early = self._early, []
         taken: list[Assign] = []
         for one in early:

@@ -19,7 +19,7 @@ TICK_S = 1.0
 
 
 def limits_of(config: MeshConfig, index: int) -> Limits:
-    """What the configuration allows dp rank `index`."""
+    """The limits that the configuration gives dp rank `index`."""
     resolved, parallel = config.resolved, config.parallel
     if resolved is None:
         raise ProcessFatal("the configuration is not resolved")
@@ -82,7 +82,7 @@ class SchedulerApp:
                 self._too_long(effect, str(error))
 
     def _too_long(self, effect: Send, text: str) -> None:
-        """No frame holds this message of ours: what it is about ends with an error."""
+        """No frame holds this message of ours: the requests that it is about end with an error."""
         assert self._mesh is not None and self._core is not None  # noqa: PT018
         match effect.message:
             case TokenDeltas():
@@ -102,7 +102,7 @@ class SchedulerApp:
         self._do(PeerLost(peer, incarnation))
 
     def flush(self) -> None:
-        """After all news is in: send as many steps as may be in flight, then the news of them."""
+        """All messages of this turn are handled: sends as many steps as may be in flight, then what the coordinator should know."""
         if self._core is None:
             return
         while effects := self._core.plan(time.monotonic_ns()):

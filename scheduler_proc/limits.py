@@ -1,4 +1,4 @@
-"""What a configuration allows one rank's scheduler."""
+"""The limits that a configuration gives one rank's scheduler."""
 
 from msgspec import Struct
 
@@ -6,7 +6,7 @@ MAX_CRASHES = 4  # fewer than the default of --max-restarts
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What the configuration allows this rank."""
+    """The limits that the configuration gives this rank."""
 
     max_model_len: int
     max_num_seqs: int

@@ -55,12 +55,12 @@ class Lockstep:
 
     @property
     def group(self) -> StepGroup | None:
-        """For the workers: the members of the newest order; None when some are missing."""
+        """The group that the workers shall form: the members of the newest order; None when some are missing."""
         size = len(self._rank.members) * self._workers_per_rank
         return StepGroup(self._built, size) if self._built else None
 
     def report(self, *, has_work: bool) -> list[Send]:
-        """When the coordinator should hear it."""
+        """The rank's report, when the coordinator should hear it."""
         rank = self._rank
         rank.has_work = has_work
         at_end = rank.finished if rank.phase >= Phase.DRAIN else 0

@@ -59,7 +59,7 @@ class Outbox:
         return row
 
     def first(self, row: int, request: Request) -> None:
-        """What comes with a request's first token only."""
+        """Adds what comes with a request's first token only."""
         queued_ns, prefill_ns = request.started_ns - request.arrived_ns, self.now_ns - request.started_ns
         queued_us, prefill_us = max(0, queued_ns // 1000), max(0, prefill_ns // 1000)
         self.first_tokens[row] = First(request.num_cached, queued_us, prefill_us, self.dp_rank)
@@ -70,7 +70,7 @@ class Outbox:
             request.prompt_logprobs = []
 
     def next_logprobs(self, columns: LogprobColumns) -> None:
-        """Of the token of the row that comes next."""
+        """Adds the log-probabilities of the token of the row that comes next."""
         self.logprobs[len(self.handles)] = columns
         self.num_detail_bytes += _num_bytes(columns)
 
@@ -111,7 +111,7 @@ class Output:
             self._full.append((detokenizer, self.boxes.pop(detokenizer)))
 
     def vector(self, request: Request, vector: bytes) -> None:
-        """The end of a Pool."""
+        """Adds the vector that ends a Pool task."""
         self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
         box = self.of(request.detokenizer)
         row = box.row(request.handle, 0, ())
@@ -123,7 +123,7 @@ class Output:
         self.seal(request.detokenizer, alone=len(vector) > ALONE_BYTES)
 
     def messages(self, timings_ns: tuple[int, ...]) -> list[tuple[Identity, TokenDeltas]]:
-        """To whom, and in which order for each."""
+        """The messages with their detokenizers, in the order of sending."""
         return [(to, box.message(timings_ns)) for to, box in (*self._full, *self.boxes.items())]
 
     def end(

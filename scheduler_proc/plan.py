@@ -10,7 +10,7 @@ from meshlm.scheduler_proc.request import Request
 
 
 class Inflight:
-    """What was sent as one step, to make sense of its result. `samples` is b"" when all requests sampled.
+    """One step in flight: what is needed to make sense of its result. `samples` is b"" when all requests sampled.
 
     firsts: places of the requests that are computed from their first token on. num_drafts: by place; empty when none has any.
     """
@@ -70,7 +70,7 @@ class PlanBuilder:
         return len(self.decodes) + len(self._rest)
 
     def prompt_room(self, request: Request, count: int) -> int:
-        """How many of these tokens the step may compute so that its result fits into a frame; one at least, in an empty step."""
+        """The number of these tokens that the step may compute so that its result fits into a frame: one at least in an empty step."""
         each = sizes.of_prompt_token(request.work.sampling)
         if not each:
             return count

@@ -116,7 +116,7 @@ class Request:
         return (self.work.priority, self.work.arrival_s, self.work.request_id)
 
     def crashed(self) -> int:
-        """Its worker died with it in a step. How often that was since its last token."""
+        """The request's worker died with it in a step; gives how often that was since its last token."""
         self.num_crashes = 1 if len(self.tokens) > self.crashed_at else self.num_crashes + 1
         self.crashed_at = len(self.tokens)
         return self.num_crashes

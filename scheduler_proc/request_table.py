@@ -54,7 +54,7 @@ class RequestTable:
             self.refuse_unfit(request, output)
 
     def refuse_unfit(self, request: Request, output: Output) -> None:
-        """End it where these workers can never compute it."""
+        """Ends a request that these workers can never compute."""
         if request.pool is not None and request.pool.kind not in self.batching.pool_kinds:
             text, param = f"the workers of this model cannot pool {request.pool.kind.value!r}", "task"
         elif self.batching.kv.holds(request.max_len):
@@ -118,14 +118,14 @@ class RequestTable:
                 self.drop(request)
 
     def detokenizer_lost(self, identity: Identity, incarnation: Incarnation) -> None:
-        """Its requests end here; its next incarnation admits them again."""
+        """A detokenizer was lost: its requests end here, and its next incarnation admits them again."""
         self.detokenizers.lost(identity, incarnation)
         for request in list(self.by_id.values()):
             if request.detokenizer == identity and request.incarnation == incarnation:
                 self.drop(request)
 
     def remove(self, request: Request) -> None:
-        """Like `drop`, but the coordinator is not told that it ended."""
+        """Forgets a request as `drop` does, but the coordinator is not told that it ended."""
         self.batching.remove(request)
         request.move(RequestState.FINISHED)
         del self.by_id[request.work.request_id]
@@ -144,7 +144,7 @@ class RequestTable:
             self.load.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
 
     def still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
-        """It admits again what is not here: given back, and the coordinator may not have lived to say so."""
+        """Tells a detokenizer which requests are not here, so that it admits them again: a coordinator may have died with that news."""
         here = {r.handle for r in self.by_id.values() if r.detokenizer == detokenizer}
         gone = tuple(Handle(handle) for handle in unpack_i32(asked.handles) if handle not in here)
         return [Send(detokenizer, Readmit(gone))] if gone else []

@@ -1,4 +1,4 @@
-"""What the workers computed: takes the tokens, log-probabilities and vectors of a finished step into its requests and the output.
+"""The results of steps: takes their tokens, log-probabilities and vectors into the requests and the output.
 
 Pure; owned by core.py, which knows which step in flight a result belongs to. It plans nothing.
 """
@@ -101,7 +101,7 @@ class Results:
             at += count
 
     def _not_given(self, request: Request, count: int) -> None:
-        """So many tokens less came than the step might have given: drafts that were refused. What comes next is computed again."""
+        """`count` fewer tokens came than the step might have given, since drafts were refused; their positions are computed again."""
         request.num_output_placeholders -= count
         if request.state is RequestState.RUNNING:
             request.num_computed -= count

@@ -14,17 +14,17 @@ BIAS_BYTES = 14  # an id and a float in msgpack; an id alone takes five
 
 
 def of_new_row(request: Request) -> int:
-    """Of a NewRow, at most."""
+    """The bytes of a NewRow, at most."""
     params = request.work.sampling
     ids = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids)
     return 500 + 8 * len(request.tokens) + BIAS_BYTES * (ids + len(params.eos_token_ids))
 
 
 def of_token(params: SamplingParams) -> int:
-    """Of the log-probabilities of one sampled token."""
+    """The bytes of the log-probabilities of one sampled token."""
     return POSITION_BYTES + TOP_BYTES * params.logprobs if params.logprobs >= 0 else 0
 
 
 def of_prompt_token(params: SamplingParams) -> int:
-    """Of those of one prompt token."""
+    """The bytes of the log-probabilities of one prompt token."""
     return POSITION_BYTES + TOP_BYTES * params.prompt_logprobs if params.prompt_logprobs >= 0 else 0

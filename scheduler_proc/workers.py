@@ -26,7 +26,7 @@ class Workers:
 
     @property
     def serving(self) -> bool:
-        """All of them can step."""
+        """Whether all workers can step."""
         return len(self._ready) == len(self.all)
 
     def up(self, worker: Identity, incarnation: Incarnation, now: float) -> list[Send]:
@@ -52,7 +52,7 @@ class Workers:
         return self._disband(f"{worker} is lost")
 
     def forget(self) -> None:
-        """What they answered in this session."""
+        """Forgets what the workers answered in this session."""
         self._ready.clear()
         self._standings.clear()
 

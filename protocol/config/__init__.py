@@ -34,7 +34,7 @@ __all__ = [
 
 
 class MeshConfig(Struct, frozen=True, kw_only=True):
-    """What every process reads at start."""
+    """The configuration that every process reads at start."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -8,7 +8,7 @@ from meshlm.protocol.config.per_node import PER_NODE
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True):
-    """KV memory."""
+    """The memory of the KV cache."""
 
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block")] = 16
     gpu_memory_utilization: Annotated[
@@ -31,7 +31,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Batching."""
+    """How requests are batched."""
 
     max_num_seqs: (
         Annotated[int, Meta(ge=1, le=8192, description="requests in one step at most (GPU 1024, CPU 64)")] | None
@@ -56,7 +56,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True):
-    """The data plane."""
+    """How the workers compute."""
 
     device: Annotated[Literal["auto", "cpu", "cuda", "fake"], Meta(description="where the model runs")] = "auto"
     enforce_eager: Annotated[bool, Meta(description="no CUDA graphs")] = False

@@ -8,7 +8,7 @@ from meshlm.protocol.config.per_node import PER_NODE
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Which model, and how to read it."""
+    """The model to serve, and how to read its files."""
 
     model: Annotated[
         str, Meta(description="folder, .gguf file or hub name; empty: SmolLM2-135M-Instruct", extra=PER_NODE)

@@ -8,7 +8,7 @@ from meshlm.protocol.config.per_node import PER_NODE
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
-    """How many ranks."""
+    """The number of ranks, and their places."""
 
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="schedulers", extra={"short": "-dp"})] = 1
     tensor_parallel_size: Annotated[
@@ -53,18 +53,18 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def workers_per_rank(self) -> int:
-        """Workers of one scheduler."""
+        """The number of workers of one scheduler."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def nodes_of(self, rank: int) -> range:
-        """Of --nnodes, those that have workers of dp rank `rank`: all workers are spread evenly."""
+        """The nodes, of --nnodes, that have workers of dp rank `rank`: all workers are spread evenly."""
         here = self.data_parallel_size * self.workers_per_rank // self.nnodes
         first = rank * self.workers_per_rank
         return range(first // here, (first + self.workers_per_rank - 1) // here + 1)
 
 
 class NetworkConfig(Struct, frozen=True, kw_only=True):
-    """Meshes of several nodes."""
+    """The network of a mesh of several nodes."""
 
     listen: Annotated[
         str,
@@ -87,7 +87,7 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """Where this supervisor's processes are in a mesh of several nodes: never a flag."""
+    """The place of this supervisor's processes in a mesh of several nodes. It is never a flag."""
 
     index: int  # its supervisor is supervisor/index; 0 is the head
     id: str  # of host and run directory: processes with the same one reach each other by ipc

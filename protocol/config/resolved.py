@@ -8,7 +8,7 @@ from meshlm.protocol.model import ModelSpec
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
-    """What the supervisor found out once, so that no child has to: never a flag."""
+    """The facts that the supervisor finds out once, so that no child has to. None of them is a flag."""
 
     spec: ModelSpec
     model_path: str  # folder or .gguf file

@@ -8,7 +8,7 @@ from meshlm.protocol.config.per_node import PER_NODE
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
-    """The process group."""
+    """The processes: their run directory, restarts, shutdown and logs."""
 
     run_dir: Annotated[str, Meta(description="directory for sockets and state, mode 0700; default: one per port")] = ""
     drain_timeout: Annotated[float, Meta(ge=0, description="seconds that SIGTERM lets running requests finish")] = 30.0

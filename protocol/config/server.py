@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
-    """HTTP."""
+    """The HTTP server: addresses, limits, time limits, and fields of answers."""
 
     host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000

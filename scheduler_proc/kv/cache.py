@@ -42,7 +42,7 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Of block_size tokens in every group."""
+        """The number of blocks, of block_size tokens in every group."""
         return self.pool.num_blocks // self.num_groups
 
     @property
@@ -50,7 +50,7 @@ class KVCache:
         return self.pool.num_free // self.num_groups
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether one request of so many tokens fits."""
+        """Whether one request of `num_tokens` tokens fits."""
         return pages_of(self._specs, self.block_size, num_tokens, self._step_tokens) <= self.pool.num_blocks
 
     def longest(self, max_len: int) -> int:
@@ -78,7 +78,7 @@ class KVCache:
         return len(found) * self.block_size
 
     def _hashes_of_twin(self, request: Request) -> list[bytes]:
-        """Those of its prompt, where the request before had the same: a prompt with many choices is hashed once."""
+        """The hashes of its prompt, where the request before had the same: a prompt with many choices is hashed once."""
         twin = self._matched
         if twin is None or twin.extra_keys != request.extra_keys:
             return []

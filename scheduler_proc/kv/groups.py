@@ -18,11 +18,11 @@ class Kind:
         self._first_bytes = [bytes((first ^ number,)) for first in range(256)]  # of a key, by that of the hash
 
     def key(self, block_hash: bytes) -> bytes:
-        """Of what this kind caches for these tokens; of the first kind, the hash itself."""
+        """The key of what this kind caches for these tokens; the first kind's key is the hash itself."""
         return self._first_bytes[block_hash[0]] + block_hash[1:] if self.number else block_hash
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Of several blocks."""
+        """The keys of several blocks."""
         return [self.key(block_hash) for block_hash in hashes] if self.number else hashes
 
     def first_needed(self, num_computed: int) -> int:

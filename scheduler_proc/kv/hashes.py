@@ -7,7 +7,7 @@ _ROOT = bytes(hashlib.sha256().digest_size)  # the parent of a first block
 
 
 def extra_keys(cache_salt: str) -> dict[int, bytes]:
-    """What else decides the contents of a block, by its index. Requests with different salts share no block, from the first on."""
+    """Keys that beside the tokens decide the contents of a block, by its index. Requests with different salts share no block."""
     return {0: b"salt\0" + cache_salt.encode()} if cache_salt else {}
 
 
