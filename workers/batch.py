@@ -15,7 +15,7 @@ UNKNOWN = -1  # num_decodes of a CUDA graph that any mix of requests is replayed
 
 @dataclass(frozen=True, slots=True)
 class RequestLens:
-    """What the host knows of a step's requests, for backends that launch by it."""
+    """The lengths of a step's requests that the host knows, for backends that launch by them."""
 
     seq_lens: Tensor  # int64 [n] context length, this step's tokens included
     query_lens: tuple[int, ...]  # of the requests after the decodes

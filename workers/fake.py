@@ -44,7 +44,7 @@ def _powers(base: int, count: int) -> U64:
 
 
 def expected_token(tokens: list[int], vocab_size: int) -> int:
-    """What the fake model says after `tokens`; the tests' oracle."""
+    """The token that the fake model gives after `tokens`; the tests' oracle."""
     state = 0
     for token in tokens:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
@@ -52,7 +52,7 @@ def expected_token(tokens: list[int], vocab_size: int) -> int:
 
 
 def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
-    """What the fake model's Pool gives for a prompt; the tests' oracle."""
+    """The vector that the fake model's Pool gives for a prompt; the tests' oracle."""
     state, states = 0, []
     for token in tokens:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
@@ -255,7 +255,7 @@ class FakeEngine:
         return wanted
 
     def _prompt_logprobs(self, arrays: StepArrays) -> dict[int, LogprobColumns]:
-        """Of the prompt tokens that follow the positions of this step."""
+        """The log-probabilities of the prompt tokens that follow the positions of this step."""
         wanted = {}
         for place, (row, start, count) in enumerate(zip(arrays.rows, arrays.starts, arrays.counts, strict=True)):
             width = self._rows.sampling[int(row)].prompt_logprobs

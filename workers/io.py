@@ -225,7 +225,7 @@ class WorkerApp:
             self._completed += 1
 
     def _say(self, message: Struct) -> None:
-        """To the scheduler, from any thread."""
+        """Sends a message to the scheduler, from any thread."""
         assert self._mesh is not None
         self._mesh.call_soon_threadsafe(self._send, message)
 

@@ -113,7 +113,7 @@ def full_step(max_num_batched_tokens: int, max_model_len: int) -> list[int]:
 def cache_dtype(
     wanted: str, dtype: torch.dtype, device: torch.device, backend: Backend, *, latent: bool = False
 ) -> torch.dtype:
-    """Of the KV tensors, for --kv-cache-dtype `wanted` and a model of `dtype`. ProcessFatal where FP8 cannot be used.
+    """The dtype of the KV tensors, for --kv-cache-dtype `wanted` and a model of `dtype`. ProcessFatal where FP8 cannot be used.
 
     latent: the model has latent attention.
     """

@@ -1,4 +1,4 @@
-"""What a worker does between two steps because it was asked to. Used by the stepper thread only (io.py)."""
+"""Operations: what a worker does between two steps because it was asked to. Used by the stepper thread only (io.py)."""
 
 from typing import assert_never
 

@@ -151,7 +151,7 @@ class RowTable:
         return pooling(self.pools, arrays.rows, arrays.starts, arrays.counts, self.num_prompt)
 
     def slots(self, rows: NDArray[Any], positions: I64) -> I64:
-        """Where each group has these positions: of the arrays' common shape, and [groups] behind."""
+        """The slots in which each group has these positions: an array of their common shape, and [groups] behind."""
         blocks = self.blocks[rows, positions // self.block_size].astype(np.int64)
         found: I64 = blocks * self.block_size + (positions % self.block_size)[..., None]
         return found

@@ -10,7 +10,7 @@ class AuxStream:
     """Used by the one thread that launches; also while a graph is captured, of which the fork becomes a part."""
 
     def __init__(self, device: torch.device) -> None:
-        """On the CPU (tests) one runs after the other."""
+        """Makes a second stream; on the CPU (tests) there is none, and one callable runs after the other."""
         self._here = device.type == "cuda"
         if self._here:
             cuda: Any = torch.cuda  # typed in some versions of torch only

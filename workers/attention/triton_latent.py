@@ -146,7 +146,7 @@ class TritonLatentAttention:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Those of the first `num` requests that have one token."""
+        """Attends for the first `num` requests, which have one token each."""
         first = Columns(columns.rows, columns.starts, columns.ends, num, columns.blocks)
         tile = decode_tile(num, heads.num_heads, query.device)
         scratch = self._workspace.of(num, heads.num_heads, tile.splits, heads.rank)

@@ -22,7 +22,7 @@ _log = structlog.get_logger()
 
 
 def folder() -> Path:
-    """Where Triton keeps them."""
+    """The folder where Triton keeps compiled kernels."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
@@ -61,7 +61,7 @@ def _of_reading(error: Exception) -> bool:
 
 
 def _inode(where: Path) -> int | None:
-    """Which folder it is."""
+    """The inode that tells one folder of this name from another."""
     try:
         return where.stat().st_ino
     except OSError:
@@ -69,7 +69,7 @@ def _inode(where: Path) -> int | None:
 
 
 def _set_aside(where: Path) -> str:
-    """Its new name."""
+    """Moves the folder aside, and gives its new name."""
     aside = where.with_name(f"{where.name}.broken-{time.time_ns()}")
     try:
         where.rename(aside)

@@ -28,7 +28,7 @@ class Communicator(Protocol):
 
     @property
     def one_row(self) -> "OneRow | None":
-        """How products of one row sum over the ranks by themselves; None: not here."""
+        """The way in which products of one row sum over the ranks by themselves; None where they do not."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ class Communicator(Protocol):
         ...
 
     def send(self, x: Tensor) -> None:
-        """To the next stage. x may be overwritten afterwards."""
+        """Sends x to the next stage; x may be overwritten afterwards."""
         ...
 
     def receive(self, into: Tensor) -> None:
-        """From the stage before."""
+        """Receives what the stage before sends."""
         ...
 
 

@@ -62,7 +62,7 @@ def _by_peer_memory(device: torch.device, shard: Shard, interface: str | None, c
 
 
 def _interface_names(interface: str | None) -> dict[str, str]:
-    """What makes gloo and NCCL listen on the private interface alone."""
+    """The settings that make gloo and NCCL listen on the private interface alone."""
     if interface is None:
         return {"GLOO_SOCKET_IFNAME": "lo"}
     if not interface:  # they choose

@@ -28,7 +28,7 @@ class StepExchange(Protocol):
 
     @property
     def folder(self) -> str:
-        """Where the group's workers find each other."""
+        """The folder where the group's workers find each other."""
         ...
 
     @property

@@ -57,7 +57,7 @@ class Membership:
             return self._committed is None
 
     def wait(self) -> Incarnations:
-        """Until a group is offered."""
+        """Waits until a group is offered."""
         with self._changed:
             self._looked = None  # however long it takes
             while self._offered is None:
@@ -82,7 +82,7 @@ class Membership:
 
 
 class Meeting:
-    """Where a group's ranks find each other: a file in the run directory, or, for a group on several hosts, a store at an address.
+    """The place where a group's ranks meet: a file in the run directory, or, for a group on several hosts, a store at an address.
 
     Each set of incarnations has a part of its own, so that nobody finds what earlier ones wrote.
     """

@@ -31,7 +31,7 @@ class WorkerPlacement:
 
     @classmethod
     def of(cls, config: MeshConfig, worker: int, membership: Membership) -> "WorkerPlacement":
-        """Of worker number `worker` of the mesh."""
+        """The placement of worker number `worker` of the mesh."""
         parallel, node = config.parallel, config.node
         shard = Shard.of(parallel, worker, expert_parallel=config.experts.enable_expert_parallel)
         number = worker - (node.workers[0] if node else 0)

@@ -22,7 +22,7 @@ NEAR = 0.03  # of norms
 
 
 class Result(NamedTuple):
-    """What a sum gave, and what it must give."""
+    """The value that a sum gave, beside the one that it must give."""
 
     name: str
     found: Tensor | None

@@ -193,7 +193,7 @@ def make_symmetric(
 
 
 def _said(check: Callable[[], str | None]) -> str:
-    """What a check says, or what ended it."""
+    """The words of a check, or of the error that ended it."""
     try:
         return check() or ""
     except Exception as error:  # of a compiler or a driver: this rank votes no, and all go another way
@@ -201,7 +201,7 @@ def _said(check: Callable[[], str | None]) -> str:
 
 
 def all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:
-    """Whether every rank says yes. By gloo: the GPU may be what does not work."""
+    """Whether every rank says yes. The ranks ask over gloo, since the GPU may be what does not work."""
     votes = torch.tensor([int(yes)])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())

@@ -14,7 +14,7 @@ ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, uni
 
 
 class EngineFacts(Struct, frozen=True):
-    """What the scheduler and the user need to know."""
+    """The facts of an engine that the scheduler and the user need to know."""
 
     num_blocks: int
     block_size: int
@@ -53,7 +53,7 @@ class Engine(Protocol):
         ...
 
     def graph_counts(self) -> GraphCounts:
-        """Of its steps so far, CUDA graphs or not; called in any thread."""
+        """Counts the steps so far by CUDA graph; called in any thread."""
         ...
 
 

@@ -40,7 +40,7 @@ class StepColumns:
         return int(np.argmin(self.counts == 1)) if (self.counts != 1).any() else self.n
 
     def places(self) -> NDArray[np.int64]:
-        """Of the requests that sample."""
+        """The places of the requests that sample."""
         return np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)
 
 
@@ -51,6 +51,6 @@ def _some(step: StepColumns, counts: I32, starts: I32) -> StepColumns:
 
 
 def columns_of(rows: I32, starts: I32, counts: I32) -> StepColumns:
-    """Of a step that no plan has brought; every request samples."""
+    """The columns of a step that no plan has brought; every request samples."""
     plan = StepPlan(0, 0, rows.tobytes(), starts.tobytes(), counts.tobytes(), b"", int(counts.sum()))  # type: ignore[arg-type]
     return StepColumns(plan)

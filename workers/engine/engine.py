@@ -231,7 +231,7 @@ class ModelEngine:
         return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
 
     def _prompt_logprobs(self, step: StepColumns, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
-        """For the requests at these places: the prompt tokens that follow the positions of this step."""
+        """The log-probabilities, for the requests at these places, of the prompt tokens that follow the positions of this step."""
         found = []
         for place in wanted.tolist():
             row, start, count = int(step.rows[place]), int(step.starts[place]), int(step.counts[place])

@@ -22,7 +22,7 @@ _log = structlog.get_logger()
 
 
 def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPlacement | None = None) -> ModelEngine:
-    """For the configured device, on which this thread computes from now on."""
+    """Makes the engine of the configured device, on which this thread computes from now on."""
     assert config.resolved is not None
     placement = placement or WorkerPlacement()
     torch.set_grad_enabled(False)

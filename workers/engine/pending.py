@@ -30,7 +30,7 @@ class Mark(Protocol):
 
 
 class Timeline(Protocol):
-    """How a device's results come to the host."""
+    """The marks by which a device's results come to the host."""
 
     def mark(self) -> Mark:
         """Behind all that is launched so far."""
@@ -41,7 +41,7 @@ class Timeline(Protocol):
         ...
 
     def launched_ns(self, begun_ns: int) -> int:
-        """When a step was launched whose launch began then."""
+        """The time at which a step counts as launched whose launch began then, in ns."""
         ...
 
 

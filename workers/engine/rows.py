@@ -35,14 +35,14 @@ class _Layout:
         self.num_ints = 0
 
     def add(self, ints: int) -> int:
-        """Where a new region of so many ints begins."""
+        """Adds a region of this many ints, and gives the index where it begins."""
         begin = self.num_ints
         self.num_ints += aligned(ints)
         return begin
 
 
 class SamplingColumns(NamedTuple):
-    """By row: what sampling, truncation, penalties and edits of logits need (kernels/sample, top_k_top_p, penalties)."""
+    """Columns by row with what sampling, truncation, penalties and edits of logits need (kernels/sample, top_k_top_p, penalties)."""
 
     temperature: Tensor  # float32 [rows]
     min_p: Tensor  # float32
@@ -121,7 +121,7 @@ class DeviceRows:
         self.sampling.repetition.fill_(1.0)
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
-        """What a plan changes, as changes.py packs it, and its number of segments."""
+        """The changes that a plan makes, as changes.py packs them, and their number of segments."""
         if self.pools and plan.removed_rows:
             for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
                 self.pools.pop(row, None)

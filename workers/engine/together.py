@@ -15,7 +15,7 @@ from meshlm.workers.graphs.dispatcher import Dispatcher, Key
 
 
 class Course(NamedTuple):
-    """How a step is taken."""
+    """The way in which a step is taken."""
 
     key: Key | None  # of the CUDA graph that is replayed
     cut: int = 0  # tokens of the first half, if two halves take turns

@@ -35,7 +35,7 @@ class Captures:
             report("CUDA graphs", done + 1, total, "")
 
     def first(self, report: ProgressReport, *, everything: bool) -> None:
-        """What no request should meet being captured; all of them where requests leave no idle time for it."""
+        """Captures the graphs that no request should have to wait for; all of them where requests leave no idle time."""
         first = self._graphs.first(everything=everything)
         self._clear()
         try:

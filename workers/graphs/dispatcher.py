@@ -32,7 +32,7 @@ _log = structlog.get_logger()
 
 
 class Key(NamedTuple):
-    """What a graph was captured for."""
+    """The kind of step that a graph was captured for."""
 
     tokens: int
     requests: int
@@ -224,7 +224,7 @@ class Dispatcher:
         return True
 
     def _attempt(self, key: Key) -> torch.cuda.CUDAGraph | None:
-        """Its graph; None when it could not be captured, here or on another rank of the group."""
+        """Captures the key's graph; None when it could not be captured, here or on another rank of the group."""
         graph, self._reason = None, "it failed on another rank"
         try:
             graph = self._recorder.record(lambda: self._capture(key))

@@ -19,7 +19,7 @@ class Recorder:
         self._broken: list[torch.cuda.CUDAGraph] = []  # whose captures could not be ended: an allocator knows them
 
     def record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Not by torch.cuda.graph: that waits for the device, collects garbage and empties the allocator's cache for every graph."""
+        """Captures a graph without torch.cuda.graph, which waits for the device, collects garbage and empties the allocator's cache."""
         make: Any = torch.cuda.Stream  # typed in some versions of torch only
         self._cuda_stream = self._cuda_stream or make()
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -17,7 +17,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 
 
 def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
-    """Of the tensor of one layer. `model`: this worker's part."""
+    """The shape of the tensor of one layer. `model` is this worker's part of the model."""
     match spec:
         case FullAttention() | SlidingWindow():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
@@ -27,7 +27,7 @@ def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int)
 
 
 def layer_cache(spec: KVSpec, tensor: Tensor, group: int, scales: tuple[float, float]) -> LayerCache:
-    """What a layer sees of its tensor. scales: of keys and values in an FP8 cache."""
+    """The view of its tensor that a layer gets. scales are those of keys and values in an FP8 cache."""
     match spec:
         case FullAttention() | SlidingWindow():
             return LayerCache(tensor[0], tensor[1], *scales, group)
@@ -37,14 +37,14 @@ def layer_cache(spec: KVSpec, tensor: Tensor, group: int, scales: tuple[float, f
 
 
 class LayerPlace(NamedTuple):
-    """Of one layer of this worker."""
+    """The place of one layer of this worker."""
 
     group: int
     tensor: int
 
 
 class KVLayout:
-    """Of one worker's part of a model, for requests of up to `max_model_len` tokens. dtype: of the cache."""
+    """The layout of the KV cache of one worker's part of a model, for requests of up to `max_model_len` tokens. dtype: of the cache."""
 
     def __init__(
         self, model: ModelSpec, block_size: int, max_model_len: int, dtype: torch.dtype, shard: Shard = WHOLE
@@ -68,14 +68,14 @@ class KVLayout:
         self.page_bytes = self.num_tensors * block_size * layer_bytes
 
     def caches(self, tensors: list[Tensor], scales: list[tuple[float, float]]) -> list[LayerCache]:
-        """What each layer sees of these tensors, which have `shape`. scales: by layer."""
+        """The view of these tensors, which have `shape`, that each layer gets. scales stand by layer."""
         return [
             layer_cache(self.specs[place.group], tensors[place.tensor], place.group, own)
             for place, own in zip(self.places, scales, strict=True)
         ]
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
-        """Of each tensor."""
+        """The shape of each tensor."""
         return cache_shape(self.specs[0], self._local, num_pages, self.block_size)
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:

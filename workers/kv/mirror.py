@@ -19,7 +19,7 @@ class PrefixCacheMirror:
         self._spoiled = False
 
     def apply(self, plan: StepPlan) -> None:
-        """What holds once the plan is done. The first plan of a session says all that its scheduler took over."""
+        """Notes what the blocks hold once the plan is done. The first plan of a session says all that its scheduler took over."""
         if plan.session != self._session:
             self._session, self._spoiled = plan.session, False
             self._hashes.clear()

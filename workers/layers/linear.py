@@ -23,7 +23,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
 
     def use(self, method: LinearMethod) -> None:
-        """Before loading: another method than the unquantised one."""
+        """Sets another method than the unquantised one; called before loading."""
         self.method = method
         method.add_parameters(self)
         self.fuses_norm = self.fuses_sum = False

@@ -22,7 +22,7 @@ class MLP(nn.Module):
         self._act = spec.hidden_act
 
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
-        """What the MLP adds to the residual, which has x in it then."""
+        """Computes what the MLP adds to the residual, which has x in it then."""
         hidden, residual = self.activated(x, norm, ops)
         return self.down.row_parallel(hidden, residual, ops)
 

@@ -48,7 +48,7 @@ class Router(nn.Module):
 
 
 def rule_of(moe: MoESpec) -> Rule:
-    """As kernels take it."""
+    """The routing rule in the form that kernels take."""
     return Rule(
         moe.num_experts_per_tok,
         moe.scoring_func == "sigmoid",
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         self._fused: FusedMoE | None = None
 
     def use(self, dispatcher: Dispatcher) -> None:
-        """After loading: how tokens get to the experts. ProcessFatal where no experts fit it."""
+        """Sets, after loading, how tokens get to the experts. ProcessFatal where no experts fit it."""
         weights = ExpertWeights(self.experts.gate_up.weight, self.experts.down.weight, self._act)
         self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, weights))
 
@@ -103,12 +103,12 @@ class MoE(nn.Module):
         return self._fused
 
     def idle_parameters(self) -> int:
-        """Of the experts, as many as a token does not need."""
+        """The number of the experts' parameters that a token does not need."""
         whole = sum(parameter.numel() for parameter in self.experts.parameters())
         return whole - whole * self.moe.num_experts_per_tok // self.moe.num_experts
 
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
-        """What the experts add to the residual, which has x in it then."""
+        """Computes what the experts add to the residual, which has x in it then."""
         y, residual, routing = self.router.after_norm(x, norm, batch.slot_mapping[0], ops)
         found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         self.fused.forward(x, routing)
 
     def of_shared(self, y: Tensor, ops: Ops) -> PartialSum:
-        """What the experts give that every token goes to."""
+        """The output of the shared experts, to which every token goes."""
         assert self.shared is not None
         found = self.shared.of_normed(y, ops)
         if self.shared_gate is None:

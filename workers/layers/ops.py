@@ -17,7 +17,7 @@ from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 
 
 class AttentionShape:
-    """What backends and rope_cache need to know of an attention layer."""
+    """The shape of an attention layer, for backends and rope_cache."""
 
     __slots__ = ("eps", "head_dim", "norms", "num_heads", "num_kv_heads", "softcap")
 
@@ -70,7 +70,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class RouterWeights(NamedTuple):
-    """What chooses a layer's experts."""
+    """The weights of the router that chooses a layer's experts."""
 
     packed: Tensor  # [experts, hidden]
     bias: Tensor | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Kind(Enum):
-    """What is left to do before `PartialSum.value` is the sum."""
+    """The step that is left before `PartialSum.value` is the sum."""
 
     WHOLE = auto()
     """Nothing."""

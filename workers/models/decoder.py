@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.make(spec)
 
     def make(self, spec: ModelSpec) -> None:
-        """Its layers. `qkv` is the product behind the norm, `o` the last one."""
+        """Makes the layers. `qkv` is the product behind the norm, `o` the last one."""
         self.scale = (spec.query_pre_attn_scalar or spec.head_dim) ** -0.5
         width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
         self.qkv = Linear(spec.hidden_size, width, bias=spec.attention_bias)
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self._heads: AttentionShape | None = None
 
     def prepare(self) -> None:
-        """After its layers."""
+        """Computes what depends on the loaded layers; called after theirs."""
         norms = (
             (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None and self.k_norm is not None else None
         )
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         ops: Ops,
         normed: Tensor | None = None,
     ) -> PartialSum:
-        """What attention adds to the residual, which has x in it then.
+        """Computes what attention adds to the residual, which has x in it then.
 
         normed: norm(x), where that is known (first layer).
         """
@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
         ops: Ops,
         normed: Tensor | None = None,
     ) -> PartialSum:
-        """What the MLP adds to the residual, which has the rest in it then. normed: see `Attention.forward`."""
+        """Computes what the MLP adds to the residual, which has the rest in it then. normed: see `Attention.forward`."""
         x = self.attention(x, self.input_norm, batch, table, cache, attention, ops, normed)
         found: PartialSum = self.mlp(x, self.post_norm, batch, ops)
         return found
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         self._head_rows = rows
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """After loading: what is computed once."""
+        """Computes, after loading, what is computed once."""
         self.ops = make_ops(device, dtype)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
         for module in self.modules():
@@ -199,7 +199,7 @@ class Decoder(nn.Module):
             self._head_weight = self.embed.weight.data
 
     def join(self, comm: Communicator) -> None:
-        """Before the first step: how to reach the other ranks."""
+        """Tells the model, before the first step, how to reach the other ranks."""
         self.comm = comm
         if self.shard.tp_size > 1:
             self.ops = SummingOps(self.ops, comm, whole=self.shard.pp_size == 1)
@@ -251,7 +251,7 @@ class Decoder(nn.Module):
             module.idle()
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        """What the first layer gets; see `Embedding.forward`."""
+        """The hidden states that the first layer gets; see `Embedding.forward`."""
         first = self.layers[0]
         assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
         found: tuple[PartialSum, Tensor | None] = self.embed(ids, first, self.ops)
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
             self.layers = layers
 
     def active_parameters(self) -> int:
-        """Of the layers, as many as compute a token."""
+        """The number of the layers' parameters that compute a token."""
         whole = sum(parameter.numel() for parameter in self.layers.parameters())
         return whole - sum(module.idle_parameters() for module in self.modules() if isinstance(module, MoE))
 
@@ -279,7 +279,7 @@ class Decoder(nn.Module):
         return set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
 
     def kv_scales(self) -> list[tuple[float, float]]:
-        """Of keys and values in an FP8 cache, by layer."""
+        """The scales of keys and values in an FP8 cache, by layer."""
         return [layer.attention.kv_scale for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

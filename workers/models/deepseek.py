@@ -62,7 +62,7 @@ class LatentAttention(Attention):
 
 
 def mscale(rope: RopeSpec) -> float:
-    """By what YaRN lengthens queries and keys beside the factor on their rotation."""
+    """The factor by which YaRN lengthens queries and keys beside the one on their rotation."""
     return yarn_mscale(rope.factor, rope.mscale_all_dim) if rope.rope_type == "yarn" and rope.mscale_all_dim else 1.0
 
 

@@ -24,7 +24,7 @@ NOWHERE = -1
 
 
 class ActivationFormat(Enum):
-    """How rows come to the experts."""
+    """The form in which rows come to the experts."""
 
     CONTIGUOUS = "contiguous"
     """x [m, hidden], each row with the numbers of its experts."""
@@ -33,7 +33,7 @@ class ActivationFormat(Enum):
 
 
 class WeightAndReduce(Enum):
-    """What is left to be done with the experts' results."""
+    """The work that is left to be done with the experts' results."""
 
     DONE = "done"
     """Nothing: contiguous [m, hidden]."""
@@ -54,7 +54,7 @@ class Quantisation(Enum):
 
 
 class Routing(NamedTuple):
-    """Of m tokens, k experts each."""
+    """The routing of m tokens to k experts each."""
 
     experts: Tensor  # int32 [m, k], NOWHERE for padding
     weights: Tensor  # float32 [m, k]

@@ -21,7 +21,7 @@ from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts, Weig
 
 
 class ExpertWeights(NamedTuple):
-    """Of one layer on one rank."""
+    """The weights of one layer's experts on one rank."""
 
     gate_up: Tensor  # [local experts, 2 wide, hidden]
     down: Tensor  # [local experts, hidden, wide]
@@ -107,7 +107,7 @@ def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str)
 
 
 def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:
-    """Of a model whose tensor-parallel ranks, so many, have all tokens of a step."""
+    """The dispatch of a model whose tensor-parallel ranks all have all tokens of a step."""
     begin, end = moe.local_experts or (0, moe.num_experts)
     if num_ranks > 1:
         return NoDispatch(begin, end - begin, moe.num_experts, Kind.RANK)

@@ -30,7 +30,7 @@ class Details:
             self._host.copy_(packed, non_blocking=True)
 
     def columns(self) -> dict[int, LogprobColumns]:
-        """By place in the batch. After the step's end only."""
+        """The columns by place in the batch; valid after the step's end only."""
         values = self._host.numpy()
         return {part.place: logprobs.unpack(values[part.begin : part.end], part.width) for part in self._parts}
 

@@ -96,7 +96,7 @@ class LogitsSampler:
             self.sampled[index] = token_ids
 
     def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], table: SamplingTable) -> Details | None:
-        """Of the sampled tokens whose request wants them. rows, places: of all lines of the step."""
+        """The log-probabilities of the sampled tokens whose request wants them. rows and places are those of all lines of the step."""
         wanted = np.flatnonzero(table.logprobs[rows] >= 0)
         if not len(wanted):
             return None

@@ -40,7 +40,7 @@ def in_chunks(hidden: Tensor, token_ids: Tensor, width: int, logits_of: Callable
 
 
 def unpack(values: NDArray[np.int32], width: int) -> LogprobColumns:
-    """Of lines that were packed with this width or a larger one."""
+    """The columns of lines that were packed with this width or a larger one."""
     widest = (values.shape[1] - 2) // 2
 
     def column(begin: int, count: int) -> bytes:

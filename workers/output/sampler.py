@@ -18,7 +18,7 @@ MIN_TEMPERATURE = 1e-5  # below: greedy
 
 
 class SampleRows(NamedTuple):
-    """Which rows a sample is for. All of length l, host side."""
+    """The rows that a sample is for; all columns have length l and stand on the host."""
 
     rows: NDArray[np.int32]
     output_index: NDArray[np.int64]  # of the token that is drawn
@@ -30,7 +30,7 @@ class SampleRows(NamedTuple):
 
 
 def put(values: NDArray[Any], device: torch.device) -> Tensor:
-    """On the device without waiting for it: the driver takes a copy of what is small, and the array may go."""
+    """Copies to the device without waiting for it: the driver takes a copy of what is small, and the array may go."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 

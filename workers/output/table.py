@@ -66,9 +66,9 @@ class SamplingTable:
     def of_prompt(
         self, rows: NDArray[np.int32], starts: NDArray[np.int32], prompt_lens: NDArray[np.int64]
     ) -> NDArray[np.intp]:
-        """Which of these rows want log-probabilities of prompt tokens that follow positions from `starts` on."""
+        """Tells which of these rows want log-probabilities of prompt tokens that follow positions from `starts` on."""
         return np.flatnonzero((self.prompt_logprobs[rows] >= 0) & (starts < prompt_lens - 1))
 
     def need_torch(self, rows: NDArray[np.int32], output_index: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Which of these rows ask for more than kernels/penalties, top_k_top_p and sample do, for the token of this index."""
+        """Tells which of these rows ask for more than kernels/penalties, top_k_top_p and sample do, for the token of this index."""
         return np.flatnonzero(self.by_torch_until[rows] > output_index)

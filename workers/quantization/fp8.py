@@ -93,7 +93,7 @@ class Fp8Linear:
         return ops.linear(rounded(x, self.scheme, rows.input_scale), weight, bias, rows.end - rows.begin)
 
     def _values(self, linear: "Linear", rows: _Rows, dtype: torch.dtype) -> Tensor:
-        """Of these rows of the weight."""
+        """The values of these rows of the weight."""
         codes, scale = linear.weight[rows.begin : rows.end], self._scales[rows.begin : rows.end]
         if scale.shape[1] > 1:
             scale = scale.repeat_interleave(self.scheme.block[1], dim=1)[:, : codes.shape[1]]
@@ -101,7 +101,7 @@ class Fp8Linear:
 
 
 def groups(scheme: QuantizationScheme, inputs: int) -> int:
-    """How many scales a row of the weight has."""
+    """The number of scales that a row of the weight has."""
     return -(-inputs // scheme.block[1]) if scheme.weight == "block" else 1
 
 

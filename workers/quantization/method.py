@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is stored, and how the layer computes with it.
+"""LinearMethod: how the weight of a linear layer is stored, and how the layer computes with it.
 
 A `LinearMethod` belongs to one layer. Loading asks it for parameters, then to `finish`; a model asks which fused kernels may take the
 weight by themselves, once, when it is prepared. So nothing is decided in a step.
@@ -29,11 +29,11 @@ class LinearMethod(Protocol):
         ...
 
     def finish(self, linear: "Linear", ops: "Ops") -> None:
-        """After loading: bring the parameters into the form that `apply` wants."""
+        """Brings the parameters, after loading, into the form that `apply` wants."""
         ...
 
     def values(self, linear: "Linear") -> Tensor:
-        """After loading, in the place of `finish`: the weight [outputs, inputs] in the dtype of the model."""
+        """The weight [outputs, inputs] in the dtype of the model; called after loading, in the place of `finish`."""
         ...
 
     def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:

@@ -34,7 +34,7 @@ def use_methods(model: Decoder) -> None:
 
 
 def _common(spec: QuantizationSpec, stems: list[str]) -> QuantizationScheme | None:
-    """Of projections that are one product here."""
+    """The scheme that projections share which are one product here."""
     first, *others = (scheme_of(spec, stem) for stem in stems)
     if any(scheme != first for scheme in others):
         raise ProcessFatal(

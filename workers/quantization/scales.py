@@ -38,7 +38,7 @@ def quantised_weights(spec: ModelSpec) -> dict[str, QuantizationScheme]:
 
 @cache
 def scale_tensors(spec: ModelSpec) -> dict[str, ScaleTensor]:
-    """All of them, by name."""
+    """All scale tensors, by name."""
     found = {}
     for name, scheme in quantised_weights(spec).items():
         assert spec.quantization is not None

@@ -81,7 +81,7 @@ def check_finite(model: Decoder, where: str) -> None:
 
 
 def _drafts(short: str, spec: ModelSpec) -> bool:
-    """Whether it is of the layers behind the last that draft further tokens, which are not loaded."""
+    """Whether the tensor belongs to the layers behind the last that draft further tokens, which are not loaded."""
     layer = short.removeprefix("layers.").partition(".")[0] if short.startswith("layers.") else ""
     begin = spec.num_hidden_layers
     return layer.isdecimal() and begin <= int(layer) < begin + spec.num_nextn_predict_layers

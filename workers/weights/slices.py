@@ -30,7 +30,7 @@ def place(name: str, spec: ModelSpec, shard: Shard) -> WeightSlice | None:
 
 @cache
 def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
-    """What this worker reads. Weights of one parameter follow one another in its rows."""
+    """The slices that this worker reads. Weights of one parameter follow one another in its rows."""
     found: dict[str, WeightSlice] = {}
     rows: dict[tuple[str, int | None], int] = {}
     first, last = (0, 0) if spec.moe is None else shard.experts(spec.moe.num_experts)

@@ -38,7 +38,7 @@ class Source(Protocol):
         ...
 
     def whole(self) -> Tensor:
-        """All of it, of whatever shape."""
+        """The whole tensor, of whatever shape."""
         ...
 
 
@@ -108,7 +108,7 @@ def unpacked(
 
 
 class _Slice:
-    """Of a safetensors file."""
+    """A tensor of a safetensors file, read in parts."""
 
     def __init__(self, opened: Any, name: str) -> None:
         self._opened, self._name, self._slice = opened, name, opened.get_slice(name)

@@ -25,7 +25,7 @@ class Members(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Of this worker's own experts."""
+        """The number of this worker's first own expert."""
         return self.firsts[self.group.rank]
 
     def padded(self, x: Tensor, value: float = 0.0) -> Tensor:
@@ -46,5 +46,5 @@ def unpacked(lines: Tensor) -> Routing:
 
 
 def padding(members: Members, routing: Routing) -> Routing:
-    """With rows behind the last that go NOWHERE."""
+    """Pads a step with rows behind the last that go NOWHERE."""
     return Routing(members.padded(routing.experts, NOWHERE), members.padded(routing.weights))

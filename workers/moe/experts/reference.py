@@ -43,7 +43,7 @@ class ReferenceExperts:
         return ()
 
     def expert(self, number: int, x: Tensor) -> Tensor:
-        """What one expert makes of x [m, hidden]."""
+        """The output of one expert for x [m, hidden]."""
         gate, up = F.linear(x, self._gate_up[number]).chunk(2, dim=-1)
         return F.linear(self._act(gate) * up, self._down[number])
 
