@@ -62,6 +62,7 @@ class MoESpec(Struct, frozen=True, kw_only=True):
     shared_gate: bool = False  # their output is multiplied by the sigmoid of a product of its own
     moe_layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
     local_experts: tuple[int, int] | None = None  # begin and end of those that a rank has; None: all
+    redundant_experts: int = 0  # of a rank: slots beside those, for replicas of any
 
 
 class MLASpec(Struct, frozen=True, kw_only=True):

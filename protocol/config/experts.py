@@ -2,7 +2,21 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
+
+
+class EPLBConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where experts are moved to, so that ranks have as many tokens each. Names and defaults are vLLM's, but for use_async."""
+
+    window_size: Annotated[int, Meta(ge=1)] = 1000  # steps whose tokens count
+    step_interval: Annotated[int, Meta(ge=1)] = 3000  # steps between two rearrangements
+    num_redundant_experts: Annotated[int, Meta(ge=0)] = 0  # of all ranks together
+    log_balancedness: bool = False
+    log_balancedness_interval: Annotated[int, Meta(ge=1)] = 1  # steps
+    use_async: bool = False
+    policy: Literal["default"] = "default"
+    communicator: Literal["torch_gloo", "torch_nccl"] | None = None
 
 
 class ExpertConfig(Struct, frozen=True, kw_only=True):
@@ -19,6 +33,16 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
         Literal["allgather_reducescatter", "all_to_all"],
         Meta(description="how tokens come to the experts of other data-parallel ranks, and results back"),
     ] = "allgather_reducescatter"
+    enable_eplb: Annotated[
+        bool, Meta(description="experts move between ranks while they serve, so that ranks have as many tokens each")
+    ] = False
+    eplb_config: Annotated[
+        str,
+        Meta(
+            description="of --enable-eplb, as JSON: window_size, step_interval, num_redundant_experts, log_balancedness, "
+            "log_balancedness_interval"
+        ),
+    ] = "{}"
     enable_dbo: Annotated[
         bool,
         Meta(description="a step is computed as two halves: one's tokens travel to experts while the other computes"),
@@ -29,3 +53,13 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
     dbo_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="tokens of each rank from which on a step with prompts is halved")
     ] = 512
+
+    @property
+    def eplb(self) -> EPLBConfig:
+        """Of --eplb-config. msgspec.DecodeError names a field that cannot be so."""
+        return msgspec.json.decode(self.eplb_config, type=EPLBConfig)
+
+    @property
+    def num_redundant_experts(self) -> int:
+        """Slots for experts that all ranks together have beyond one for each."""
+        return self.eplb.num_redundant_experts if self.enable_eplb else 0

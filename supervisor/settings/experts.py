@@ -1,15 +1,19 @@
 """Whether a mixture of experts can be spread over ranks as the flags say; asked before any process starts. No torch."""
 
+import msgspec
+
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.errors import UsageError
 
 PARALLEL = "--enable-expert-parallel"
+COMMUNICATORS = {"cpu": "torch_gloo", "cuda": "torch_nccl"}
 
 
-def check(config: MeshConfig, spec: ModelSpec) -> None:
+def check(config: MeshConfig, spec: ModelSpec, device: str = "cuda") -> None:
     """UsageError names the flag, and what would do."""
     experts, parallel = config.experts, config.parallel
+    _check_balancing(config, spec, device)
     if not experts.enable_expert_parallel:
         if experts.enable_dbo:
             raise UsageError(f"--enable-dbo: it needs {PARALLEL}")
@@ -31,3 +35,36 @@ def check(config: MeshConfig, spec: ModelSpec) -> None:
         raise UsageError(f"{PARALLEL}: data-parallel ranks that share experts must be on one node")
     if parallel.pipeline_parallel_size > 1:
         raise UsageError(f"{PARALLEL}: with --data-parallel-size above 1 there is no pipeline; leave out -pp")
+
+
+def _check_balancing(config: MeshConfig, spec: ModelSpec, device: str) -> None:
+    experts, parallel = config.experts, config.parallel
+    try:
+        eplb = experts.eplb
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--eplb-config {experts.eplb_config}: {error}") from None
+    if not experts.enable_eplb:
+        if experts.eplb_config != type(experts)().eplb_config:
+            raise UsageError("--eplb-config: it goes with --enable-eplb")
+        return
+    if not experts.enable_expert_parallel:
+        raise UsageError(f"--enable-eplb: it needs {PARALLEL}")
+    if parallel.data_parallel_size == 1:
+        raise UsageError("--enable-eplb: it needs --data-parallel-size 2 or more; experts move between these ranks")
+    if eplb.use_async:
+        raise UsageError("--eplb-config use_async: experts move between two steps, not beside them; leave it out")
+    if eplb.communicator not in (None, COMMUNICATORS.get(device)):
+        raise UsageError(
+            f"--eplb-config communicator {eplb.communicator}: with --device {device} it is torch_gloo on CPUs, torch_nccl on GPUs"
+        )
+    _check_redundancy(config, spec, eplb.num_redundant_experts)
+
+
+def _check_redundancy(config: MeshConfig, spec: ModelSpec, redundant: int) -> None:
+    flag, parallel = f"--eplb-config num_redundant_experts {redundant}", config.parallel
+    num_ranks = parallel.data_parallel_size * parallel.tensor_parallel_size
+    if redundant % num_ranks:
+        raise UsageError(f"{flag}: {num_ranks} ranks that share experts do not divide it; give a multiple")
+    most = 0 if spec.moe is None else spec.moe.num_experts * (parallel.data_parallel_size - 1)
+    if redundant > most:
+        raise UsageError(f"{flag}: with {most} every rank has all experts; give at most that")

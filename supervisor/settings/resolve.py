@@ -59,7 +59,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     device = _device(config)
-    experts.check(config, files.spec)
+    experts.check(config, files.spec, device)
     if config.worker.fake_lockstep:
         if device != "fake":
             raise UsageError("--fake-lockstep: it needs --device fake")

@@ -94,7 +94,6 @@ _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
 _CAPTURE = "--cudagraph-mode, --cudagraph-capture-sizes and --compile are the settings"
-_BALANCE = "experts stay on the ranks that have them at the start"
 _SPECULATION = "speculative decoding is not there yet"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
@@ -143,8 +142,6 @@ ABSENT = {
     "--kv-sharing-fast-prefill": "no model here shares its KV cache between layers",
     "--data-parallel-multi-port-external-lb": _PER_RANK,
     "-dpm": _PER_RANK,
-    "--enable-eplb": _BALANCE,
-    "--eplb-config": _BALANCE,
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
     "--worker-extension-cls": _CLASSES,

@@ -129,3 +129,9 @@ class ExpertGroup:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._say(lambda: self._group.alltoall_base(out, x.contiguous(), [], []).wait())
         return out
+
+    def exchange(self, x: Tensor, sends: list[int], takes: list[int]) -> Tensor:
+        """[sum of sends, n]: rows for each member -> [sum of takes, n], rows from each. Connected."""
+        out = torch.empty(sum(takes), *x.shape[1:], dtype=x.dtype, device=x.device)
+        self._say(lambda: self._group.alltoall_base(out, x.contiguous(), takes, sends).wait())
+        return out

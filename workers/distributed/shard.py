@@ -23,17 +23,23 @@ class Shard:
     pp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1  # ranks that have some experts whole each; 1: tensor-parallel ranks have a part of each expert
+    redundant_experts: int = 0  # that this rank has slots for, beside its own
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, worker: int, *, expert_parallel: bool = False) -> "Shard":
-        """The part of worker number `worker` of the mesh. expert_parallel: experts are spread over all ranks of a stage, whole."""
+    def of(
+        cls, parallel: ParallelConfig, worker: int, *, expert_parallel: bool = False, num_redundant: int = 0
+    ) -> "Shard":
+        """The part of worker number `worker` of the mesh. expert_parallel: experts are spread over all ranks of a stage, whole.
+
+        num_redundant: slots for replicas of experts, of all ranks together.
+        """
         tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         within = worker % parallel.workers_per_rank
         ep_rank, ep_size = 0, 1
         if expert_parallel:
             ep_rank = worker // parallel.workers_per_rank * tp_size + within % tp_size
             ep_size = parallel.data_parallel_size * tp_size
-        return cls(within % tp_size, tp_size, within // tp_size, pp_size, ep_rank, ep_size)
+        return cls(within % tp_size, tp_size, within // tp_size, pp_size, ep_rank, ep_size, num_redundant // ep_size)
 
     @property
     def rank(self) -> int:
@@ -119,6 +125,7 @@ class Shard:
             shared_intermediate_size=moe.shared_intermediate_size // self.tp_size,
             moe_layers=moe.moe_layers and moe.moe_layers[layers.start : layers.stop],
             local_experts=self.experts(moe.num_experts),
+            redundant_experts=self.redundant_experts,
         )
 
 

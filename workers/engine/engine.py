@@ -22,6 +22,7 @@ from meshlm.protocol.tasks import PoolKind
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
+from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import EngineFacts, ProgressReport
@@ -35,9 +36,10 @@ from meshlm.workers.engine.together import Course, Together
 from meshlm.workers.graphs.dispatcher import MIXED_TOKENS
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.parts import choose_parts
+from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.pooler import PooledVectors, Pooler
-from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
+from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
 MB = 1 << 20
 
@@ -69,8 +71,11 @@ class ModelEngine:
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         self.model.join(self.comm)
         self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
+        self.balancer: Balancer | None = None
         if self.together is not None:
-            self.model.share_experts(self.together.experts, config.experts.all2all_backend)
+            self.balancer = self._make_balancer(self.together.experts, tokens)
+            slots = self.balancer is not None
+            self.model.share_experts(self.together.experts, config.experts.all2all_backend, slots=slots)
         self._intermediate_tensors = torch.empty(
             0
         )  # pipelines: where the stage before writes, and what the next one takes
@@ -108,6 +113,28 @@ class ModelEngine:
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{held} tokens"}
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * hidden, kv_specs=specs)
+
+    def _make_balancer(self, group: ExpertGroup, rows: int) -> Balancer | None:
+        """Of experts that move between ranks (--enable-eplb)."""
+        experts, mixtures = self.config.experts, self.model.mixtures()
+        if not experts.enable_eplb or not mixtures:
+            return None
+        moe, seed = mixtures[0].moe, self.config.model.seed or 0
+        begin, end = self.shard.experts(moe.num_experts)
+        stride = (end - begin) * self.shard.tp_size  # from rank to rank; workers of a tensor-parallel rank have theirs
+        first = begin - group.rank * stride
+        numbers = [first + rank * stride + nth for rank in range(group.size) for nth in range(end - begin)]
+        balancer = Balancer(
+            experts.eplb,
+            group,
+            Experts(numbers, moe.redundant_experts * group.size, moe.num_experts),
+            [list(mixture.experts.parameters()) for mixture in mixtures],
+            rows,
+            lambda: reload_experts(self.model, self.resolved, self.device, seed),
+        )
+        for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):
+            mixture.replicas = replicas
+        return balancer
 
     # --- memory ---
 
@@ -171,6 +198,8 @@ class ModelEngine:
         with torch.inference_mode():
             self.together.join(exchange)
             if exchange is not None:
+                if self.balancer is not None:
+                    self.balancer.begin()
                 self.captures.all(lambda *progress: None)
 
     def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
@@ -197,6 +226,8 @@ class ModelEngine:
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
         key, cut = self._course(step, plan, "prompt_logprobs" if len(wanted) else "pooling" if pooling else "")
+        if self.balancer is not None:
+            self.balancer.before_step()
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self._intermediate_tensors[: step.t])

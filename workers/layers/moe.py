@@ -18,6 +18,7 @@ from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, Routing
+from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import ExpertWeights, make_experts
 
 ROUTING = (torch.int32, torch.float32)  # dtypes of experts and weights
@@ -74,8 +75,9 @@ class ExpertLinears(nn.Module):
     def __init__(self, hidden: int, moe: MoESpec) -> None:
         super().__init__()
         begin, end = moe.local_experts or (0, moe.num_experts)
-        self.gate_up = GroupedLinear(end - begin, hidden, 2 * moe.moe_intermediate_size)
-        self.down = GroupedLinear(end - begin, moe.moe_intermediate_size, hidden)
+        slots = end - begin + moe.redundant_experts
+        self.gate_up = GroupedLinear(slots, hidden, 2 * moe.moe_intermediate_size)
+        self.down = GroupedLinear(slots, moe.moe_intermediate_size, hidden)
 
 
 class MoE(nn.Module):
@@ -90,6 +92,7 @@ class MoE(nn.Module):
         self.shared = MLP(spec, spec.moe.shared_intermediate_size) if spec.moe.shared_intermediate_size else None
         self.shared_gate = Linear(spec.hidden_size, 1, bias=False) if spec.moe.shared_gate else None
         self._fused: FusedMoE | None = None
+        self.replicas: Replicas | None = None  # where experts move between ranks
 
     def use(self, dispatcher: Dispatcher) -> None:
         """Sets, after loading, how tokens get to the experts. ProcessFatal where no experts fit it."""
@@ -110,6 +113,8 @@ class MoE(nn.Module):
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
         """Computes what the experts add to the residual, which has x in it then."""
         y, residual, routing = self.router.after_norm(x, norm, batch.slot_mapping[0], ops)
+        if self.replicas is not None:
+            routing = self.replicas.of(routing)
         found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
 

@@ -209,15 +209,19 @@ class Decoder(nn.Module):
 
     def _use_dispatcher(self) -> None:
         """Let experts have their tokens."""
-        for module in self._mixtures():
+        for module in self.mixtures():
             module.use(no_dispatch(module.moe, self.shard.tp_size))
 
-    def share_experts(self, group: ExpertGroup, backend: str) -> None:
-        """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend."""
-        for module in self._mixtures():
-            module.use(group_dispatch(module.moe, self.shard, group, backend))
+    def share_experts(self, group: ExpertGroup, backend: str, *, slots: bool = False) -> None:
+        """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend.
 
-    def _mixtures(self) -> list[MoE]:
+        slots: which these are changes (workers/moe/placement).
+        """
+        for module in self.mixtures():
+            module.use(group_dispatch(module.moe, self.shard, group, backend, slots=slots))
+
+    def mixtures(self) -> list[MoE]:
+        """Layer by layer."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def forward(
@@ -247,7 +251,7 @@ class Decoder(nn.Module):
 
     def idle(self) -> None:
         """Compute a step without tokens: what other ranks send to the experts here."""
-        for module in self._mixtures():
+        for module in self.mixtures():
             module.idle()
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:

@@ -97,11 +97,17 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
     raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")
 
 
-def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str) -> Dispatcher:
-    """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend."""
+def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str, *, slots: bool = False) -> Dispatcher:
+    """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend.
+
+    slots: a routing has numbers of the members' slots (`Replicas`), not of experts.
+    """
     begin, end = shard.experts(moe.num_experts)
     count = end - begin
     firsts = tuple((member * shard.tp_size + shard.tp_rank) * count for member in range(group.size))
+    if slots:
+        count += moe.redundant_experts
+        firsts = tuple(member * count for member in range(group.size))
     kind = Kind.RANK if shard.tp_size > 1 else Kind.WHOLE
     return GROUP_DISPATCHERS[backend](Members(group, firsts, count, kind))
 

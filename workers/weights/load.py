@@ -48,6 +48,7 @@ def load_model(
         memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype), device)
         _make_tensors(model, device)
         _fill(model, resolved, tensors(), kept, progress)
+        _fill_redundant(model)
         check_finite(model, resolved.model_path)
     finally:
         torch.set_default_dtype(default)
@@ -55,6 +56,30 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
     return model.eval()
+
+
+def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, seed: int) -> None:
+    """Read this shard's own experts again, after `load_model`, into the slots that they had then. ProcessFatal."""
+    slots = dict(model.named_parameters())
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[resolved.dtype])
+    try:
+        for name, source in sources(Path(resolved.model_path), resolved.load_format, resolved.spec, device, seed):
+            found = place(name, resolved.spec, model.shard)
+            if found is not None and found.expert is not None:
+                _take(_slot(slots, found), source, found, resolved)
+    finally:
+        torch.set_default_dtype(default)
+    _fill_redundant(model)
+
+
+def _fill_redundant(model: Decoder) -> None:
+    """Slots for replicas begin with the rank's own experts."""
+    for mixture in model.mixtures():
+        begin, end = mixture.moe.local_experts or (0, mixture.moe.num_experts)
+        for weight in mixture.experts.parameters():
+            for slot in range(end - begin, len(weight)):
+                weight[slot] = weight[(slot - (end - begin)) % (end - begin)]
 
 
 def _make_tensors(model: Decoder, device: torch.device) -> None:
@@ -97,12 +122,7 @@ def _fill(
             slot = slots[found.parameter]
             taken = kept[found.parameter].take(slot, source, found)
         else:
-            slot = _slot(slots, found)
-            tensor = source.part(found.dim, found.begin, found.end)
-            rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
-            if found.plus and resolved.load_format != "gguf":
-                rows += found.plus
-            taken = tensor.numel()
+            taken = _take(_slot(slots, found), source, found, resolved)
         missing[found.parameter] -= taken
         parameter = slots[found.parameter]
         done += parameter.numel() * parameter.element_size() * taken / expected[found.parameter]
@@ -112,6 +132,15 @@ def _fill(
         raise ProcessFatal(
             f"{resolved.model_path}: the files changed while {', '.join(sorted(incomplete)[:3])} ... were read"
         )
+
+
+def _take(slot: Tensor, source: Source, found: WeightSlice, resolved: Resolved) -> int:
+    """A part of a tensor goes to its place in a parameter; how many elements that are."""
+    tensor = source.part(found.dim, found.begin, found.end)
+    rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
+    if found.plus and resolved.load_format != "gguf":
+        rows += found.plus
+    return tensor.numel()
 
 
 def _slot(slots: dict[str, nn.Parameter], found: WeightSlice) -> Tensor:
@@ -141,6 +170,8 @@ def _take_kv_scale(name: str, source: Source, model: Decoder) -> bool:
 def _clear_padding(name: str, parameter: Tensor, model: Decoder) -> int:
     """Zero what no file fills; how many elements are left for files."""
     shard = model.shard
+    if shard.redundant_experts and ".experts." in name:  # see _fill_redundant
+        return parameter[shard.redundant_experts :].numel()
     if name in ("embed.weight", "head.weight"):
         begin, end, _ = shard.vocab(model.spec.vocab_size)
         parameter[end - begin :].zero_()

@@ -73,3 +73,53 @@ def test_what_can_be(given: MeshConfig, together: bool) -> None:
 def test_dual_batch_overlap_needs_tokens_that_travel(given: MeshConfig, text: str) -> None:
     with pytest.raises(UsageError, match=f"^--enable-dbo: {text}"):
         experts.check(given, MIXED)
+
+
+def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1) -> MeshConfig:
+    settings = ExpertConfig(enable_expert_parallel=True, enable_eplb=True, eplb_config=eplb)
+    return config(settings, data_parallel_size=dp, tensor_parallel_size=tp)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            config(ExpertConfig(enable_eplb=True), data_parallel_size=2),
+            "--enable-eplb: it needs --enable-expert-parallel$",
+        ),
+        (balanced(dp=1, tp=2), "--enable-eplb: it needs --data-parallel-size 2"),
+        (config(ExpertConfig(eplb_config='{"window_size": 5}')), "--eplb-config: it goes with --enable-eplb$"),
+        (balanced("{"), "--eplb-config {: "),
+        (balanced('{"window": 5}'), "--eplb-config .* unknown field `window`"),
+        (balanced('{"step_interval": 0}'), r"--eplb-config .*>= 1 - at `\$.step_interval`"),
+        (balanced('{"policy": "best"}'), r"--eplb-config .*'best' - at `\$.policy`"),
+        (balanced('{"use_async": true}'), "--eplb-config use_async: .* leave it out$"),
+        (
+            balanced('{"communicator": "torch_nccl"}'),
+            "--eplb-config communicator torch_nccl: with --device cpu it is torch_gloo",
+        ),
+        (balanced('{"communicator": "nixl"}'), "--eplb-config .*'nixl'"),
+        (
+            balanced('{"num_redundant_experts": 3}'),
+            "--eplb-config num_redundant_experts 3: 2 ranks .* do not divide it",
+        ),
+        (
+            balanced('{"num_redundant_experts": 6}', tp=2),
+            "--eplb-config num_redundant_experts 6: 4 ranks .* do not divide it",
+        ),
+        (
+            balanced('{"num_redundant_experts": 14}'),
+            "num_redundant_experts 14: with 12 every rank has all .* at most that",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_balanced(given: MeshConfig, text: str) -> None:
+    with pytest.raises(UsageError, match=f"^{text}" if text.startswith("-") else text):
+        experts.check(given, MIXED, "cpu")
+
+
+def test_experts_that_are_balanced() -> None:
+    given = balanced('{"num_redundant_experts": 12, "use_async": false, "communicator": "torch_gloo"}')
+    experts.check(given, MIXED, "cpu")
+    assert given.experts.num_redundant_experts == 12
+    assert (given.experts.eplb.window_size, given.experts.eplb.step_interval) == (1000, 3000)

@@ -1,5 +1,6 @@
 """Engines that share experts give the tokens of one that has all of them: each its own requests, some idle, in prompts and decodes."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -127,6 +128,53 @@ def test_ranks_that_share_experts_give_the_tokens_of_one(
                 step(engine, [(0, 0, 4, False)], [new(0, PROMPTS[0], GREEDY)])
         join(engines, tmp_path, 2)
         assert all_at_once(works) == wanted
+    finally:
+        for engine in engines:
+            engine.join(None)
+
+
+def check_weights(engine: ModelEngine, whole: ModelEngine, rank: int, size: int) -> None:
+    """Each slot holds the weights of the expert that the balancer says."""
+    assert engine.balancer is not None
+    pairs = zip(engine.model.mixtures(), whole.model.mixtures(), strict=True)
+    for (own, of_whole), slots in zip(pairs, engine.balancer.slots, strict=True):
+        each = len(slots) // size
+        for mine, every in zip(own.experts.parameters(), of_whole.experts.parameters(), strict=True):
+            assert torch.equal(mine, every[slots[rank * each : (rank + 1) * each]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "redundant"),
+    [({}, 2), ({"all2all_backend": "all_to_all"}, 8), ({"enable_dbo": True, "dbo_decode_token_threshold": 2}, 0)],
+)
+def test_experts_that_move_give_the_same_tokens(
+    settings: dict[str, object], redundant: int, folder: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    eplb = json.dumps({"window_size": 3, "step_interval": 2, "num_redundant_experts": redundant})
+    settings |= {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb}
+    config, whole = config_of(folder, dbo_prefill_token_threshold=2, **settings), engine_of(config_of(folder))
+    engines = [engine_of(config, rank) for rank in range(2)]
+    balancers = [engine.balancer for engine in engines if engine.balancer is not None]
+    first = [list(slots) for slots in balancers[0].slots]
+    assert {len(slots) for slots in first} == {8 + redundant}
+    try:
+        join(engines, tmp_path, 1)
+        works = [partial(serve, engine, prompt, 1) for engine, prompt in zip(engines, PROMPTS[2:], strict=True)]
+        for epoch in (2, 3):
+            assert all_at_once(works) == expected[2:]
+            assert balancers[0].slots == balancers[1].slots != first
+            for rank, engine in enumerate(engines):
+                check_weights(engine, whole, rank, 2)
+            join(engines, tmp_path, epoch)
+            assert balancers[0].slots != first, "a group that meets anew goes on where it was"
+        engines[1].join(None)
+        engines[1] = engine_of(config, 1)  # it was killed, and has read its weights anew
+        join(engines, tmp_path, 4)
+        assert balancers[0].slots == first
+        for rank, engine in enumerate(engines):
+            check_weights(engine, whole, rank, 2)
+        works[1] = partial(serve, engines[1], PROMPTS[3], 1)
+        assert all_at_once(works) == expected[2:]
     finally:
         for engine in engines:
             engine.join(None)
