@@ -40,8 +40,8 @@ def balance(load: Sequence[int], slots: Sequence[int], first: Sequence[int], num
     """Where experts go from `slots`, which hold them now. load: tokens of each. The largest load of a rank is never above what it is
     with `slots` or with `first`, and experts stay where moving them does not make it smaller."""
     packed = _settled(slots, _packed(load, _replicas(load, len(slots), num_ranks), len(slots) // num_ranks, num_ranks))
-    placements: list[Sequence[int]] = [slots, packed, first]
-    return list(min(placements, key=lambda given: max(rank_loads(load, given, num_ranks))))
+    peaks = [max(rank_loads(load, given, num_ranks)) for given in (slots, packed, first)]
+    return [list(slots), packed, list(first)][peaks.index(min(peaks))]
 
 
 def _replicas(load: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
