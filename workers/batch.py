@@ -28,7 +28,26 @@ class Prompt(NamedTuple):
 
     row: int
     start: int  # tokens of earlier steps
+    first: int  # token of this step
     num_tokens: int
+
+
+class KnownRequests(NamedTuple):
+    """What the host knows of the requests of a step, or of a half of one: decodes stand before prompts."""
+
+    num_decodes: int  # of the step: the first requests of its columns
+    decode_tokens: int  # of those decodes in this half, where they are the first tokens
+    prompts: tuple[Prompt, ...]
+
+    def within(self, begin: int, end: int) -> "KnownRequests":
+        """Of tokens begin to end of the step."""
+        found = []
+        for row, start, first, count in self.prompts:
+            low, high = max(first, begin), min(first + count, end)
+            if low < high:
+                found.append(Prompt(row, start + low - first, low - begin, high - low))
+        tokens = max(0, min(self.decode_tokens, end) - begin)
+        return KnownRequests(self.num_decodes, tokens, tuple(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +67,7 @@ class StepInputs:
     num_decodes: int
     lens: RequestLens | None = None
     columns: "Columns | None" = None  # the requests on the device, for backends that read those (triton)
-    prompts: tuple["Prompt", ...] | None = (
-        None  # beside columns: the requests after the decodes, where the host knows them
-    )
+    known: KnownRequests | None = None  # beside columns, outside of CUDA graphs
     places: Tensor | None = (
         None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     )

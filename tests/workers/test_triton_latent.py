@@ -13,7 +13,8 @@ from meshlm.workers.attention import triton_latent
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
-from meshlm.workers.batch import UNKNOWN, LayerCache, Prompt, StepInputs
+from meshlm.workers.batch import UNKNOWN, KnownRequests, LayerCache, Prompt, StepInputs
+from meshlm.workers.engine.triton_inputs import halves_of
 from meshlm.workers.layers.ops import LatentShape, TorchOps
 
 if torch.cuda.is_available():
@@ -65,13 +66,22 @@ def test_a_step(requests: list[tuple[int, int]], projected_up: str, monkeypatch:
     mine, theirs = query.clone(), latent.clone()
     TorchOps().latent_cache(mine, theirs, batch, table, LayerCache(pages, pages), heads)
     assert torch.equal(pages, kept)
-    prompts = tuple(Prompt(row, *requests[row]) for row in range(batch.num_decodes, len(requests)))
-    given = [replace(steps, prompts=prompts), replace(steps, num_decodes=UNKNOWN)]
-    assert steps.columns is not None
-    for step in given:
+    begins = [sum(count for _, count in requests[:row]) for row in range(len(requests))]
+    prompts = [Prompt(row, requests[row][0], begins[row], requests[row][1]) for row in range(len(requests))]
+    decodes = batch.num_decodes
+    known = replace(steps, known=KnownRequests(decodes, decodes, tuple(prompts[decodes:])))
+
+    def attended(step: StepInputs, part: slice) -> torch.Tensor:
+        assert step.columns is not None
         attention = TritonLatentAttention(step, LatentWorkspace(CPU), AuxStream(CPU))
-        out = attention.attend(mine, theirs, pages.squeeze(2), steps.columns, heads, 0.2)
-        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+        return attention.attend(mine[part], theirs[part], pages.squeeze(2), step.columns, heads, 0.2)
+
+    for step in (known, replace(steps, num_decodes=UNKNOWN)):
+        torch.testing.assert_close(attended(step, slice(None)), expected, atol=2e-5, rtol=1e-4)
+    for cut in {1, tokens // 2, tokens - 1}:
+        halves = halves_of(known, cut)
+        found = torch.cat([attended(halves[0], slice(cut)), attended(halves[1], slice(cut, None))])
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("starts", [[0], [9], [20, 0, 3]])

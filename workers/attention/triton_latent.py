@@ -16,7 +16,7 @@ from meshlm.kernels.mla.few import ROWS, absorb_cache, decode_values
 from meshlm.kernels.mla.prefill import prefill
 from meshlm.kernels.mla.tiles import decode_tile, most_parts
 from meshlm.workers.attention.aux_stream import AuxStream
-from meshlm.workers.batch import UNKNOWN, StepInputs
+from meshlm.workers.batch import UNKNOWN, Prompt, StepInputs
 from meshlm.workers.layers.ops import LatentShape
 
 DENSE_FROM = 32
@@ -79,29 +79,32 @@ class TritonLatentAttention:
 
         columns: those of the step, with the layer's block tables.
         """
-        decodes, known = self._batch.num_decodes, self._batch.prompts
-        if (
-            not known
-            or query.shape[0] - decodes < DENSE_FROM
-            or not dense.supported(query, latent, heads.up, heads.wide)
-        ):
+        known = self._batch.known
+        if known is None or query.shape[0] - known.decode_tokens < DENSE_FROM:
+            return self._absorbed(query, cache, columns, heads, scale)
+        if not dense.supported(query, latent, heads.up, heads.wide):
             return self._absorbed(query, cache, columns, heads, scale)
         out = torch.empty(query.shape[0], heads.num_heads, heads.wide, dtype=query.dtype, device=query.device)
+        tokens, whole = known.decode_tokens, self._batch.num_decodes == known.num_decodes
+        skip = known.num_decodes if whole else 0
 
         def prompts() -> None:
             prior = None
-            if any(prompt.start for prompt in known):
-                prior = self._context(query, cache, columns, heads, scale)
+            if any(prompt.start for prompt in known.prompts):
+                prior = self._context(query, cache, columns, known.prompts, skip, heads, scale)
             up = F.linear(latent[:, : heads.rank], heads.up)
-            dense.dense(query, latent, up, columns, scale, out, decodes, prior=prior)
+            dense.dense(query, latent, up, columns, scale, out, skip, prior=prior)
 
         def few() -> None:
-            heads.values(self._decoded(query[:decodes], cache, columns, decodes, heads, scale), out[:decodes])
+            found = self._decoded(query[:tokens], cache, columns, known.num_decodes, heads, scale)
+            heads.values(found, out[:tokens])
 
-        if decodes:
+        if whole and tokens:
             self._side.both(few, prompts)
-        else:
+        else:  # a half, in which the decodes are not left out: what prompts() computes for them is overwritten
             prompts()
+            if tokens:
+                few()
         return out
 
     def _absorbed(self, query: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float) -> Tensor:
@@ -153,21 +156,26 @@ class TritonLatentAttention:
         decode(absorbed, query, cache, first, scale, out, scratch, tile)
 
     def _context(
-        self, query: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float
+        self,
+        query: Tensor,
+        cache: Tensor,
+        columns: Columns,
+        prompts: tuple[Prompt, ...],
+        skip: int,
+        heads: LatentShape,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """What prompts see of earlier steps: see `dense.dense`. Projected up piece by piece, or absorbed where many have a context."""
-        prompts = self._batch.prompts
-        assert prompts is not None
         sums = torch.full(query.shape[:2], -torch.inf, device=query.device)
         if sum(prompt.start > 0 for prompt in prompts) > FEW_CONTEXTS:
             absorbed = heads.absorb(query)
-            found = torch.empty_like(absorbed)
-            prefill(absorbed, query, cache, columns, scale, found, self._batch.num_decodes, context=sums)
+            found = torch.zeros_like(absorbed)
+            prefill(absorbed, query, cache, columns, scale, found, skip, context=sums)
             return heads.values(found), sums
         out = torch.zeros(*query.shape[:2], heads.wide, device=query.device)
-        page, first = cache.shape[1], self._batch.num_decodes
-        for row, start, count in prompts:
-            own = slice(first, first := first + count)
+        page = cache.shape[1]
+        for row, start, first, count in prompts:
+            own = slice(first, first + count)
             for begin in range(0, start, PIECE):
                 blocks = columns.blocks[row, begin // page : -(-min(begin + PIECE, start) // page)]
                 lines = cache.index_select(0, blocks).flatten(0, 1)[: start - begin]

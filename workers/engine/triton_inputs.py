@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
-from meshlm.workers.batch import UNKNOWN, Prompt, StepInputs
+from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows, aligned
@@ -113,9 +113,10 @@ class TritonInputs:
         """The tensors of a step that was sent."""
         count = step.num_samples if self._samples else 0
         first = step.num_decodes
-        columns = (column[first:].tolist() for column in (step.rows, step.starts, step.counts))
-        prompts = tuple(map(Prompt, *columns))
-        return replace(self._batch((step.n, step.t), first, count, padded=False), prompts=prompts)
+        begins = np.add.accumulate(step.counts) - step.counts
+        columns = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
+        known = KnownRequests(first, first, tuple(map(Prompt, *columns)))
+        return replace(self._batch((step.n, step.t), first, count, padded=False), known=known)
 
     def padded(self, requests: int, tokens: int) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""
@@ -183,6 +184,7 @@ def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
             logits_indices=None,
             num_decodes=num_decodes,
             columns=mine,
+            known=batch.known and batch.known.within(part.start, part.stop),
             places=None,
         )
         for part, num_decodes, mine in zip(parts, decodes, columns, strict=True)
