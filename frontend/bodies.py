@@ -22,6 +22,8 @@ MAX_CONTAINERS = 1 << 17
 MAX_TEXTS = 300_000  # names of fields too
 MAX_VALUES = 6_000_000
 MAX_FIELDS = 1024
+MAX_IN_LIST = 1 << 20  # of one list, or as many as the context holds
+MAX_LARGE_DEPTH = 6  # so deep what is in a large body may be large
 BEGINNINGS = (4 << 20, 12 << 20)  # most bodies that have too many have so already here
 LARGE_BYTES = 1 << 18  # a longer body is not read by the loop
 
@@ -29,10 +31,14 @@ _OTHERS = bytes(set(range(256)) - set(b'[{,"'))
 
 
 def decode(
-    body: bytes, kind: type[Body], check: Callable[[Mapping[str, Raw]], None] = lambda fields: None
+    body: bytes,
+    kind: type[Body],
+    check: Callable[[Mapping[str, Raw]], None] = lambda fields: None,
+    longest: int = MAX_IN_LIST,
 ) -> tuple[Body, tuple[str, ...]]:
-    """The body as its Struct, and the names of fields that nobody knows. `check` sees the fields of a large one undecoded."""
-    raw = fields_of(body, check)
+    """The body as its Struct, and the names of fields that nobody knows. `check` sees the fields of a large one undecoded; `longest` is
+    what a list may hold."""
+    raw = fields_of(body, check, longest)
     try:
         value = msgspec.convert(raw, kind, strict=False)  # 16.0 and "16" are numbers here, as for vLLM
     except msgspec.ValidationError as error:
@@ -47,19 +53,23 @@ def decode(
     return value, _unknown(raw, kind)
 
 
-def fields_of(body: bytes, check: Callable[[Mapping[str, Raw]], None] = lambda fields: None) -> dict[str, Any]:
+def fields_of(
+    body: bytes, check: Callable[[Mapping[str, Raw]], None] = lambda fields: None, longest: int = 1 << 62
+) -> dict[str, Any]:
     """The JSON object that the body is. HttpError when it is none."""
-    check_counts(body)
     is_large, where = len(body) > LARGE_BYTES, ""
+    if not is_large:
+        check_counts(body)
     try:
         found = msgspec.json.decode(body, type=dict[str, Raw] if is_large else dict[str, Any])
         if len(found) > MAX_FIELDS:
             raise HttpError(400, f"the body has {len(found)} fields; at most {MAX_FIELDS} are taken")
         if is_large:
             check(found)
+            check_counts(body)
             for name, value in found.items():
                 where = f" of the field {name[:40]!r}"
-                found[name] = _in_pieces(memoryview(value))
+                found[name] = _in_pieces(memoryview(value), longest)
     except msgspec.DecodeError as error:
         if str(error).startswith("Expected `object`"):
             raise HttpError(400, f"the body must be a JSON object: {error}") from None
@@ -71,10 +81,19 @@ def fields_of(body: bytes, check: Callable[[Mapping[str, Raw]], None] = lambda f
     return found
 
 
-def _in_pieces(value: memoryview) -> Any:
-    """A field's value, in several calls where it is long: each prompt of many, and each message, is one."""
-    if len(value) > LARGE_BYTES and bytes(value[:64]).translate(None, b" \n\r\t").startswith((b"[[", b"[{")):
-        return [msgspec.json.decode(item) for item in msgspec.json.decode(value, type=list[Raw])]
+def _in_pieces(value: memoryview, longest: int, depth: int = 0) -> Any:
+    """A value, in several calls where it is long: each prompt of many, each message, each field of an object is one."""
+    if len(value) <= LARGE_BYTES or value[0] not in b"[{":
+        return msgspec.json.decode(value)
+    begin = bytes(value[:64]).translate(None, b" \n\r\t")
+    if depth < MAX_LARGE_DEPTH and begin.startswith(b"{"):
+        fields = msgspec.json.decode(value, type=dict[str, Raw])
+        return {name: _in_pieces(memoryview(inner), longest, depth + 1) for name, inner in fields.items()}
+    if depth < MAX_LARGE_DEPTH and begin.startswith((b"[[", b"[{")):
+        items = msgspec.json.decode(value, type=list[Raw])
+        return [_in_pieces(memoryview(item), longest, depth + 1) for item in items]
+    if not begin.startswith(b'["') and bytes(value).count(b",") >= longest:
+        raise HttpError(400, f"a list has more than {longest} values")
     return msgspec.json.decode(value)
 
 

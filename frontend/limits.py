@@ -33,10 +33,20 @@ def check_raw(fields: Mapping[str, Raw], resolved: Resolved) -> None:
     for name in LISTS:
         if (count := _num_values(fields.get(name))) > MAX_LISTED_IDS:
             _refuse(name, f"{count} token ids", MAX_LISTED_IDS)
+    check_raw_texts(fields, resolved)
     prompt = bytes(memoryview(fields.get("prompt", b""))[:64])
     if prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit():
         truncates = bytes(fields.get("truncate_prompt_tokens", b"null")) not in (b"null", b"0")
         check_num_ids(_num_values(fields["prompt"]), truncates, resolved)
+
+
+def check_raw_texts(fields: Mapping[str, Raw], resolved: Resolved) -> None:
+    """Texts that are too long however they are written: JSON has no more than six bytes for one of a text."""
+    most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
+    for name in ("prompt", "messages", "tools"):
+        value = memoryview(fields.get(name, b""))
+        if len(value) > 6 * most and (name != "prompt" or value[0] == ord('"')):
+            _refuse(name, f"{len(value)} bytes", most)
 
 
 def check_raw_tokens(fields: Mapping[str, Raw], resolved: Resolved) -> None:

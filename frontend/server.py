@@ -149,7 +149,8 @@ class Routes:
         return _json({"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings})
 
     def _tokenize(self, request: Request, raw: bytes) -> tuple[TokenizeRequest, tuple[str, ...], Prompt]:
-        body, unknown = bodies.decode(raw, TokenizeRequest)
+        check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
+        body, unknown = bodies.decode(raw, TokenizeRequest, check)
         self._check_model(body.model)
         prompt = prompts.of_tokenize(body, self._backend.config.server)
         limits.check_prompt(prompt, False, self._backend.resolved)
@@ -165,7 +166,7 @@ class Routes:
 
     def _detokenize(self, request: Request, raw: bytes) -> tuple[tuple[str, ...], bytes]:
         check = partial(limits.check_raw_tokens, resolved=self._backend.resolved)
-        body, unknown = bodies.decode(raw, DetokenizeRequest, check)
+        body, unknown = bodies.decode(raw, DetokenizeRequest, check, self._longest())
         self._check_model(body.model)
         limits.check_detokenize(len(body.tokens), self._backend.resolved)
         return unknown, pack_i32(body.tokens)
@@ -194,7 +195,9 @@ class Routes:
 
     def _completion(self, request: Request, raw: bytes) -> Parsed:
         resolved = self._backend.resolved
-        body, unknown = bodies.decode(raw, CompletionRequest, partial(limits.check_raw, resolved=resolved))
+        body, unknown = bodies.decode(
+            raw, CompletionRequest, partial(limits.check_raw, resolved=resolved), self._longest()
+        )
         model = self._check_model(body.model)
         ask = parse.completion(body, unknown, resolved, self._backend.config.server)
         return ask, model, self._again(request, raw)
@@ -205,10 +208,14 @@ class Routes:
 
     def _chat(self, request: Request, raw: bytes) -> Parsed:
         resolved = self._backend.resolved
-        body, unknown = bodies.decode(raw, ChatRequest, partial(limits.check_raw, resolved=resolved))
+        body, unknown = bodies.decode(raw, ChatRequest, partial(limits.check_raw, resolved=resolved), self._longest())
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, resolved, self._backend.config.server)
         return ask, model, self._again(request, raw)
+
+    def _longest(self) -> int:
+        """Values that one list of a body may hold."""
+        return max(bodies.MAX_IN_LIST, self._backend.resolved.max_model_len)
 
     def _again(self, request: Request, body: bytes) -> retry.IdempotencyKey | None:
         headers = request.headers
@@ -252,7 +259,8 @@ class Routes:
                     held += len(part)
                 parts.append(part)
                 if size - len(part) < bodies.BEGINNINGS[0] <= size:
-                    bodies.check_counts(b"".join(parts))  # before all the rest is read
+                    async with self._reads_large:  # before all the rest is read
+                        await asyncio.to_thread(bodies.check_counts, b"".join(parts))
             raw = b"".join(parts)
             parts.clear()
             yield raw

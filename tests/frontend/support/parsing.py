@@ -1,11 +1,12 @@
 """A model, the least bodies that it takes, and what becomes of a body: shared by the tests of parse.py."""
 
 import json
+from functools import partial
 
 import pytest
 from tiny_models import resolved_of, spec_of
 
-from meshlm.frontend import bodies, parse
+from meshlm.frontend import bodies, limits, parse
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.schema import ChatRequest, CompletionRequest
@@ -22,10 +23,11 @@ ENDPOINTS = ("text", "chat")
 
 def asked(endpoint: str, body: bytes, resolved: Resolved = RESOLVED, server: ServerConfig = SERVER) -> ParsedRequest:
     """What the endpoint's route does with a body."""
+    check = partial(limits.check_raw, resolved=resolved)
     if endpoint == "text":
-        completion, unknown = bodies.decode(body, CompletionRequest)
+        completion, unknown = bodies.decode(body, CompletionRequest, check)
         return parse.completion(completion, unknown, resolved, server)
-    chat, unknown = bodies.decode(body, ChatRequest)
+    chat, unknown = bodies.decode(body, ChatRequest, check)
     return parse.chat(chat, unknown, resolved, server)
 
 
