@@ -34,7 +34,7 @@ DEFAULTS = {
 
 
 def deepseek_spec(config: dict[str, Any], architecture: str, moe: MoESpec) -> ModelSpec:
-    """What V2 and V3 have in common. moe: how experts are chosen; their sizes are read here. KeyError, ValueError."""
+    """The ModelSpec that V2 and V3 have in common. moe: how experts are chosen; their sizes are read here. KeyError, ValueError."""
     for key in ("attention_bias", "mlp_bias"):
         if boolean(config, key):
             raise ValueError(f"{key} true is not supported for {architecture}")

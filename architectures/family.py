@@ -1,4 +1,4 @@
-"""What MeshLM knows of a model family: how its files describe a model, and which weights that model has.
+"""A model family: how its files describe a model, and which weights that model has.
 
 One module of this folder per family makes a `Family`; registry.py finds it by the architecture's name. The supervisor reads it before a
 process starts, workers while they load. How the family computes is in workers/models/.
@@ -12,7 +12,7 @@ from meshlm.protocol.model import ModelSpec
 
 
 class Split(Enum):
-    """How tensor-parallel ranks split one dimension of a tensor."""
+    """The way in which tensor-parallel ranks split one dimension of a tensor."""
 
     REPLICATED = "replicated"  # every rank has all of it
     FIRST_RANK = "first_rank"  # a bias of a row-parallel product: the sum over the ranks must have it once
@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 
 
 class GGUFMetadata(NamedTuple):
-    """What a .gguf file says beside the values of its tensors."""
+    """The metadata of a .gguf file, beside the values of its tensors."""
 
     kind: str  # general.architecture, which is the prefix of the other keys
     fields: Mapping[str, Any]
@@ -61,7 +61,7 @@ class MetadataError(ValueError):
 
 
 class GGUFFamily(NamedTuple):
-    """How llama.cpp writes models of a family."""
+    """The form in which llama.cpp writes models of a family."""
 
     kind: str  # general.architecture
     spec: Callable[[GGUFMetadata, str], ModelSpec]  # the name of the architecture goes in too

@@ -32,7 +32,7 @@ _LARGEST = 46  # layers of the 27B model, whose query scale a .gguf file does no
 
 
 def gemma_spec(config: dict[str, Any], architecture: str, every: int, rope: RopeSpec | None = None) -> ModelSpec:
-    """What Gemma 2 and 3 have in common. Without layer_types, the last of `every` layers sees all. KeyError, ValueError."""
+    """The common part of Gemma 2's and 3's ModelSpec. Without layer_types, the last of `every` layers sees all. KeyError, ValueError."""
     act = config.get("hidden_activation")
     spec = dense_spec({**config, "hidden_act": "gelu_pytorch_tanh" if act is None else act}, architecture, rope)
     kinds = layer_types(config)
@@ -53,12 +53,12 @@ def gemma_spec(config: dict[str, Any], architecture: str, every: int, rope: Rope
 
 
 def layers_that_slide(spec: ModelSpec, every: int) -> tuple[bool, ...]:
-    """All but the last of `every`."""
+    """The layers that slide: all but the last of `every`."""
     return tuple((layer + 1) % every > 0 for layer in range(spec.num_hidden_layers))
 
 
 def gemma_gguf(metadata: GGUFMetadata, architecture: str, *, largest: int) -> ModelSpec:
-    """What .gguf files of Gemma 2 and 3 have in common. largest: layers of the 27B model."""
+    """The form of .gguf files that Gemma 2 and 3 have in common. largest: layers of the 27B model."""
     spec = dense_gguf(metadata, architecture)
     inner = spec.hidden_size // spec.num_attention_heads if spec.num_hidden_layers == largest else spec.head_dim
     return replace(spec, hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=float(inner))

@@ -23,7 +23,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
-    """Of the layers that see all, and of those that slide: by kind of layer in newer files. ValueError."""
+    """The RoPEs of the layers that see all, and of those that slide; newer files give them by kind of layer. ValueError."""
     given = config.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(given, dict) or not all(isinstance(given.get(kind) or {}, dict) for kind in kinds):

@@ -12,7 +12,7 @@ GGUF_KEYS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward
 
 
 class ExpertNames(NamedTuple):
-    """What a family's checkpoints call a layer's experts."""
+    """The names that a family's checkpoints give a layer's experts."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
@@ -27,7 +27,7 @@ NAMES = ExpertNames()
 
 
 def layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
-    """Of a config.json with decoder_sparse_step and mlp_only_layers; empty: all layers have experts. ValueError."""
+    """Reads decoder_sparse_step and mlp_only_layers of a config.json; empty: all layers have experts. ValueError."""
     step, layers = integer(config, "decoder_sparse_step", 1), integer(config, "num_hidden_layers")
     dense = config.get("mlp_only_layers") or []
     if step < 1:

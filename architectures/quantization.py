@@ -32,12 +32,12 @@ def register(found: QuantizationFormat) -> None:
 
 
 def formats() -> dict[str, QuantizationFormat]:
-    """All of them, by quant_method."""
+    """All quantisation formats, by quant_method."""
     return dict(_FORMATS)
 
 
 def scheme_of(spec: QuantizationSpec | None, module: str) -> QuantizationScheme | None:
-    """How the linear layer with this name in a checkpoint is quantised; None: it is not."""
+    """The scheme of the linear layer with this name in a checkpoint; None where it is not quantised."""
     if spec is None or any(_matches(pattern, module) for pattern in spec.ignore):
         return None
     targeted = (scheme for scheme in spec.schemes if any(_matches(pattern, module) for pattern in scheme.targets))

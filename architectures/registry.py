@@ -42,7 +42,7 @@ def family_of(architecture: str) -> Family | None:
 
 
 def gguf_families() -> dict[str, Family]:
-    """By general.architecture. Of several families that llama.cpp calls by one name, the first registered."""
+    """Families by general.architecture of .gguf files: of several that llama.cpp calls by one name, the first registered."""
     found: dict[str, Family] = {}
     for family in _FAMILIES.values():
         if family.gguf is not None:

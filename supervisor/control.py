@@ -50,7 +50,7 @@ class StandbyStatus(Struct, frozen=True):
 
 
 class MeshStatus(Struct, frozen=True):
-    """What `meshlm status --json` prints."""
+    """The status that `meshlm status --json` prints."""
 
     processes: list[ProcessStatus]
     standbys: list[StandbyStatus] = []

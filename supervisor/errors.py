@@ -1,4 +1,4 @@
-"""What ends a command with a message for its user."""
+"""Errors that end a command with a message for its user."""
 
 
 class UsageError(Exception):

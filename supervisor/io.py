@@ -183,7 +183,7 @@ class Supervisor:
         return await self._asked.ask(action)
 
     async def _end_steps(self) -> None:
-        """In order with the plans, if the mesh answers soon; else processes end as they are."""
+        """Ends the steps in order with the plans, if the mesh answers soon; else processes end as they are."""
         try:
             async with asyncio.timeout(STEPS_END_S):
                 failure = (await self.operate(Stop())).error

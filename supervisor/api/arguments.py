@@ -37,7 +37,7 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _check(name: str, flag: str, value: Any) -> None:
-    """What is not there may be asked not to be."""
+    """Refuses an argument for what MeshLM lacks, unless its value asks for nothing; warns of one that has no effect."""
     if flag in ABSENT and (flag.startswith("--no-") or value not in (False, 0, "", [], {})):
         raise ValueError(f"LLM: {name}: {ABSENT[flag]}")
     if flag in ONLY and not vllm_flags.is_only(flag, value):

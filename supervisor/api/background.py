@@ -100,7 +100,7 @@ class Background:
         await self.supervisor.close()
 
     async def _settle(self) -> None:
-        """Until what was cancelled has cleaned up."""
+        """Waits until cancelled tasks have cleaned up."""
         if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(tasks, timeout=STOP_S)
 
@@ -114,7 +114,7 @@ class Background:
 
 
 async def _unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives, or StartError with the reason when the mesh ends before."""
+    """Gives what `work` gives, or raises StartError with the reason when the mesh ends before."""
     task = asyncio.ensure_future(work)
     either: set[asyncio.Future[Any]] = {task, supervisor.ended}
     try:

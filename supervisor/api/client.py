@@ -43,7 +43,7 @@ SENDS_A_TURN = 32  # between two looks at what came back
 
 @dataclass
 class Question:
-    """To tokenize or detokenize something, and which detokenizer has it."""
+    """A question to tokenize or detokenize something, and the detokenizer that has it."""
 
     message: Tokenize | Detokenize
     answer: "asyncio.Future[TokenizeReply | DetokenizeReply]"
@@ -52,7 +52,7 @@ class Question:
 
 
 def name_of(request_id: str, index: int) -> RequestId:
-    """Of one choice, in the mesh."""
+    """The request id of one choice in the mesh."""
     return RequestId(f"{request_id}-{index}")
 
 
@@ -108,7 +108,7 @@ class Client:
             self.serving.clear()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        """What this detokenizer had is asked again."""
+        """Asks again what the lost detokenizer had."""
         self._note_serving()
         if peer.role is not Role.DETOKENIZER:
             return
@@ -274,7 +274,7 @@ class Client:
         self._end(handle)
 
     def _rejected(self, message: Rejected) -> None:
-        """Where there is no room it waits: nobody else is asked instead, and nobody is in a hurry."""
+        """The mesh refused requests: for lack of space they wait, since nobody is in a hurry; for any other reason they end."""
         for handle in [handle for handle in message.handles if handle in self._rows]:
             if message.kind is ErrorKind.OVERLOADED:
                 row = self._rows[handle]

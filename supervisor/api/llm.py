@@ -138,7 +138,7 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """With the defaults of the model's generation_config.json."""
+        """SamplingParams with the defaults of the model's generation_config.json."""
         assert self._config.resolved is not None
         return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
 
@@ -224,7 +224,7 @@ class LLM:
 
 
 def _refuse(**given: Any) -> None:
-    """What would change the answers and is not there."""
+    """Refuses arguments that would change the answers and are not supported."""
     why = {"lora_request": "LoRA adapters are not supported", "mm_processor_kwargs": "only text is supported"}
     for name, value in given.items():
         if value:

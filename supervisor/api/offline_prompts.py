@@ -54,7 +54,7 @@ def of_generate(item: Any, *, add_special_tokens: bool = True) -> Given:
 
 
 def of_tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of tokenization_kwargs there is."""
+    """The supported settings of tokenization_kwargs."""
     known = ("add_special_tokens", "truncate_prompt_tokens")
     for name in given or {}:
         if name not in known:

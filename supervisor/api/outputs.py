@@ -1,4 +1,4 @@
-"""What `LLM.generate` gives back, with vLLM's names. client.py fills it."""
+"""The results of `LLM.generate`, with vLLM's names. client.py fills it."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ class Logprob:
 
 
 def logprobs_of(position: PositionLogprobs) -> dict[int, Logprob]:
-    """By token id: the sampled (or prompt) token first, then the likeliest."""
+    """Log-probabilities by token id: the sampled (or prompt) token first, then the likeliest."""
     return {t.token_id: Logprob(t.logprob, t.rank, t.text) for t in (position.token, *position.top)}
 
 

@@ -18,7 +18,7 @@ Message = Submit | Tokenize | Detokenize
 
 
 class Holder(Protocol):
-    """Who waits for the answers (client.py)."""
+    """The side that waits for the answers (client.py)."""
 
     mesh: Mesh | None
 

@@ -40,7 +40,7 @@ NOT_SUPPORTED = {
 
 @dataclass
 class SamplingParams:
-    """How to sample; names, meanings and defaults are vLLM's. ValueError names what is not allowed or not supported."""
+    """The settings of sampling; names, meanings and defaults are vLLM's. ValueError names what is not allowed or not supported."""
 
     n: int = 1
     _: KW_ONLY
@@ -96,7 +96,7 @@ class SamplingParams:
 
     @staticmethod
     def from_optional(**fields: Any) -> "SamplingParams":
-        """With the defaults for what is None; ids of a logit_bias may be text."""
+        """SamplingParams with the defaults for what is None; ids of a logit_bias may be text."""
         if fields.get("logit_bias"):
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
         may_be_none = {"max_tokens"}
@@ -105,7 +105,7 @@ class SamplingParams:
         )
 
     def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
-        """As the mesh knows them, with the seed that was drawn if none is given. `check` first."""
+        """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
         return WireParams(
             min_tokens=self.min_tokens,
             temperature=self.temperature,

@@ -24,7 +24,7 @@ class Generated:
 
     @property
     def name(self) -> RequestId:
-        """In the mesh."""
+        """The request's name in the mesh."""
         return self.submit.request_ids[self.choice]
 
     def again(self, handle: Handle, now: float, max_deaths: int) -> str:

@@ -8,7 +8,7 @@ INFINITE = math.inf
 
 
 class RampUp(NamedTuple):
-    """From one rate to another, in requests per second."""
+    """A rate of requests per second that grows from one value to another."""
 
     strategy: str  # linear or exponential
     start: float

@@ -79,7 +79,7 @@ class Target(NamedTuple):
 
 
 def _message(body: bytes) -> str:
-    """What the server says is wrong; its answer may have a chunk's size before it."""
+    """The server's words for what is wrong; its answer may have a chunk's size before it."""
     begin, end = body.find(b"{"), body.rfind(b"}")
     try:
         return str(json.loads(body[begin : end + 1])["error"]["message"])

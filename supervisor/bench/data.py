@@ -48,7 +48,7 @@ def check_fits(samples: Iterable[Sample], max_model_len: int) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of requests: input_len is what stands behind the prefix. The ratios say how far lengths are from the mean, both ways."""
+    """The lengths of requests in tokens; input_len is without the prefix. The ratios say how far lengths are from the mean, both ways."""
 
     input_len: int
     output_len: int
@@ -94,7 +94,7 @@ def repeated_prefixes(count: int, prefixes: int, lengths: Lengths, vocab_size: i
 
 @dataclass(frozen=True)
 class Reading:
-    """How a file's samples are chosen."""
+    """The way in which a file's samples are chosen."""
 
     path: str
     count: int
@@ -103,7 +103,7 @@ class Reading:
     oversample: bool = True
 
     def filled(self, samples: list[Sample]) -> list[Sample]:
-        """As many as are wanted, some of them again where there are too few."""
+        """As many samples as are wanted, some of them again where there are too few."""
         if not samples:
             raise self.error("no usable entry")
         missing = max(0, self.count - len(samples)) if self.oversample else 0

@@ -1,4 +1,4 @@
-"""What was measured, summed up under vLLM's names. Pure but for printing."""
+"""The measurements, summed up under vLLM's names. Pure but for printing."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class Measured:
 
 
 def percentiles(values: list[float], wanted: list[float]) -> dict[float, float]:
-    """By linear interpolation, as numpy's default."""
+    """Percentiles by linear interpolation, as numpy's default is."""
     ordered = sorted(values)
     found = {}
     for percent in wanted:
@@ -48,7 +48,7 @@ def percentiles(values: list[float], wanted: list[float]) -> dict[float, float]:
 
 
 def summed_up(results: Sequence[Measured], duration: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """What is not a percentile. goodput: milliseconds by metric that a good request keeps to."""
+    """The figures that are no percentiles. goodput: milliseconds by metric that a good request keeps to."""
     good = [result for result in results if result.ok]
     inputs, outputs = sum(r.prompt_len for r in good), sum(r.output_len for r in good)
     kept = sum(all(_of(r, name) * 1e3 <= limit for name, limit in goodput.items()) for r in good)
@@ -114,7 +114,7 @@ def spread(results: Sequence[Measured], name: str, wanted: list[float]) -> dict[
 
 
 def show(result: Mapping[str, Any], metrics: Sequence[str], wanted: Sequence[float]) -> None:
-    """On standard output, in vLLM's form."""
+    """Prints the figures on standard output, in vLLM's form."""
     print(f"{' Serving Benchmark Result ':=^50}")
     for label, key in (
         ("Successful requests:", "completed"),

@@ -17,7 +17,7 @@ def claim(flag: str, file: Path) -> None:
 
 
 def write(file: Path, result: dict[str, Any], *, append: bool = False) -> None:
-    """As JSON; append: on a line of its own behind what there is. StartError."""
+    """Writes the result as JSON; append: on a line of its own behind what there is. StartError when it cannot."""
     text = json.dumps(result, indent=None if append else 1)
     try:
         if append and file.stat().st_size:

@@ -84,7 +84,7 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext:
 
 
 def _samples(arguments: argparse.Namespace, server: Server, model: str) -> list[Sample]:
-    """What is sent, from the data set that is asked for."""
+    """The requests to send, from the data set that is asked for."""
     from_server = ServerTexts(server, model, arguments.chat_template_kwargs)
     texts: Texts = OwnTexts(arguments.tokenizer, from_server) if arguments.tokenizer else from_server
     is_chat, count, seed = serve_flags.is_chat(arguments), arguments.num_prompts, arguments.seed
@@ -160,7 +160,7 @@ def _profile(server: Server, what: str) -> None:
 
 
 def _settings(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """What the result says of the run."""
+    """The settings of the run that the result names."""
     rate = arguments.request_rate
     found = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -182,7 +182,7 @@ def _settings(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def _result_file(arguments: argparse.Namespace, model: str, date: str) -> Path | None:
-    """Where the result goes, by vLLM's name for it; its folder is there. UsageError."""
+    """The path of the result, by vLLM's name for it, whose folder is there. UsageError when it cannot be made."""
     if not (arguments.save_result or arguments.append_result):
         return None
     label, rate = arguments.label or arguments.backend, f"{arguments.request_rate}qps"

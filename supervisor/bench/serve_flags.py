@@ -40,7 +40,7 @@ ABSENT = {
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    """What `bench serve` and `bench throughput` share."""
+    """Adds the flags that `bench serve` and `bench throughput` share."""
     parser.add_argument("--dataset-path", help="a file, or with hf a name on the hub")
     parser.add_argument("--no-oversample", action="store_true", help="send no entry of a file twice")
     parser.add_argument("--num-prompts", type=int, default=1000)
@@ -203,7 +203,7 @@ def ratios(text: str) -> tuple[float, float]:
 
 
 def random_lengths(arguments: argparse.Namespace) -> data.Lengths:
-    """Of --dataset-name random."""
+    """The lengths of --dataset-name random."""
     lens = (arguments.random_input_len, arguments.random_output_len, arguments.random_prefix_len)
     return data.Lengths(*lens, *ratios(arguments.random_range_ratio))
 
@@ -259,7 +259,7 @@ def _number(text: str) -> float | None:
 
 
 def body(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """What every request says beside its prompt and length."""
+    """The fields of every request beside its prompt and length."""
     found: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     found["ignore_eos"] = arguments.ignore_eos or arguments.dataset_name == "random"
     found |= {name: getattr(arguments, name) for name in SAMPLING if getattr(arguments, name) is not None}

@@ -65,7 +65,7 @@ def _cpu_name() -> str:
 
 
 def _gpu() -> str:
-    """What the driver says; nvidia-smi is enough and needs no CUDA context."""
+    """The driver's lines about GPUs; nvidia-smi is enough and needs no CUDA context."""
     if shutil.which("nvidia-smi") is None:
         return "none (no nvidia-smi)"
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait(run_dir: Path, timeout_s: float | None) -> None:
-    """Until no request is open, with a line for each change."""
+    """Waits until no request is open, and prints a line for each change."""
     end = time.monotonic() + timeout_s if timeout_s is not None else None
     shown: object = None
     while True:

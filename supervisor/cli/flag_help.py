@@ -20,7 +20,7 @@ def plain(words: Sequence[str]) -> list[str]:
 
 
 def lines(word: str) -> list[str]:
-    """What is shown for WORD."""
+    """The lines that --help=WORD shows."""
     every = list(settings())
     groups = list(dict.fromkeys(setting.section for setting in every))
     if word == GROUPS:

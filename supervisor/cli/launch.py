@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> int:
-    """Until the process ends, by itself or by a signal for it, or the mesh does. Its exit code, 1 after a signal."""
+    """Waits until the process ends, by itself or by a signal, or the mesh does. Gives its exit code, 1 after a signal."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
     child = children.Child(identity, Incarnation(time.time_ns()), config)

@@ -110,7 +110,7 @@ def _unknown(words: list[str], command: argparse.ArgumentParser) -> str:
 
 
 def _wants_json(argv: list[str]) -> bool:
-    """Whether what parsing the words says is to be JSON too."""
+    """Whether errors of the command line are to be JSON too."""
     return "--log-format=json" in argv or ("--log-format", "json") in itertools.pairwise(argv)
 
 

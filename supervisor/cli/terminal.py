@@ -20,7 +20,7 @@ API_KEYS = (*vllm_env.API_KEYS, "OPENAI_API_KEY")  # the first that is set
 
 
 class Server(NamedTuple):
-    """Where requests go."""
+    """The server that requests go to."""
 
     is_tls: bool
     host: str
@@ -95,7 +95,7 @@ def model_of(server: Server, arguments: argparse.Namespace) -> str:
 
 
 def prompts(once: str | None) -> Iterator[str]:
-    """What is asked: this once, or line by line until an empty one."""
+    """The prompts: the given one, or one line after the other until an empty one."""
     if once:
         yield once
         return

@@ -56,7 +56,7 @@ ASLEEP_S = 1.0  # between two ticks: the supervisor itself did not run, and hear
 
 
 class State(Enum):
-    """Of one process; the value is what `meshlm status` shows."""
+    """The state of one process; the value is what `meshlm status` shows."""
 
     STARTING = "starting"
     READY = "ready"
@@ -67,7 +67,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Process:
-    """What the group knows of one place."""
+    """One place of the group, with the process that has it."""
 
     identity: Identity
     state: State = State.STOPPED
@@ -292,7 +292,7 @@ class Group:
         return effects
 
     def _overdue(self, now: float) -> list[Identity]:
-        """Those that a start, or a change, waits for, where one has taken longer than allowed. A new incarnation has its own time."""
+        """The processes that a start or a change waits for, where one has taken too long. A new incarnation has its own time."""
         awaited = [
             p for p in self.processes.values() if (p.on_trial or not self.was_ready) and p.state is not State.READY
         ]
@@ -346,7 +346,7 @@ class Group:
         return asked if living else [AllStopped()]
 
     def _frontends(self) -> list[Process]:
-        """Those that have not ended."""
+        """The frontends that have not ended."""
         return [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.state is not State.STOPPED]
 
     def _is_needed(self, process: Process) -> bool:

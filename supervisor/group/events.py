@@ -1,4 +1,4 @@
-"""What the process group is told and what it answers: the events and effects of core.py. rolling.py adds its own."""
+"""The events that the process group is told and the effects that it answers with (core.py). rolling.py adds its own."""
 
 from msgspec import Struct
 
@@ -100,13 +100,13 @@ class Replace(Struct, frozen=True, tag="replace"):
 
 
 class Kill(Struct, frozen=True, tag="kill"):
-    """At once; its Exited follows."""
+    """Kill this process at once; its Exited follows."""
 
     identity: Identity
 
 
 class Changed(Struct, frozen=True, tag="changed"):
-    """What was added is ready, or what left is gone. With a failure: what was added is taken away again, and this is why."""
+    """A change is done: added processes are ready, or leaving ones are gone. With a failure, added ones are taken away again."""
 
     failure: str = ""
 

@@ -47,7 +47,7 @@ class Operations:
     COMMANDS = ("restart", "restart-news", "drain", "drain-state", "stop")
 
     def answer(self, request: dict[str, object]) -> Answer:
-        """What `meshlm restart` and `meshlm drain` read."""
+        """The answer that `meshlm restart` and `meshlm drain` read."""
         match request:
             case {"command": "restart", "what": str(what)}:
                 return self._restart(what)
@@ -108,7 +108,7 @@ class Operations:
         self._next_part()
 
     def restart_news(self, node: Identity, news: edge.RestartNews) -> None:
-        """Of a node that was asked; of another one they are dropped."""
+        """News of a restart from a node that was asked; those of another node are dropped."""
         if self._parts and self._parts[0][0] == node:
             for line in news.lines:
                 self.say(line)
@@ -116,7 +116,7 @@ class Operations:
                 self.over(news.failure)
 
     def node_lost(self, node: Identity) -> None:
-        """Its part of a restart ends here; what it has begun it goes on with."""
+        """A lost node's part of a restart ends here; the node goes on with what it has begun."""
         if self._parts and self._parts[0][0] == node:
             self.over(f"{node} was lost while its processes were replaced")
 

@@ -50,7 +50,7 @@ class AskToLeave(Struct, frozen=True, tag="ask_to_leave"):
 
 
 class Say(Struct, frozen=True, tag="say"):
-    """For the user."""
+    """A line for the user."""
 
     text: str
 
@@ -102,7 +102,7 @@ class Rolling(Group):
         self._said: list[Effect] = []
 
     def roll(self, event: Event, now: float) -> list[Effect]:
-        """Like `handle`, with restarts."""
+        """Handles an event as `handle` does, with restarts."""
         effects: list[Effect] = []
         match event:
             case Restart():
@@ -149,7 +149,7 @@ class Rolling(Group):
         return [Say(f"{spare}: finishing its connections"), AskToLeave(spare)]
 
     def _exited(self, process: Process, event: events.Exited, now: float) -> list[events.Effect]:
-        """Those that were asked to leave did not die."""
+        """Handles an exit: a process that was asked to leave did not die."""
         step = self._step
         if self.stopping or step is None or process.identity not in (*step.members, step.spare):
             return super()._exited(process, event, now)

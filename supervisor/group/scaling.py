@@ -36,7 +36,7 @@ class Scaling:
         self._config: MeshConfig | None = None  # that has all ranks that are there
 
     def begin(self, config: MeshConfig, num_ranks: object, drain_s: object) -> Change | None:
-        """What to do; None: nothing. UsageError when that cannot be."""
+        """The change to make; None for none. UsageError when it cannot be made."""
         if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= MAX_RANKS:
             raise UsageError(f"--dp {num_ranks}: a number of ranks from 1 to {MAX_RANKS}")
         if not isinstance(drain_s, int | float) or not 0 <= drain_s <= 86400:

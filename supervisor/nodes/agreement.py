@@ -20,7 +20,7 @@ WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
 
 
 def facts(config: MeshConfig) -> dict[str, str]:
-    """By the name that a user knows: what is compared."""
+    """The facts that are compared, by the names that users know."""
     resolved = config.resolved
     assert resolved is not None
     found = {"the version": __version__, "the model": f"{_model_digest(config, resolved)} ({resolved.served_names[0]})"}
@@ -42,7 +42,7 @@ def differences(head: dict[str, str], node: dict[str, str]) -> str:
 
 
 def _model_digest(config: MeshConfig, resolved: Resolved) -> str:
-    """Of the architecture, and of samples of the weights: equal shapes with other weights are another model."""
+    """A digest of the architecture and of samples of the weights: equal shapes with other weights are another model."""
     digest = hashlib.sha256(msgspec.json.encode(resolved.spec))
     if resolved.load_format == "dummy":
         digest.update(b"dummy %d" % (config.model.seed or 0))

@@ -61,7 +61,7 @@ class Nodes:
         return node
 
     def missing(self, num_ranks: int, num_workers: int) -> str:
-        """In words: which ranks are on no node that is there, else which workers; "" when all are."""
+        """Names the ranks that are on no node that is there, else the workers; "" when all are there."""
         there = [node for node in (self._own, *self.joined.values()) if not node.lost]
         ranks = set(range(num_ranks)) - {i for node in there for i in range(node.ranks[0], sum(node.ranks))}
         if ranks:
@@ -86,7 +86,7 @@ def _numbers(what: str, numbers: set[int]) -> str:
 
 
 def _clash(known: Joined, node: NodeJoin) -> str:
-    """What both have, '' for nothing."""
+    """Names the first rank or worker that both nodes have, '' for none."""
     for name, ours, theirs in (("rank", known.ranks, node.ranks), ("worker", known.workers, node.workers)):
         first = max(ours[0], theirs[0])
         if first < min(ours[0] + ours[1], theirs[0] + theirs[1]):

@@ -35,7 +35,7 @@ class Own(Protocol):
         ...
 
     def deaths(self) -> Iterable[edge.Died]:
-        """All that this node knows of, here and elsewhere: the last of each process."""
+        """The deaths that this node knows of, here and elsewhere: the last of each process."""
         ...
 
     def stop(self, drain_s: float | None = None) -> None: ...
@@ -105,12 +105,12 @@ class Head:
             self._own.line(f"no node has {missing}; waiting for one with --headless --join {self._listen}")
 
     def missing(self) -> str:
-        """In words: ranks or workers that are on no node that is there; "" when all are somewhere."""
+        """Names the ranks or workers that are on no node that is there; "" when all are somewhere."""
         ranks = self._parallel.data_parallel_size
         return self._nodes.missing(ranks, ranks * self._parallel.workers_per_rank)
 
     def ended(self) -> None:
-        """All of the head ended in good order: so do the nodes."""
+        """The head's processes ended in good order: those of the nodes end too."""
         for peer in self._nodes.joined:
             self._own.send(peer, edge.Shutdown(0.0))
 
@@ -119,7 +119,7 @@ class Head:
         return [peer for peer, node in self._nodes.joined.items() if not node.lost]
 
     def processes(self) -> dict[Identity, Identity]:
-        """Those of the nodes that are there, with their supervisors."""
+        """The processes of the nodes that are there, with their supervisors."""
         return {one.identity: peer for peer in self.nodes() for one in self._nodes.joined[peer].processes}
 
     def rows(self) -> list[ProcessStatus]:

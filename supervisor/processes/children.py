@@ -118,7 +118,7 @@ class Child:
             on_error.pop_all()
 
     def _end(self) -> None:
-        """No descriptor is left: nobody would see its end."""
+        """Ends a child for which no descriptor is left: nobody would see its end."""
         self._process.kill()
         self._process.wait()
 
@@ -168,7 +168,7 @@ class Child:
         out.flush()
 
     def when_loaded(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[["Child"], None]) -> None:
-        """Of a standby: call on_loaded(self) once. When it ends before, on_exit comes instead."""
+        """Has a standby call on_loaded(self) once. When it ends before, on_exit comes instead."""
         turn = self._turn
         assert turn is not None
 
@@ -203,7 +203,7 @@ class Child:
         self._process.send_signal(number)
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP or a terminal."""
+        """Whether the process is stopped, by SIGSTOP or a terminal."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:

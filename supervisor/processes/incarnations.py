@@ -34,7 +34,7 @@ class Incarnations:
         self._warm_at: dict[Role, float] = {}  # not before
 
     def of(self, identity: Identity) -> Child | None:
-        """Who is in that place now."""
+        """The incarnation that is in that place now."""
         return self._children.get(identity)
 
     def pids(self) -> dict[Identity, int]:

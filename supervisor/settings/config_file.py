@@ -21,7 +21,7 @@ YAML = (".yaml", ".yml")
 
 
 class Setting(Protocol):
-    """What is needed of flags.Setting."""
+    """The part of flags.Setting that this module needs."""
 
     @property
     def section(self) -> str: ...

@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Whether it may be given again, for more."""
+        """Whether the flag may be given again, for more values."""
         return bool(self.meta and (self.meta.extra or {}).get("repeat"))
 
 

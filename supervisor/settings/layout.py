@@ -233,7 +233,7 @@ def with_node(config: MeshConfig) -> MeshConfig:
 
 
 def _with_master(config: MeshConfig) -> ParallelConfig:
-    """Where groups that span nodes meet; StartError when the head cannot listen there."""
+    """Sets the address where groups that span nodes meet; StartError when the head cannot listen there."""
     network, parallel = config.network, config.parallel
     host = parallel.master_addr or tcp.parse(network.join or network.listen)[0]
     address = _resolved("--master-addr", host, parallel.master_port)
@@ -244,7 +244,7 @@ def _with_master(config: MeshConfig) -> ParallelConfig:
 
 
 def index(config: MeshConfig) -> int:
-    """Which node this is; its supervisor's number."""
+    """The number of this node, which is its supervisor's."""
     if not config.network.headless:
         return 0
     return config.parallel.node_rank or config.parallel.data_parallel_start_rank + 1

@@ -42,5 +42,5 @@ def parse_count(text: str) -> int:
 
 
 def size_parser(extra: Mapping[str, Any]) -> Callable[[str], int] | None:
-    """What reads the words of a setting with this `extra` (protocol/config/); None when it is neither a size nor a count."""
+    """The parser of the words of a setting with this `extra` (protocol/config/); None when it is neither a size nor a count."""
     return parse_bytes if extra.get("bytes") else parse_count if extra.get("count") else None

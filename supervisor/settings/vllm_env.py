@@ -95,7 +95,7 @@ KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|
 
 
 def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
-    """By the name of the setting. UsageError names the variable."""
+    """The settings that the environment gives, by name. UsageError names the variable."""
     found: dict[str, object] = {}
     for variable, (setting, read) in HONOURED.items():
         if text := environment.get(variable):

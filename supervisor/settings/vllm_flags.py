@@ -66,7 +66,7 @@ class _Nothing(argparse.Action):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """All of the table but RENAMED, whose types flags.py knows."""
+    """Adds the flags of the table, but for RENAMED, whose types flags.py knows."""
     hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     taken = parser._option_string_actions  # a command's own flags win, such as those of `vllm bench`
     for flag, (count, _) in NEEDLESS.items():
@@ -94,7 +94,7 @@ def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
 
 
 def say_needless(flag: str) -> None:
-    """That it has no effect, and why nothing is lost."""
+    """Tells the user that a flag has no effect, and why nothing is lost."""
     complain(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", "warning")
 
 
@@ -115,7 +115,7 @@ def meant(setting: str, value: str) -> str:
 
 
 def say_repeated(words: Sequence[str], known: Collection[str]) -> None:
-    """Which of these flags are given more than once; as in vLLM the last one counts."""
+    """Tells the user which flags are given more than once; as in vLLM the last one counts."""
     names = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else len(words)]]
     for flag in dict.fromkeys(name for name in names if name in known and names.count(name) > 1):
         complain(f"meshlm: {flag} is given {names.count(flag)} times; the last one counts", "warning")
