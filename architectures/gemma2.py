@@ -32,7 +32,7 @@ _LARGEST = 46  # layers of the 27B model, whose query scale a .gguf file does no
 
 
 def gemma_spec(config: dict[str, Any], architecture: str, every: int, rope: RopeSpec | None = None) -> ModelSpec:
-    """The common part of Gemma 2's and 3's ModelSpec. Without layer_types, the last of `every` layers sees all. KeyError, ValueError."""
+    """The ModelSpec of Gemma 2 and 3. Without layer_types, the last of `every` layers sees all. KeyError, ValueError."""
     act = config.get("hidden_activation")
     spec = dense_spec({**config, "hidden_act": "gelu_pytorch_tanh" if act is None else act}, architecture, rope)
     kinds = layer_types(config)

@@ -21,7 +21,7 @@ class _Named(Struct):
 
 
 def of_folder(folder: Path) -> dict[str, str]:
-    """As transformers finds them: .jinja files come before tokenizer_config.json, and that before a processor's
+    """Finds templates as transformers does: .jinja files come before tokenizer_config.json, and that before a processor's
     chat_template.json."""
     found = _of_file(folder / "chat_template.json") | _of_file(folder / "tokenizer_config.json")
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

@@ -134,14 +134,14 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 class Quantised(NamedTuple):
-    """Where a checkpoint says that its weights are quantised."""
+    """The place where a checkpoint says that its weights are quantised."""
 
     where: str  # file, and key
     said: str  # and how, for a message
     settings: Any
 
     def read(self) -> QuantizationSpec:
-        """What it says. ModelFilesError."""
+        """Reads what it says. ModelFilesError for what cannot be read."""
         found = formats().get(str(self.settings.get("quant_method"))) if isinstance(self.settings, dict) else None
         if found is None or ".json: " not in self.where:
             raise ModelFilesError(
@@ -153,7 +153,7 @@ class Quantised(NamedTuple):
             raise ModelFilesError(f"{self.where}: quant_method {found.name}: {error}") from None
 
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of it."""
+        """The notes about it that a user should read."""
         if not self.settings.get("kv_cache_scheme"):
             return ()
         return (
@@ -211,7 +211,7 @@ def _chosen(folder: Path, load_format: Format) -> tuple[tuple[Path, ...], tuple[
 
 
 def _index(folder: Path, load_format: Format) -> dict[str, str] | None:
-    """Which file holds which tensor; None where no index says so. ModelFilesError."""
+    """The file of each tensor; None where no index names them. ModelFilesError for a broken index."""
     path = folder / _INDEX[load_format]
     if not path.is_file():
         return None

@@ -16,7 +16,7 @@ MOST_RANKS = 1024  # to which a mesh may be scaled out while it runs
 
 
 def num_links(me: Identity, config: MeshConfig) -> int:
-    """To all places of the configuration."""
+    """The number of links to all places of the configuration."""
     places = dict(Newcomers(me, config).expected)
     if me.role is Role.SCHEDULER:
         places[Role.WORKER] = config.parallel.workers_per_rank
@@ -26,7 +26,7 @@ def num_links(me: Identity, config: MeshConfig) -> int:
 
 
 def max_sockets(me: Identity, config: MeshConfig) -> int:
-    """Of one ZeroMQ context, whose own default is 1,023."""
+    """The number of sockets of one ZeroMQ context, whose own default is 1,023."""
     later = MOST_RANKS * (1 + config.parallel.workers_per_rank)
     return num_links(me, config) + later + Newcomers(me, config).most + BESIDE
 

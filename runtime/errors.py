@@ -28,7 +28,7 @@ class LinkDown(Exception):
 
 
 class MessageTooLong(Exception):
-    """No frame holds this message, so it was not sent and never will be: end what it is about, and only that."""
+    """No frame holds this message, so it was not sent and never will be: the caller ends what it is about, and only that."""
 
     def __init__(self, peer: Identity, name: str, size: int, limit: int) -> None:
         super().__init__(f"a message of {size} bytes is too long for the mesh ({name} to {peer}; at most {limit})")

@@ -1,4 +1,4 @@
-"""What every process tells its core, and the answer that they have in common: the events of its links and its clock, and Send.
+"""The events that every process tells its core, of its links and its clock, and Send, the effect that all cores have.
 
 A core adds events and effects of its own beside these (detokenizer/events.py, say), and answers with them (handle(event, now)).
 """

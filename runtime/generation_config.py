@@ -45,7 +45,7 @@ NEUTRAL: dict[str, Number] = dict.fromkeys(
 
 
 class GenerationConfig(Struct, frozen=True, kw_only=True):
-    """What requests get that say nothing."""
+    """The settings of requests that give none."""
 
     defaults: dict[str, Number] = {}
     max_output_tokens: int | None = None  # that no request passes
@@ -81,7 +81,7 @@ def of_model(folder: Path, config: dict[str, Any]) -> GenerationConfig:
 
 
 def chosen(own: GenerationConfig, source: str, override: str) -> GenerationConfig:
-    """By --generation-config and --override-generation-config. ModelFilesError.
+    """The GenerationConfig that --generation-config and --override-generation-config choose. ModelFilesError.
 
     A folder that a user names, and an override, limit what requests may ask for; a model's own file only gives defaults.
     """

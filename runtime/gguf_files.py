@@ -31,7 +31,7 @@ class GGUFError(ValueError):
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor lies and what it is."""
+    """A tensor's place in the file, its type and its shape."""
 
     shape: tuple[int, ...]  # dimensions, fastest first (ggml's order)
     ggml_type: int
@@ -175,7 +175,7 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
 
 
 def _rope_factors(path: Path, tensors: dict[str, GGUFTensor]) -> tuple[float, ...]:
-    """By what each frequency is divided. Llama 3.1's files say their scaling so, and in no metadata."""
+    """The divisor of each RoPE frequency. Llama 3.1's files say their scaling so, and in no metadata."""
     tensor = tensors.get("rope_freqs.weight")
     if tensor is None:
         return ()

@@ -20,7 +20,7 @@ from meshlm.runtime.remote import Remote
 
 
 class Listener(Protocol):
-    """What a Mesh calls. Every App is one."""
+    """The callbacks of a Mesh. Every App is one."""
 
     def on_message(self, peer: Identity, message: Struct) -> None: ...
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None: ...
@@ -29,7 +29,7 @@ class Listener(Protocol):
 
 
 class Peer:
-    """Its session, its outgoing socket, its decoder."""
+    """A peer, with its session, its outgoing socket and its decoder."""
 
     __slots__ = ("decode", "expires_at", "outbox", "session")
 
@@ -108,7 +108,7 @@ class Links:
         return link
 
     def forget(self, link: Peer) -> None:
-        """As if it had never been."""
+        """Forgets a peer as if it had never been."""
         peer = link.session.peer
         self.newcomers.here.discard(peer)
         del self.peers[peer]
@@ -117,7 +117,7 @@ class Links:
         link.outbox.close()
 
     def address_of_member(self, member: control.Member) -> str:
-        """Where this process reaches it."""
+        """The address at which this process reaches the member."""
         return member.address if self._remote is None else self._remote.route(member.node, member.address, member.tcp)
 
     def retarget(self, link: Peer, address: str) -> None:

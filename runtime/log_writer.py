@@ -43,7 +43,7 @@ class LogWriter:
         return os.isatty(self._descriptor)
 
     def wait(self, limit_s: float) -> None:
-        """Until all is written."""
+        """Waits until all is written."""
         if (thread := self._thread) is not None:
             thread.join(limit_s)
 

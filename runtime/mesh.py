@@ -74,7 +74,7 @@ class Mesh:
         self._closed = False
 
     def address_of(self, identity: Identity) -> str:
-        """Where a process of this host listens."""
+        """The address where a process of this host listens."""
         return f"ipc://{self._run_dir}/{identity.role.value}-{identity.index}.sock"
 
     async def open(self) -> None:
@@ -154,7 +154,7 @@ class Mesh:
         return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state is SessionState.OPEN)
 
     def incarnation_of(self, peer: Identity) -> Incarnation:
-        """Of the incarnation that the open session is with; 0 without one."""
+        """The incarnation that the open session is with; 0 without one."""
         link = self._peers.get(peer)
         return link.session.peer_incarnation if link and link.session.state is SessionState.OPEN else Incarnation(0)
 
@@ -331,7 +331,7 @@ class Mesh:
             self._listener.on_peer_down(died.identity, incarnation, "the process died")
 
     def _drop(self, link: Peer, reason: str) -> None:
-        """What is between us is lost, whether or not the peer lives; if it does, a new session with it opens."""
+        """Drops the session: all messages between us are lost, whether or not the peer lives; if it does, a new session opens."""
         incarnation = link.session.peer_incarnation
         if link.session.lose():
             link.outbox.pending.clear()

@@ -1,4 +1,4 @@
-"""Where prometheus_client keeps the numbers that several processes share. Call before it is imported."""
+"""The folder where prometheus_client keeps the numbers that several processes share. Call before it is imported."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def prepare(run_dir: str, num_engines: int) -> str:
 
 
 def reserved_bytes(kind: str, num_engines: int) -> int:
-    """For a frontend's own series, and for those of as many engines."""
+    """The bytes to reserve for a frontend's own series, and for those of as many engines."""
     return RESERVED_BYTES[kind] + num_engines * BYTES_PER_ENGINE[kind]
 
 

@@ -68,7 +68,7 @@ _CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcap
 
 
 def check(spec: ModelSpec, path: Path) -> None:
-    """What kernels rely on, and would not survive. ModelFilesError."""
+    """Checks the sizes that kernels rely on and would not survive. ModelFilesError."""
     limits = dict.fromkeys(_POSITIVE, MAX_SIZE) | {
         "num_hidden_layers": MAX_LAYERS,
         "max_position_embeddings": MAX_CONTEXT,

@@ -22,7 +22,7 @@ _NOT_ALL_OF_HUB = ["original/*", "consolidated*", "*.pth"]  # the same weights a
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """The files of a model that were found."""
 
     name: str  # as clients may call it
     path: Path  # folder or .gguf

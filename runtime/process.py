@@ -35,7 +35,7 @@ LAST_WORDS_S = 0.5  # how long a failing process waits for its words to be taken
 
 
 class App(Protocol):
-    """What a role implements, in its io.py. All methods run in the event loop."""
+    """The interface that a role implements in its io.py. All methods run in the event loop."""
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         """Load what is needed; return facts for the user. ProcessFatal when it cannot be."""
@@ -120,7 +120,7 @@ def _wait_for_turn(descriptor: int) -> tuple[Identity, int, int]:
 
 
 def _give_back_memory() -> None:
-    """What start-up needed and freed goes back to the system; the C library would keep it: 55 MiB of parsing a large vocabulary."""
+    """Gives freed memory of the start-up back to the system; the C library would keep 55 MiB of parsing a large vocabulary."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

@@ -82,7 +82,7 @@ class Remote:
             self.address = tcp.join(self._network.advertise_host, self.address.rpartition(":")[2])
 
     def _wanted(self, error: zmq.ZMQError) -> str:
-        """What could not be bound, and why."""
+        """Says which address could not be bound, and why."""
         if self._port or not self._network.mesh_port_range:
             return f"--listen {tcp.join(self.node.address, self._port or '*')}: {error.strerror}"
         reason = "no port is free" if error.errno == zmq.EADDRINUSE else error.strerror
@@ -109,11 +109,11 @@ class Remote:
         return not self.node.head
 
     def route(self, node: str, address: str, address_tcp: str) -> str:
-        """Where this process reaches that one."""
+        """The address at which this process reaches that one."""
         return address if node == self.node.id or not address_tcp else address_tcp
 
     def stranger(self, sender: Identity, body: memoryview) -> str:
-        """Where to answer the first hello of a process of another node. FrameError when it cannot be one."""
+        """The address for the answer to the first hello of a process of another node. FrameError when it cannot be one."""
         if self.is_here(sender):
             raise FrameError(f"claims to be {sender}, which is of this node")
         try:

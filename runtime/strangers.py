@@ -1,4 +1,4 @@
-"""Who knocks at a tcp socket of the mesh and holds another key: said in the log, seldom. Owned by remote.py.
+"""Names in the log, seldom, who knocks at a tcp socket of the mesh with another key. Owned by remote.py.
 
 Such a connection ends in its handshake, before tcp.py's Doorman is asked and before any frame: what it says is sealed for somebody
 else's key. libzmq tells of it on a monitor socket alone. Connections that say nothing, or nothing of ZeroMQ's (probes of ports,
@@ -40,13 +40,13 @@ class Strangers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def watch(self, sock: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop) -> None:
-        """From now on; before `sock` is bound."""
+        """Watches `sock` from now on; called before it is bound."""
         self._monitor, self._loop = sock.get_monitor_socket(_SEEN), loop
         loop.add_reader(self._monitor.FD, self._read)
         loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """All that is there; the FD is edge-triggered."""
+        """Reads all events that are there; the FD is edge-triggered."""
         if self._monitor is None:
             return
         events: list[tuple[int, int]] = []

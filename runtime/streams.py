@@ -116,7 +116,7 @@ def complain(text: str, level: str = "error") -> None:
 
 
 def flush() -> None:
-    """What was said last leaves, where it can within a moment: a process that ends at once does not do that by itself."""
+    """Writes the last lines out, where that takes a moment only: a process that ends at once does not do that by itself."""
     for stream in (sys.stdout, sys.stderr):
         forgiving(stream).flush()
     if sys.__stderr__ is not None and isinstance(writer := forgiving(sys.__stderr__), LogWriter):

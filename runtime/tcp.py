@@ -23,7 +23,7 @@ HANDSHAKE_MS = 5000
 
 
 class AddressError(ValueError):
-    """No address of the form tcp://HOST:PORT."""
+    """The text is no address of the form tcp://HOST:PORT."""
 
 
 def parse(endpoint: str) -> tuple[str, int]:
@@ -83,7 +83,7 @@ class Tcp:
         raise zmq.ZMQError(zmq.EADDRINUSE)
 
     def prepare(self, sock: "zmq.Socket[bytes]") -> None:
-        """Before an outgoing socket connects."""
+        """Prepares an outgoing socket before it connects."""
         sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.public)
         sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
         sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
@@ -119,7 +119,7 @@ class Doorman:
         loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """All questions that are there; the FD is edge-triggered, and an answer swallows its edge."""
+        """Answers all questions that are there; the FD is edge-triggered, and an answer swallows its edge."""
         while self._loop is not None:
             try:
                 question = self._socket.recv_multipart(zmq.NOBLOCK)

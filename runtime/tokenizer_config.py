@@ -54,7 +54,7 @@ class _Tokenizer(Struct):
 
 
 def read(folder: Path) -> TokenizerConfig:
-    """Of the files in a tokenizer's folder, if there are any. ModelFilesError."""
+    """Reads the files in a tokenizer's folder, if there are any. ModelFilesError."""
     file = folder / "tokenizer_config.json"
     config = _optional(file)
     files, added = [file], {}

@@ -48,7 +48,7 @@ def check_fits(samples: Iterable[Sample], max_model_len: int) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of requests in tokens; input_len is without the prefix. The ratios say how far lengths are from the mean, both ways."""
+    """The lengths of requests in tokens; input_len is without the prefix. The ratios say how far lengths are from the mean."""
 
     input_len: int
     output_len: int
