@@ -16,13 +16,22 @@ from torch import Tensor
 from meshlm.kernels import pdl
 
 
+@triton.jit
+def part(y, tile, UPCAST: tl.constexpr):
+    """y tile^T where the tile is of 8-bit floats: in them, if y is too, else in y's type. UPCAST: for who cannot multiply them."""
+    if UPCAST:
+        return tl.dot(y.to(tl.float32), tile.to(tl.float32).T)
+    return tl.dot(y, tile.to(y.dtype).T)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _few(
-    x, w, experts, weights, out, rows,
+    x, w, experts, weights, out, x_scales, w_scales, rows,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
     BY_ENTRY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """X_GROUPS, W_GROUPS: scales of a row of x and of the weight; 0: it has none. More than one: each of BLOCK_K columns."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lead = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -52,10 +61,13 @@ def _few(
     if live == 1:
         if GATE:
             line = x + m[:, None].to(tl.int64) * INPUTS
+            x_scale = x_scales + m * X_GROUPS
         else:
             line = x + tl.where(real, entry, 0)[:, None].to(tl.int64) * INPUTS
+            x_scale = x_scales + tl.where(real, entry, 0) * X_GROUPS
         halves: tl.constexpr = 2 if GATE else 1
         weight = w + expert.to(tl.int64) * (halves * OUTPUTS * INPUTS) + n[:, None].to(tl.int64) * INPUTS
+        w_scale = w_scales + (expert.to(tl.int64) * (halves * OUTPUTS) + n) * W_GROUPS
         result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for begin in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
@@ -63,14 +75,42 @@ def _few(
             whole: tl.constexpr = (INPUTS % BLOCK_K == 0) and (OUTPUTS % BLOCK_N == 0)
             y = tl.load(line + k[None, :], mask=real[:, None] & (k < INPUTS)[None, :], other=0.0)
             if whole:
-                result = tl.dot(y, tl.load(weight + k[None, :]).T, result)
-                if GATE:
-                    up = tl.dot(y, tl.load(weight + OUTPUTS * INPUTS + k[None, :]).T, up)
+                tile = tl.load(weight + k[None, :])
             else:
-                there = inside[:, None] & (k < INPUTS)[None, :]
-                result = tl.dot(y, tl.load(weight + k[None, :], mask=there, other=0.0).T, result)
+                tile = tl.load(weight + k[None, :], mask=inside[:, None] & (k < INPUTS)[None, :], other=0.0)
+            if GATE:
+                if whole:
+                    tile_up = tl.load(weight + OUTPUTS * INPUTS + k[None, :])
+                else:
+                    there = inside[:, None] & (k < INPUTS)[None, :]
+                    tile_up = tl.load(weight + OUTPUTS * INPUTS + k[None, :], mask=there, other=0.0)
+            if W_GROUPS > 1:
+                group = begin // BLOCK_K
+                scale = tl.load(w_scale + group, mask=inside, other=0.0)[None, :]
+                if X_GROUPS > 1:
+                    scale = scale * tl.load(x_scale + group, mask=real, other=0.0)[:, None]
+                result += part(y, tile, UPCAST) * scale
                 if GATE:
-                    up = tl.dot(y, tl.load(weight + OUTPUTS * INPUTS + k[None, :], mask=there, other=0.0).T, up)
+                    scale = tl.load(w_scale + OUTPUTS * W_GROUPS + group, mask=inside, other=0.0)[None, :]
+                    if X_GROUPS > 1:
+                        scale = scale * tl.load(x_scale + group, mask=real, other=0.0)[:, None]
+                    up += part(y, tile_up, UPCAST) * scale
+            elif W_GROUPS == 1:
+                result += part(y, tile, UPCAST)
+                if GATE:
+                    up += part(y, tile_up, UPCAST)
+            else:
+                result = tl.dot(y, tile.T, result)
+                if GATE:
+                    up = tl.dot(y, tile_up.T, up)
+        if W_GROUPS == 1:
+            result *= tl.load(w_scale, mask=inside, other=0.0)[None, :]
+            if GATE:
+                up *= tl.load(w_scale + OUTPUTS, mask=inside, other=0.0)[None, :]
+        if X_GROUPS == 1:
+            own = tl.load(x_scale, mask=real, other=0.0)[:, None]
+            result *= own
+            up *= own
         mask = real[:, None] & inside[None, :]
         if GATE:
             dtype = out.dtype.element_ty
@@ -95,10 +135,14 @@ class Shape(NamedTuple):
 LEAST_ROWS, MOST_ROWS = 16, 64  # of a tile
 
 
-def few(x: Tensor, w: Tensor, experts: Tensor, weights: Tensor | None, out: Tensor, shape: Shape) -> Tensor:
+def few(
+    x: Tensor, w: Tensor, experts: Tensor, weights: Tensor | None, out: Tensor, shape: Shape,
+    x_scales: Tensor | None = None, w_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """gate (no weights): x [m, k], w [experts, 2 n, k] -> out [m topk, n]. down: x [m topk, k], w [experts, n, k] -> [topk, m, n].
 
-    experts int32 [m, topk], -1 goes nowhere; out of a gate is float of x's dtype, of down float32.
+    experts int32 [m, topk], -1 goes nowhere; out of a gate is of 16 bits, of down float32. Scales: of 8-bit floats, float32
+    [rows of x, groups] and [experts, outputs, groups]; with more than one group BLOCK_K is a group.
     """
     (rows, num_topk), num_experts, inputs = experts.shape, w.shape[0], w.shape[2]
     gate = weights is None
@@ -107,10 +151,12 @@ def few(x: Tensor, w: Tensor, experts: Tensor, weights: Tensor | None, out: Tens
     by_entry = experts.numel() <= num_experts
     use_pdl = x.is_cuda and pdl.supported()
     _few[(triton.cdiv(outputs, shape.block_n), experts.numel() if by_entry else num_experts)](
-        x, w, experts, experts if weights is None else weights, out, rows,
+        x, w, experts, experts if weights is None else weights, out, x if x_scales is None else x_scales,
+        x if w_scales is None else w_scales, rows,
         EXPERTS=num_experts, TOPK=num_topk, INPUTS=inputs, OUTPUTS=outputs, GATE=gate, BY_ENTRY=by_entry,
         BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(rows)), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-        STAGES=shape.stages, PDL=use_pdl, num_warps=shape.warps, num_stages=shape.stages,
-        **({"launch_pdl": True} if use_pdl else {}),
+        STAGES=shape.stages, X_GROUPS=0 if x_scales is None else x_scales.shape[-1],
+        W_GROUPS=0 if w_scales is None else w_scales.shape[-1], UPCAST=not x.is_cuda, PDL=use_pdl, num_warps=shape.warps,
+        num_stages=shape.stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

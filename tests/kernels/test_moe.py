@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device import DEVICE, DTYPES, MARKS, near
+from device import DEVICE, DTYPES, MARKS, ON_GPU, WIDE, near, needs_fp8
 from torch import Tensor
 
 from meshlm.kernels.grouped_gemm import kernel as grouped_gemm
@@ -17,6 +17,8 @@ from meshlm.kernels.moe_routing import reference as routing_reference
 from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.moe_sum import kernel as moe_sum
 from meshlm.kernels.moe_sum import reference as sum_reference
+from meshlm.kernels.quantise_fp8 import kernel as quantise_fp8
+from meshlm.kernels.quantise_fp8 import reference as fp8_reference
 
 pytestmark = MARKS
 RULES = {
@@ -188,3 +190,64 @@ def test_products_of_one_row(
     moe_gemv.down_gemv(inner, down, chosen, weights, out, shape)
     found = (reference.by_entry(expected, down, chosen).float() * weights[0, :, None]).sum(dim=0, keepdim=True)
     near(out, found, dtype, 6.0)
+
+
+CODES = [(0, 0), (128, 128), (None, 0), (None, 128)]
+"""Of x and of weights: columns that have a scale together, 0 all of a row; None: x is not quantised."""
+
+
+def quantised(values: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[experts, n, k] as codes and scales of rows or of 128 columns of a row, and what they stand for."""
+    codes, scales = fp8_reference.quantise(values.flatten(0, 1), group)
+    size = group or values.shape[2]
+    meant = codes.float() * scales.repeat_interleave(size, dim=1)[:, : values.shape[2]]
+    return codes.view(values.shape), scales.view(*values.shape[:2], -1), meant.view(values.shape)
+
+
+@needs_fp8
+@pytest.mark.parametrize(("x_group", "w_group"), CODES)
+@pytest.mark.parametrize("rows", [1, 19, 100])
+def test_products_of_8_bit_floats(rows: int, x_group: int | None, w_group: int) -> None:
+    """Few, sorted and batched rows, against the product of what the codes stand for."""
+    experts, topk, inputs, outputs = 6, 3, 256, 48
+    x, chosen = torch.randn(rows, inputs, device=DEVICE).to(WIDE), some_experts(rows, experts, topk)
+    gate_up, w_scales, meant = quantised(torch.randn(experts, 2 * outputs, inputs, device=DEVICE) / 16, w_group)
+    codes: Tensor = x
+    x_scales: Tensor | None = None
+    values = x.float()
+    if x_group is not None:
+        codes, x_scales = fp8_reference.quantise(x, x_group)
+        values = quantised(x[None].float(), x_group)[2][0]
+    expected = reference.by_entry(values, meant, chosen, gate=True)
+    real = (chosen >= 0).flatten()
+    if rows <= moe_few.MOST_ROWS:
+        inner = torch.zeros(rows * topk, outputs, device=DEVICE, dtype=WIDE)
+        moe_few.few(codes, gate_up, chosen, None, inner, moe_few.Shape(16, 128, 4, 2), x_scales, w_scales)
+        near(inner[real], expected[real], WIDE, 8.0)
+    shape = grouped_gemm.Shape(16, 32, 128, 4, 2)
+    ids, positions, ends = moe_align.align(chosen, experts, shape.block_m)
+    inner = torch.zeros(len(ids), outputs, device=DEVICE, dtype=WIDE)
+    scales = (x_scales, w_scales)
+    grouped_gemm.sorted_gemm(codes, gate_up, inner, shape, ends, ids, topk, chosen.numel(), scales, gate=True)
+    near(inner[positions.flatten().long()[real]], expected[real], WIDE, 8.0)
+    batch, batch_scales = codes.expand(experts, -1, -1).contiguous(), None
+    if x_scales is not None:
+        batch_scales = x_scales.expand(experts, -1, -1).contiguous()
+    out = torch.zeros(experts, rows, 2 * outputs, device=DEVICE, dtype=WIDE)
+    counts = torch.tensor([rows, 0, 1, rows // 2, rows, rows], dtype=torch.int32, device=DEVICE)
+    grouped_gemm.batched_gemm(batch, gate_up, out, shape, counts, (batch_scales, w_scales))
+    for expert, count in enumerate(counts.tolist()):
+        near(out[expert, :count], values[:count] @ meant[expert].t(), WIDE, 8.0)
+
+
+@needs_fp8
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("columns", [96, 300])
+def test_activations_as_8_bit_floats(group: int, columns: int) -> None:
+    x = torch.randn(7, columns, device=DEVICE).to(WIDE)
+    x[3] = 0
+    codes, scales = quantise_fp8.quantise(x, group)
+    expected, expected_scales = fp8_reference.quantise(x, group)
+    torch.testing.assert_close(scales, expected_scales)
+    same = torch.isclose(codes.float(), expected.float(), atol=0.01, rtol=0.13)
+    assert float(same.float().mean()) >= (1.0 if ON_GPU else 0.95), "the interpreter loses carries: see near_in_fp8"

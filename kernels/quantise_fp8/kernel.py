@@ -1,0 +1,42 @@
+"""Activations as 8-bit floats:  s = max |x| / 448 of a row, or of each group of its columns;  q = e4m3(x / s)
+
+A scale is a row's own, so a text does not depend on the rows beside it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshlm.kernels import pdl
+from meshlm.kernels.fp8 import DTYPE, within
+
+
+@triton.jit
+def _quantise(x, codes, scales, columns, groups, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = group * SIZE + tl.arange(0, BLOCK)
+    inside = (tl.arange(0, BLOCK) < SIZE) & (at < columns)
+    line = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(line), axis=0) / 448.0, 1e-12)
+    tl.store(codes + row * columns + at, within(line, scale).to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row * groups + group, scale)
+
+
+def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [m, k], dense -> e4m3 [m, k] and float32 [m, groups]; group: columns that have a scale together, 0: all of a row."""
+    rows, columns = x.shape
+    size = group or columns
+    groups = triton.cdiv(columns, size)
+    codes = torch.empty(rows, columns, dtype=DTYPE, device=x.device)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    use_pdl = x.is_cuda and pdl.supported()
+    if rows:
+        _quantise[(rows, groups)](
+            x, codes, scales, columns, groups, SIZE=size, BLOCK=triton.next_power_of_2(size), PDL=use_pdl,
+            num_warps=1 if size <= 256 else 4, **({"launch_pdl": True} if use_pdl else {}),
+        )  # fmt: skip
+    return codes, scales

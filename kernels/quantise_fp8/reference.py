@@ -1,0 +1,18 @@
+"""What quantise_fp8/kernel.py computes, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.fp8 import DTYPE, LARGEST
+
+LEAST_SCALE = 1e-12  # of zeros
+
+
+def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [m, k] -> e4m3 [m, k] and float32 [m, groups]; group: columns that have a scale together, 0: all of a row."""
+    rows, columns = x.shape
+    size = group or columns
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % size)).view(rows, -1, size)
+    scales = (padded.abs().amax(dim=-1) / LARGEST).clamp(min=LEAST_SCALE)
+    codes = (padded / scales[:, :, None]).clamp(-LARGEST, LARGEST).to(DTYPE)
+    return codes.flatten(1)[:, :columns].contiguous(), scales
