@@ -79,11 +79,37 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
     return Plan("many", many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3))
 
 
-def warm_rows(layer: Layer, most: int) -> set[int]:
-    """So many rows, up to `most`, meet every variant of the kernels that steps may use."""
+def fp8_plan(rows: int, layer: Layer, block_k: int) -> Plan:
+    """Of weights of 8-bit floats, without a measurement. block_k: inputs that have a scale together, or of tiles."""
+    if rows <= few.MOST_ROWS:
+        return Plan("few", few.Shape(32, block_k, 4, 4), few.Shape(64, block_k, 4, 3))
+    each = rows * layer.topk / layer.experts
+    block_m = 16 if each <= 12 else 32 if each <= 32 else 64 if each <= 96 else 128
+    warps, programs = (8, 1) if block_m == 128 else (4, 2 if block_m < 64 else 1)
+    return Plan(
+        "many",
+        many.Shape(block_m, 64, block_k, warps, 3, programs=programs),
+        many.Shape(block_m, 128, block_k, warps, 3, programs=programs),
+    )
+
+
+def batched_shapes(most: int, block_k: int = 0) -> tuple[many.Shape, many.Shape]:
+    """Tiles where an expert has up to so many rows. block_k: as in `fp8_plan`; 0: weights are of 16 bits."""
+    if block_k:
+        block_m, warps = (16, 4) if most <= 32 else (64, 4) if most <= 512 else (128, 8)
+        return many.Shape(block_m, 64, block_k, warps, 3), many.Shape(block_m, 128, block_k, warps, 3)
+    if most <= 32:
+        return many.Shape(16, 64, 128, 4, 3), many.Shape(16, 128, 128, 4, 3)
+    if most <= 512:
+        return many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4)
+    return many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3)
+
+
+def warm_rows(layer: Layer, most: int, block_k: int = 0) -> set[int]:
+    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`."""
     seen, found = set(), set()
     for rows in range(1, most + 1):
-        plan = plan_for(rows, layer)
+        plan = fp8_plan(rows, layer, block_k) if block_k else plan_for(rows, layer)
         variant = (
             (plan, rows * layer.topk <= layer.experts, max(16, 1 << (rows - 1).bit_length()))
             if plan.kind == "few"

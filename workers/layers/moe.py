@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.moe_routing.reference import Rule
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.model import ModelSpec, MoESpec, QuantizationScheme
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
@@ -20,6 +20,7 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, Routing
 from meshlm.workers.moe.placement.replicas import Replicas
 from meshlm.workers.moe.registry import ExpertWeights, make_experts
+from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, groups
 
 ROUTING = (torch.int32, torch.float32)  # dtypes of experts and weights
 
@@ -66,7 +67,23 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.scheme: QuantizationScheme | None = None
+        self.dtype = torch.get_default_dtype()  # the model's, while it is made
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs), requires_grad=False)
+
+    def use_fp8(self, scheme: QuantizationScheme) -> None:
+        """Before loading: weights are 8-bit floats, with scales as those of `Fp8Linear`."""
+        experts, outputs, inputs = self.weight.shape
+        scales = torch.empty(experts, outputs, groups(scheme, inputs), dtype=torch.float32)
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, dtype=FP8), requires_grad=False)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        self.scheme = scheme
+
+    def prepare(self) -> None:
+        """After loading: a CPU, which would take longer to decode than to multiply, decodes once."""
+        if self.scheme is not None and self.weight.device.type == "cpu" and self.weight.dtype == FP8:
+            values = decoded(self.weight, self.weight_scale, self.scheme, self.dtype)
+            self.weight = nn.Parameter(values, requires_grad=False)
 
 
 class ExpertLinears(nn.Module):
@@ -78,6 +95,15 @@ class ExpertLinears(nn.Module):
         slots = end - begin + moe.redundant_experts
         self.gate_up = GroupedLinear(slots, hidden, 2 * moe.moe_intermediate_size)
         self.down = GroupedLinear(slots, moe.moe_intermediate_size, hidden)
+
+    def weights(self, act: str) -> ExpertWeights:
+        """As experts take them."""
+        gate_up, down, scales = self.gate_up, self.down, None
+        gate_up.prepare()
+        down.prepare()
+        if gate_up.scheme is not None:
+            scales = ExpertScales(gate_up.weight_scale, down.weight_scale, gate_up.scheme, gate_up.dtype)
+        return ExpertWeights(gate_up.weight, down.weight, act, scales)
 
 
 class MoE(nn.Module):
@@ -96,8 +122,7 @@ class MoE(nn.Module):
 
     def use(self, dispatcher: Dispatcher) -> None:
         """Sets, after loading, how tokens get to the experts. ProcessFatal where no experts fit it."""
-        weights = ExpertWeights(self.experts.gate_up.weight, self.experts.down.weight, self._act)
-        self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, weights))
+        self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, self.experts.weights(self._act)))
 
     @property
     def fused(self) -> FusedMoE:
@@ -120,7 +145,8 @@ class MoE(nn.Module):
 
     def idle(self) -> None:
         """A step in which this rank has no tokens, and its experts may have those of others."""
-        x = self.experts.down.weight.new_empty(0, self._hidden)
+        down = self.experts.down
+        x = torch.empty(0, self._hidden, dtype=down.dtype, device=down.weight.device)
         routing = Routing(*(torch.empty(0, self.moe.num_experts_per_tok, dtype=t, device=x.device) for t in ROUTING))
         self.fused.forward(x, routing)
 

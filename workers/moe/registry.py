@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshlm.protocol.model import MoESpec
+from meshlm.protocol.model import MoESpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
@@ -18,6 +18,7 @@ from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts, WeightAndReduce
+from meshlm.workers.quantization.fp8 import ExpertScales
 
 
 class ExpertWeights(NamedTuple):
@@ -26,6 +27,9 @@ class ExpertWeights(NamedTuple):
     gate_up: Tensor  # [local experts, 2 wide, hidden]
     down: Tensor  # [local experts, hidden, wide]
     act: str
+    scales: ExpertScales | None = (
+        None  # of weights that are 8-bit floats; a CPU has their values, and rounds activations
+    )
 
 
 class ExpertsKind(NamedTuple):
@@ -41,11 +45,15 @@ def _anywhere(weights: ExpertWeights) -> str | None:
 
 
 def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
-    gate_up = weights.gate_up
-    if not gate_up.is_cuda or gate_up.dtype not in (torch.float16, torch.bfloat16):
+    gate_up, scales = weights.gate_up, weights.scales
+    dtype = gate_up.dtype if scales is None else scales.dtype
+    if not gate_up.is_cuda or dtype not in (torch.float16, torch.bfloat16):
         return "it computes in float16 and bfloat16 on GPUs"
-    if torch.cuda.get_device_capability(gate_up.device) < (8, 0):
-        return "it needs compute capability 8.0"
+    capability = torch.cuda.get_device_capability(gate_up.device)
+    if capability < ((8, 0) if scales is None else (8, 9)):
+        return f"it needs compute capability {'8.0' if scales is None else '8.9'}"
+    if scales is not None and (why := unsupported_scheme(scales.scheme, (gate_up.shape[2], gate_up.shape[1] // 2))):
+        return why
     if weights.act != "silu":
         return f"it computes silu, not {weights.act}"
     if gate_up.shape[2] % 8 or gate_up.shape[1] % 16:
@@ -53,16 +61,28 @@ def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
     return None
 
 
+def unsupported_scheme(scheme: QuantizationScheme, inputs: tuple[int, int]) -> str | None:
+    """Why its kernels do not take weights of this scheme, of gate and down with so many inputs; None: they do."""
+    if any(each % 16 for each in inputs):
+        return "it computes 8-bit experts whose sizes are multiples of 16"
+    several = scheme.weight == "block"
+    if several and scheme.block[1] not in (64, 128):
+        return f"it has no tiles of {scheme.block[1]} inputs, which have a scale together"
+    if scheme.activation == "group" and (not several or scheme.group != scheme.block[1]):
+        return "it takes groups of inputs that have the same size for activations and weights"
+    return None
+
+
 def _triton(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonExperts
 
-    return TritonExperts(given.gate_up, given.down)
+    return TritonExperts(given.gate_up, given.down, given.scales)
 
 
 def _triton_batched(given: ExpertWeights) -> Experts:
     from meshlm.workers.moe.experts.triton import TritonBatchedExperts
 
-    return TritonBatchedExperts(given.gate_up, given.down)
+    return TritonBatchedExperts(given.gate_up, given.down, given.scales)
 
 
 EXPERTS: dict[str, ExpertsKind] = {

@@ -95,9 +95,23 @@ class Fp8Linear:
     def _values(self, linear: "Linear", rows: _Rows, dtype: torch.dtype) -> Tensor:
         """The values of these rows of the weight."""
         codes, scale = linear.weight[rows.begin : rows.end], self._scales[rows.begin : rows.end]
-        if scale.shape[1] > 1:
-            scale = scale.repeat_interleave(self.scheme.block[1], dim=1)[:, : codes.shape[1]]
-        return (codes.to(torch.float32) * scale).to(dtype)
+        return decoded(codes, scale, self.scheme, dtype)
+
+
+class ExpertScales(NamedTuple):
+    """Of a layer's experts whose weights are codes: float32 [experts, outputs, groups of inputs]."""
+
+    gate_up: Tensor
+    down: Tensor
+    scheme: QuantizationScheme
+    dtype: torch.dtype  # that they compute in
+
+
+def decoded(codes: Tensor, scale: Tensor, scheme: QuantizationScheme, dtype: torch.dtype) -> Tensor:
+    """The values of weights [..., outputs, inputs] with scales [..., outputs, groups]."""
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., : codes.shape[-1]]
+    return (codes.to(torch.float32) * scale).to(dtype)
 
 
 def groups(scheme: QuantizationScheme, inputs: int) -> int:

@@ -8,6 +8,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.moe import GroupedLinear, Router
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.quantization.fp8 import Fp8Linear
 from meshlm.workers.quantization.method import LinearMethod
 from meshlm.workers.weights.slices import WeightSlice, slices_of
 
@@ -29,8 +30,30 @@ def use_methods(model: Decoder) -> None:
                 for stem in stems[path]:
                     _check_split(stem, slices[f"{stem}.weight"], scheme)
                 module.use(_method(spec, scheme))
-        elif isinstance(module, GroupedLinear | Router) and any(scheme_of(spec, stem) for stem in stems[path]):
+        elif isinstance(module, GroupedLinear):
+            _use_experts_method(module, spec, stems[path], slices)
+        elif isinstance(module, Router) and any(scheme_of(spec, stem) for stem in stems[path]):
             raise ProcessFatal(f"quantization_config: {stems[path][0]} cannot be quantised here")
+
+
+def _use_experts_method(
+    module: GroupedLinear, spec: QuantizationSpec, stems: list[str], slices: dict[str, WeightSlice]
+) -> None:
+    """Experts of a layer are 8-bit floats or of the model's type, all alike."""
+    scheme = _common(spec, stems)
+    if scheme is None:
+        return
+    if not isinstance(_method(spec, scheme), Fp8Linear):
+        raise ProcessFatal(
+            f"quantization_config: {stems[0]} is an expert's; experts of method {spec.method} are not supported"
+        )
+    if scheme.activation == "static":
+        raise ProcessFatal(
+            f"quantization_config: {stems[0]} is an expert's; activation scales in the file are not supported for these"
+        )
+    for stem in stems:
+        _check_split(stem, slices[f"{stem}.weight"], scheme)
+    module.use_fp8(scheme)
 
 
 def _common(spec: QuantizationSpec, stems: list[str]) -> QuantizationScheme | None:

@@ -44,7 +44,7 @@ def routing_of(rows: int, slots: Tensor | None = None) -> Routing:
 
 def expected(x: Tensor, routing: Routing) -> Tensor:
     """Token by token."""
-    gate_up, down, _ = weights()
+    gate_up, down, *_ = weights()
     out = torch.zeros_like(x)
     for token, (experts, scale) in enumerate(zip(*routing, strict=True)):
         for expert, weight in zip(experts.tolist(), scale, strict=True):

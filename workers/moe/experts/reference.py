@@ -15,6 +15,7 @@ from meshlm.workers.moe.parts import (
     WeightAndReduce,
     WorkspaceShape,
 )
+from meshlm.workers.quantization.fp8 import FP8, ExpertScales, decoded, rounded
 
 
 class ReferenceExperts:
@@ -26,9 +27,10 @@ class ReferenceExperts:
     quantisation = Quantisation.NONE
     chunks = True
 
-    def __init__(self, gate_up: Tensor, down: Tensor, act: str = "silu") -> None:
-        self._gate_up, self._down, self._act = gate_up, down, ACTIVATIONS[act]
-        self.dtype = down.dtype
+    def __init__(self, gate_up: Tensor, down: Tensor, act: str = "silu", scales: ExpertScales | None = None) -> None:
+        """scales: of weights that are 8-bit floats, or were; then activations are rounded too, if the scheme says so."""
+        self._gate_up, self._down, self._act, self._scales = gate_up, down, ACTIVATIONS[act], scales
+        self.dtype = down.dtype if scales is None else scales.dtype
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
@@ -44,8 +46,14 @@ class ReferenceExperts:
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """The output of one expert for x [m, hidden]."""
-        gate, up = F.linear(x, self._gate_up[number]).chunk(2, dim=-1)
-        return F.linear(self._act(gate) * up, self._down[number])
+        scales = self._scales
+        if scales is None:
+            gate, up = F.linear(x, self._gate_up[number]).chunk(2, dim=-1)
+            return F.linear(self._act(gate) * up, self._down[number])
+        gate_up = _values(self._gate_up[number], scales.gate_up[number], scales)
+        gate, up = F.linear(rounded(x, scales.scheme, None), gate_up).chunk(2, dim=-1)
+        inner = rounded(self._act(gate) * up, scales.scheme, None)
+        return F.linear(inner, _values(self._down[number], scales.down[number], scales))
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         assert given.routing is not None
@@ -63,6 +71,11 @@ class ReferenceExperts:
                 out[rows, places] = found.to(out.dtype)
         if left is WeightAndReduce.DONE:
             out.copy_(sums)
+
+
+def _values(weight: Tensor, scale: Tensor, scales: ExpertScales) -> Tensor:
+    """Of one expert's weight: a CPU has them already."""
+    return decoded(weight, scale, scales.scheme, scales.dtype) if weight.dtype == FP8 else weight
 
 
 class ReferenceBatchedExperts(ReferenceExperts):

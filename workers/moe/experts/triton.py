@@ -1,14 +1,18 @@
-"""Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py)."""
+"""Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
+
+Weights of 8-bit floats are multiplied as they are: with activations that are 8-bit floats too, or that stay as they are.
+"""
 
 import torch
 from torch import Tensor
 
 from meshlm.kernels.grouped_gemm import kernel as many
-from meshlm.kernels.grouped_gemm.plan import Layer, plan_for, warm_rows
+from meshlm.kernels.grouped_gemm.plan import Layer, Plan, batched_shapes, fp8_plan, plan_for, warm_rows
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
+from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
@@ -16,68 +20,112 @@ from meshlm.workers.moe.parts import (
     WeightAndReduce,
     WorkspaceShape,
 )
+from meshlm.workers.quantization.fp8 import ExpertScales
+
+QUANTISATIONS = {"none": Quantisation.NONE, "token": Quantisation.FP8_TOKEN, "group": Quantisation.FP8_GROUP}
+
+
+class _Weights:
+    """Of a layer's experts: gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.gate_up_scale = None if scales is None else scales.gate_up
+        self.down_scale = None if scales is None else scales.down
+        self.dtype = down.dtype if scales is None else scales.dtype
+        self.num_experts, self.hidden, self.wide = down.shape
+        self.block_k = 0 if scales is None else scales.scheme.block[1] or 128  # of tiles; 0: any
+        activation = "none" if scales is None else scales.scheme.activation
+        self.quantisation = QUANTISATIONS[activation]
+        self._group = scales.scheme.group if scales is not None and activation == "group" else 0
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [m, columns] as the weights want it, and its scales."""
+        return (x, None) if self.quantisation is Quantisation.NONE else quantise(x, self._group)
+
+    def plan(self, rows: int, num_topk: int) -> Plan:
+        layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
+        return fp8_plan(rows, layer, self.block_k) if self.block_k else plan_for(rows, layer)
+
+    def warm_rows(self, num_topk: int, most: int) -> set[int]:
+        return warm_rows(Layer(self.num_experts, num_topk, self.hidden, self.wide), most, self.block_k)
 
 
 class TritonExperts:
-    """See `meshlm.workers.moe.parts.Experts`. gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], 16 bits."""
+    """See `meshlm.workers.moe.parts.Experts`."""
 
     name = "triton"
     format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
-    quantisation = Quantisation.NONE
     chunks = True
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
-        self._gate_up, self._down, self.dtype = gate_up, down, down.dtype
-        self._num_experts, self._hidden, self._wide = down.shape
+    def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
+        self._weights = _Weights(gate_up, down, scales)
+        self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """Of few rows the norm behind sums up the parts."""
-        parts = plan_for(rows, self._layer(num_topk)).kind == "few" and WeightAndReduce.PARTS in allowed
+        parts = self._weights.plan(rows, num_topk).kind == "few" and WeightAndReduce.PARTS in allowed
         return WeightAndReduce.PARTS if parts else WeightAndReduce.DONE
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x, None
+        return self._weights.quantised(x)
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
-        return warm_rows(self._layer(num_topk), most)
-
-    def _layer(self, num_topk: int) -> Layer:
-        return Layer(self._num_experts, num_topk, self._hidden, self._wide)
+        return self._weights.warm_rows(num_topk, most)
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
         """What stands between gate and down; and results before they are summed."""
-        rows, plan = x[0], plan_for(x[0], self._layer(num_topk))
+        rows, weights = x[0], self._weights
+        plan = weights.plan(rows, num_topk)
         if isinstance(plan.gate, many.Shape):
-            most = most_tiles(rows * num_topk, self._num_experts, plan.gate.block_m) * plan.gate.block_m
-            return WorkspaceShape((most, self._wide), self.dtype), WorkspaceShape((most, self._hidden), self.dtype)
-        inner = WorkspaceShape((rows * num_topk, self._wide), self.dtype)
+            most = most_tiles(rows * num_topk, weights.num_experts, plan.gate.block_m) * plan.gate.block_m
+            return WorkspaceShape((most, weights.wide), self.dtype), WorkspaceShape((most, weights.hidden), self.dtype)
+        inner = WorkspaceShape((rows * num_topk, weights.wide), self.dtype)
         if isinstance(plan.gate, one.Shape) or left is WeightAndReduce.PARTS:
             return (inner,)
-        return inner, WorkspaceShape((num_topk, rows, self._hidden), torch.float32)
+        return inner, WorkspaceShape((num_topk, rows, weights.hidden), torch.float32)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         assert given.routing is not None
-        x, (experts, weights) = given.x, given.routing
-        _, gate, down = plan_for(len(x), self._layer(experts.shape[1]))
-        inner = workspaces[0]
+        if not len(given.x):
+            return
+        _, gate, down = self._weights.plan(*given.routing.experts.shape)
         if isinstance(gate, one.Shape) and isinstance(down, one.Shape):
-            one.gate_gemv(x, self._gate_up, experts, inner, gate)
-            one.down_gemv(inner, self._down, experts, weights, out, down)
+            experts, scale = given.routing
+            one.gate_gemv(given.x, self._weights.gate_up, experts, workspaces[0], gate)
+            one.down_gemv(workspaces[0], self._weights.down, experts, scale, out, down)
         elif isinstance(gate, few.Shape) and isinstance(down, few.Shape):
             parts = out if left is WeightAndReduce.PARTS else workspaces[1]
-            few.few(x, self._gate_up, experts, None, inner, gate)
-            few.few(inner, self._down, experts, weights, parts, down)
+            self._few(given, workspaces[0], parts, gate, down)
             if left is WeightAndReduce.DONE:
                 sum_parts(parts, out)
         else:
             assert isinstance(gate, many.Shape) and isinstance(down, many.Shape)  # noqa: PT018
             assert left is WeightAndReduce.DONE
-            ids, positions, ends = align(experts, self._num_experts, gate.block_m)
-            entries = experts.numel()
-            many.sorted_gemm(x, self._gate_up, inner, gate, ends, ids, experts.shape[1], entries, gate=True)
-            many.sorted_gemm(inner, self._down, workspaces[1], down, ends, entries=entries)
-            weighted_sum(workspaces[1], positions, weights, out)
+            self._many(given, workspaces[0], workspaces[1], out, gate, down)
+
+    def _few(self, given: Dispatched, inner: Tensor, parts: Tensor, gate: few.Shape, down: few.Shape) -> None:
+        assert given.routing is not None
+        weights, (experts, scale) = self._weights, given.routing
+        few.few(given.x, weights.gate_up, experts, None, inner, gate, given.scales, weights.gate_up_scale)
+        codes, scales = weights.quantised(inner)
+        few.few(codes, weights.down, experts, scale, parts, down, scales, weights.down_scale)
+
+    def _many(
+        self, given: Dispatched, inner: Tensor, results: Tensor, out: Tensor, gate: many.Shape, down: many.Shape
+    ) -> None:
+        assert given.routing is not None
+        weights, (experts, scale) = self._weights, given.routing
+        ids, positions, ends = align(experts, weights.num_experts, gate.block_m)
+        entries, num_topk = experts.numel(), experts.shape[1]
+        scales = (given.scales, weights.gate_up_scale)
+        many.sorted_gemm(given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True)
+        codes, inner_scales = weights.quantised(inner)
+        many.sorted_gemm(
+            codes, weights.down, results, down, ends, entries=entries, scales=(inner_scales, weights.down_scale)
+        )
+        weighted_sum(results, positions, scale, out)
 
 
 class TritonBatchedExperts:
@@ -86,35 +134,31 @@ class TritonBatchedExperts:
     name = "triton, batched"
     format = ActivationFormat.BATCHED
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
-    quantisation = Quantisation.NONE
     chunks = False
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
-        self._gate_up, self._down, self.dtype = gate_up, down, down.dtype
+    def __init__(self, gate_up: Tensor, down: Tensor, scales: ExpertScales | None = None) -> None:
+        self._weights = _Weights(gate_up, down, scales)
+        self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         return WeightAndReduce.WEIGHTED_SUM
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x, None
+        return self._weights.quantised(x)
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
         return {rows for rows in (1, 33, 513) if rows <= most}
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
-        return (WorkspaceShape((*x[:2], self._down.shape[2]), self.dtype),)
+        return (WorkspaceShape((*x[:2], self._weights.wide), self.dtype),)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         assert given.num_tokens is not None
-        gate, down = batched_shapes(given.x.shape[1])
-        many.batched_gemm(given.x, self._gate_up, workspaces[0], gate, given.num_tokens, gate=True)
-        many.batched_gemm(workspaces[0], self._down, out, down, given.num_tokens)
-
-
-def batched_shapes(most: int) -> tuple[many.Shape, many.Shape]:
-    """Tiles where an expert has up to so many rows."""
-    if most <= 32:
-        return many.Shape(16, 64, 128, 4, 3), many.Shape(16, 128, 128, 4, 3)
-    if most <= 512:
-        return many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4)
-    return many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3)
+        weights, (inner,) = self._weights, workspaces
+        gate, down = batched_shapes(given.x.shape[1], weights.block_k)
+        scales = (given.scales, weights.gate_up_scale)
+        many.batched_gemm(given.x, weights.gate_up, inner, gate, given.num_tokens, scales, gate=True)
+        codes, inner_scales = weights.quantised(inner.flatten(0, 1))
+        many.batched_gemm(
+            codes.view(inner.shape), weights.down, out, down, given.num_tokens, (inner_scales, weights.down_scale)
+        )
