@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -285,10 +286,16 @@ class FrontendApp:
         """Metrics and the one log line of a request."""
         assert self._mesh is not None
         self._flush()
-        request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len)
+        self._observe(request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len))
         self.ignored(answer.ask.unknown_fields, path)
         if not self.config.server.disable_log_requests:
             self._log.ended(self._mesh.log, answer, time.monotonic() - started, path, status)
+
+    def _observe(self, turns: Iterator[None]) -> None:
+        assert self._mesh is not None
+        for _ in turns:
+            self._mesh.call_soon_threadsafe(self._observe, turns)
+            break
 
     async def load(self) -> int:
         """Requests that run or wait in the mesh; of this frontend's own, at least all."""

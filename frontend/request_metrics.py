@@ -5,6 +5,7 @@ refused is observed nowhere, and one whose client left is counted as aborted and
 goes on without its client: the connection that sees its end counts it.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshlm.frontend.choice import Choice
@@ -15,6 +16,7 @@ from meshlm.protocol.ids import ErrorKind, FinishReason
 if TYPE_CHECKING:  # prometheus_client must not be imported before its directory is set
     from meshlm.frontend.metrics import Metrics
 
+CHOICES_AT_ONCE = 256  # a millisecond or two
 _FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let in; all else refuses it
 
 
@@ -36,10 +38,12 @@ def observe_tokens(metrics: "Metrics", tracker: RequestTracker) -> None:
     metrics.flush()
 
 
-def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> None:
-    """The HTTP request is over, by its answer or since its client left."""
+def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> Iterator[None]:
+    """The HTTP request is over, by its answer or since its client left. Yields where others may have their turn."""
     whole: dict[int, list[Choice]] = {}
-    for choice in answer.choices:
+    for number, choice in enumerate(answer.choices, 1):
+        if number % CHOICES_AT_ONCE == 0:
+            yield
         finished, engine = choice.finished, metrics.engine(choice.engine)
         if finished is None and choice.submit.retry is None:
             engine.finished(FinishReason.ABORT)
