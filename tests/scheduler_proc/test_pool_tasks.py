@@ -1,9 +1,10 @@
 """Requests for a vector of their prompt: one answer, made of KV that is really theirs, and no tokens."""
 
 import pytest
-from bench import LIFE, WORKER, Bench, limits, pooled_reference, reference
+from bench import LIFE, WORKER, Bench, limits, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rolling_hash import pooled_reference
 
 from meshlm.protocol.ids import FinishReason
 from meshlm.protocol.tasks import ALONE_BYTES, Pool, PoolKind

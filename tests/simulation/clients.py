@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
-from mock_worker import VOCAB, pooled_reference, reference
+from mock_worker import VOCAB, reference
 from msgspec import Struct
 from network import running
+from rolling_hash import pooled_reference
 from tokenizers import Tokenizer, decoders, models
 
 from meshlm.detokenizer import decode

@@ -6,6 +6,8 @@ With several groups of layers each has its own slots for a token, and all that a
 
 from collections.abc import Iterable
 
+from rolling_hash import extend, generate, vector_of
+
 from meshlm.protocol.columns import ints
 from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.step_edge import StepPlan
@@ -20,33 +22,8 @@ def next_token(state: int) -> int:
     return (state >> 7) % VOCAB
 
 
-def extended(state: int, token: int) -> int:
-    return (state * 1_000_003 + token + 1) % (1 << 61)
-
-
 def reference(prompt: Iterable[int], num_tokens: int) -> list[int]:
-    """What an undisturbed run generates."""
-    state = 0
-    for token in prompt:
-        state = extended(state, token)
-    found: list[int] = []
-    while len(found) < num_tokens:
-        found.append(next_token(state))
-        state = extended(state, found[-1])
-    return found
-
-
-def vector_of(states: list[int], kind: PoolKind) -> bytes:
-    """Eight bytes that only the right states give: of the last token, of all, or of the first."""
-    number = {PoolKind.LAST: states[-1], PoolKind.MEAN: sum(states) % (1 << 61), PoolKind.CLS: states[0]}[kind]
-    return number.to_bytes(8, "little")
-
-
-def pooled_reference(prompt: Iterable[int], kind: PoolKind) -> bytes:
-    states = [0]
-    for token in prompt:
-        states.append(extended(states[-1], token))
-    return vector_of(states[1:], kind)
+    return generate(prompt, num_tokens, next_token)
 
 
 class Model:
@@ -83,7 +60,7 @@ class Model:
             oldest = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else position - 1
             for at in range(position - 1, oldest, -1):
                 before = self.state(row, at - 1, group)
-                if state != extended(before, tokens[at]):
+                if state != extend(before, tokens[at]):
                     return found + 1
                 state = before
         return found
@@ -119,7 +96,7 @@ class Model:
         for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
             for position in range(start, start + count):
                 token = self.rows[row][0][position]
-                state = extended(self.seen(row, position), token)
+                state = extend(self.seen(row, position), token)
                 self.write(row, position, state)
                 computed.append((position, token, state))
         self._pool(rows, starts, counts)
@@ -149,7 +126,7 @@ class Model:
         for position in range(last, last + 1 + drafts):
             if position > last:  # the others are computed
                 drafted = tokens[position] if position < len(tokens) else 0
-                self.write(row, position, extended(self.state(row, position - 1), drafted))
+                self.write(row, position, extend(self.state(row, position - 1), drafted))
             if position - last < count:
                 tokens.append(next_token(self.state(row, position)))
 

@@ -3,6 +3,8 @@
 from collections import deque
 from typing import Any
 
+from rolling_hash import extend, generate, vector_of
+
 from meshlm.protocol.admit_edge import Assign, EngineRequest, Load
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -27,8 +29,8 @@ def next_token(state: int) -> int:
     return state % VOCAB
 
 
-def extend(state: int, token: int) -> int:
-    return (state * 1_000_003 + token + 1) % (1 << 61)
+def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
+    return generate(prompt, num_tokens, next_token, stop)
 
 
 class Model:
@@ -120,32 +122,6 @@ class Model:
                 self.slots[self.slot(row, position)] = extend(before, drafted)
             if position - last < count:
                 tokens.append(next_token(self.slots[self.slot(row, position)]))
-
-
-def vector_of(states: list[int], kind: PoolKind) -> bytes:
-    """Eight bytes that only the right states give: of the last token, of all, or of the first."""
-    number = {PoolKind.LAST: states[-1], PoolKind.MEAN: sum(states) % (1 << 61), PoolKind.CLS: states[0]}[kind]
-    return number.to_bytes(8, "little")
-
-
-def pooled_reference(prompt: list[int], kind: PoolKind) -> bytes:
-    states = [0]
-    for token in prompt:
-        states.append(extend(states[-1], token))
-    return vector_of(states[1:], kind)
-
-
-def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
-    state = 0
-    for token in prompt:
-        state = extend(state, token)
-    found: list[int] = []
-    while len(found) < num_tokens:
-        found.append(next_token(state))
-        if found[-1] == stop:
-            break
-        state = extend(state, found[-1])
-    return found
 
 
 class Bench:
