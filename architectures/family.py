@@ -37,6 +37,7 @@ class Weight(NamedTuple):
     dim: int = 0  # the dimension that is split
     plus: float = 0.0  # what the parameter has more than the tensor; a .gguf file holds the sum
     layer: int | None = None
+    quantises: bool = True  # False: files hold it in full, whatever their quantization_config says
     expert: int | None = None  # the parameter has this matrix for each expert; llama.cpp's tensor holds those of all
 
 

@@ -103,7 +103,8 @@ def expert_weights(spec: ModelSpec, names: ExpertNames = NAMES) -> Iterator[Weig
     moe, hidden = spec.moe, spec.hidden_size
     assert moe is not None
     count, wide = moe.num_experts, moe.moe_intermediate_size
-    yield Weight(f"{names.router}.weight", "ffn_gate_inp.weight", "mlp.router.weight", (count, hidden))
+    router = Weight(f"{names.router}.weight", "ffn_gate_inp.weight", "mlp.router.weight", (count, hidden))
+    yield router._replace(quantises=False)
     if moe.router_bias:
         yield Weight(f"{names.router}.bias", "ffn_gate_inp.bias", "mlp.router.bias", (count,))
     if moe.correction_bias:

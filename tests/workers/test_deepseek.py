@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from quantised_models import Quantised, Reference, fp8, quantised
+from quantised_models import Quantised, Reference, compressed, fp8, quantised
 from safetensors.torch import load_file, save_file
 from sharded_models import load_shards, logits_of, together
 from small_models import CPU, LATENT, SMALL, caches, load, resolved, run
@@ -87,6 +87,36 @@ def test_weights_of_8_bits_by_blocks(kind: str, tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
     two = together(load_shards(tmp_path, 2, 1), lambda model, comm: logits_of(model, comm, tokens))
     torch.testing.assert_close(two[0], expected, atol=2e-2, rtol=2e-2)
+
+
+def test_all_of_it_in_8_bits_but_the_routers(tmp_path: Path) -> None:
+    """V3's config.json does not name them, and its files hold them in full."""
+    import transformers
+
+    weights = {"strategy": "block", "block_structure": [16, 4]}
+    form = Quantised(compressed(weights, None), "block", "none", (16, 4))
+    written(tmp_path)
+    file, plain = tmp_path / "model.safetensors", tmp_path / "plain"
+    meant, stored = load_file(file), {}
+    for name, values in meant.items():
+        stored[name] = values
+        if values.dim() == 2 and ".layers." in name and ".mlp.gate." not in name:
+            codes, scale, meant[name] = quantised(values, form)
+            stored[name], stored[f"{name}_scale"] = codes, scale.clone()
+    config = json.loads((tmp_path / "config.json").read_text())
+    plain.mkdir()
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(stored, file, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager").eval()
+    tokens = torch.randint(0, 211, (37,)).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    ours = load(tmp_path)
+    torch.testing.assert_close(run(ours, caches(ours.spec, 24), [(tokens, 0, TABLE)]), expected, atol=2e-5, rtol=1e-4)
+    two = together(load_shards(tmp_path, 2, 1), lambda model, comm: logits_of(model, comm, tokens))
+    torch.testing.assert_close(two[0], expected, atol=2e-5, rtol=1e-4)
 
 
 def test_ranks_have_some_of_the_heads_and_the_whole_latent(tmp_path: Path) -> None:

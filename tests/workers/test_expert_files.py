@@ -149,11 +149,20 @@ def test_a_config_that_cannot_be_honoured(case: str, changes: dict[str, object],
         resolve_model(str(tmp_path), load_format="dummy")
 
 
-def test_quantised_experts_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_quantised_router_is_refused_by_name(tmp_path: Path) -> None:
+    """Whatever a config says of all linear layers: files hold routers in full."""
     checkpoint("qwen3-moe", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ProcessFatal, match=r"quantization_config: model.layers.0.mlp.gate cannot be quantised here"):
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.") and tensor.dim() == 2:
+            tensors[name] = tensor.to(torch.float8_e4m3fn)
+    ones = {f"{name}_scale": torch.ones(1) for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn}
+    routers = {name for name in ones if ".mlp.gate." in name}
+    save_file({**tensors, **{name: ones[name] for name in ones.keys() - routers}}, file, {"format": "pt"})
+    with pytest.raises(ProcessFatal, match=r"of a type that is not read .*layers.0.mlp.gate.weight \(F8_E4M3\)"):
         load(tmp_path)

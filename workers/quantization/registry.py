@@ -6,7 +6,7 @@ from meshlm.architectures.quantization import formats, scheme_of
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.moe import GroupedLinear, Router
+from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.fp8 import Fp8Linear
 from meshlm.workers.quantization.method import LinearMethod
@@ -32,8 +32,6 @@ def use_methods(model: Decoder) -> None:
                 module.use(_method(spec, scheme))
         elif isinstance(module, GroupedLinear):
             _use_experts_method(module, spec, stems[path], slices)
-        elif isinstance(module, Router) and any(scheme_of(spec, stem) for stem in stems[path]):
-            raise ProcessFatal(f"quantization_config: {stems[path][0]} cannot be quantised here")
 
 
 def _use_experts_method(

@@ -29,7 +29,7 @@ def quantised_weights(spec: ModelSpec) -> dict[str, QuantizationScheme]:
     """The matrices of layers that are quantised, by Hugging Face's names."""
     found = {}
     for name, weight in weights_of(spec).items():
-        if weight.layer is not None and len(weight.shape) == 2:
+        if weight.layer is not None and weight.quantises and len(weight.shape) == 2:
             scheme = scheme_of(spec.quantization, name.removesuffix(".weight"))
             if scheme is not None:
                 found[name] = scheme
