@@ -77,7 +77,7 @@ NOT_SERVED = {
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "only text is supported"),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
     **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
-    "/reset_prefix_cache": "the server was started without --server-dev-mode",
+    **dict.fromkeys(("/reset_prefix_cache", "/rebalance_experts"), "the server was started without --server-dev-mode"),
     **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),
 }
 

@@ -1,11 +1,11 @@
-"""Routes that have something done in every worker: profiler traces, reset of the prefix cache. Called by server.py."""
+"""Routes for what every worker does: profiler traces, reset of the prefix cache, experts that move. Called by server.py."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.operations import Action, OperationDone, Profile, ResetPrefixCache
+from meshlm.protocol.operations import Action, OperationDone, Profile, RebalanceExperts, ResetPrefixCache
 
 SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
@@ -34,6 +34,12 @@ async def reset_prefix_cache(backend: Operates, query: Mapping[str, str]) -> dic
     if _switch(query, "reset_external"):
         raise HttpError(400, "there is no other prefix cache than the workers'", "reset_external")
     answer = await backend.operate(ResetPrefixCache(preempt))
+    return {"success": False, "error": answer.error} if answer.error else {"success": True}
+
+
+async def rebalance_experts(backend: Operates) -> dict[str, Any]:
+    """Experts move before the next step that all ranks take."""
+    answer = await backend.operate(RebalanceExperts())
     return {"success": False, "error": answer.error} if answer.error else {"success": True}
 
 

@@ -130,6 +130,15 @@ DEVELOPMENT = (
             _switch("reset_external", "Refused: there is no other prefix cache than the workers'."),
         ),
     ),
+    Operation(
+        "/rebalance_experts",
+        "rebalance_experts",
+        responses.Reset,
+        "Move experts before the next step of all ranks (--enable-eplb), by what was counted of late.",
+        None,
+        ("POST",),
+        (503, 504),
+    ),
 )
 DOCUMENTATION = (
     Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),

@@ -125,6 +125,9 @@ class Routes:
     async def reset_prefix_cache(self, request: Request) -> HttpResponse:
         return _json(await operating.reset_prefix_cache(self._backend, request.query_params))
 
+    async def rebalance_experts(self, request: Request) -> HttpResponse:
+        return _json(await operating.rebalance_experts(self._backend))
+
     async def models(self, request: Request) -> HttpResponse:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
         return _json({"object": "list", "data": entries})

@@ -114,17 +114,18 @@ class StepAgreement(Struct, frozen=True):
     uniform: bool = True  # nobody has more than one token of a request: the graph is one of decodes
     num_requests: int = 0  # of the one that has the most, for a graph's size
     fewest_tokens: int = 0  # of the one that has the fewest: a half of its step must not be empty
+    rebalance: bool = False  # experts move before it, if all were asked to move them
 
     def columns(self) -> tuple[int, ...]:
         """In this order `of` reads them."""
-        refused = (not self.graph, not self.micro_batches, not self.uniform)
+        refused = (not self.graph, not self.micro_batches, not self.uniform, not self.rebalance)
         return self.step, -self.step, self.num_tokens, *refused, self.num_requests, -self.fewest_tokens
 
     @classmethod
     def of(cls, columns: Iterable[tuple[int, ...]]) -> "StepAgreement":
         """Out of those of all workers. ValueError: they are not at the same step."""
         largest = (max(column) for column in zip(*columns, strict=True))
-        last, first, num_tokens, eager, whole, mixed, num_requests, fewest = largest
+        last, first, num_tokens, eager, whole, mixed, stay, num_requests, fewest = largest
         if last != -first:
             raise ValueError(f"a group is at step {-first} and at step {last}")
-        return cls(last, num_tokens, not eager, not whole, not mixed, num_requests, -fewest)
+        return cls(last, num_tokens, not eager, not whole, not mixed, num_requests, -fewest, not stay)

@@ -1,4 +1,4 @@
-"""Operations, which change workers between two steps: a profiler trace, a reset of the prefix cache, their end.
+"""Operations, which change workers between two steps: a profiler trace, a reset of the prefix cache, experts that move, their end.
 
 An `Operation` goes from whoever asks (a frontend, the supervisor) to the coordinator, from there to every scheduler, and from each
 scheduler to its workers, in order with the plans: all workers of a rank do it before the same step. `OperationDone` comes back on the
@@ -26,11 +26,15 @@ class ResetPrefixCache(Struct, frozen=True, tag="reset_prefix_cache", omit_defau
     preempt: bool = False
 
 
+class RebalanceExperts(Struct, frozen=True, tag="rebalance_experts"):
+    """Experts move to where ranks have as many tokens each (--enable-eplb), before the next step that all ranks take."""
+
+
 class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
 
-Action = Profile | ResetPrefixCache | Stop
+Action = Profile | ResetPrefixCache | RebalanceExperts | Stop
 
 
 class Operation(Struct, frozen=True, tag="operation"):

@@ -24,7 +24,7 @@ from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
-from meshlm.workers.engine import Done, EngineFacts, ProgressReport
+from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
 _FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
@@ -138,6 +138,9 @@ class FakeEngine:
 
     def idle(self) -> bool:
         return False
+
+    def rebalance(self) -> str:
+        return NOT_BALANCED
 
     def graph_counts(self) -> GraphCounts:
         return GraphCounts()

@@ -146,7 +146,7 @@ class WorkerApp:
     def _step_for_ever(self, engine: Engine) -> None:
         background, wait_s = True, BETWEEN_S
         assert self._mesh is not None
-        operations = Operations(self._mesh.config, self._mesh.identity)
+        operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance)
         while True:
             self._phase = "idle"
             try:

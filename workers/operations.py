@@ -1,10 +1,19 @@
 """Operations: what a worker does between two steps because it was asked to. Used by the stepper thread only (io.py)."""
 
+from collections.abc import Callable
 from typing import assert_never
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache, Stop
+from meshlm.protocol.operations import (
+    Operation,
+    OperationDone,
+    OperationId,
+    Profile,
+    RebalanceExperts,
+    ResetPrefixCache,
+    Stop,
+)
 from meshlm.workers.profiler import Profiler
 
 MAX_KNOWN = 64  # answers that are kept for who asks again
@@ -13,12 +22,14 @@ MAX_KNOWN = 64  # answers that are kept for who asks again
 class Operations:
     """Each operation is done once in the life of the worker."""
 
-    def __init__(self, config: MeshConfig, identity: Identity) -> None:
+    def __init__(self, config: MeshConfig, identity: Identity, rebalance: Callable[[], str]) -> None:
+        """rebalance: see `Engine`."""
         node = config.node
         host = (
             f"{node.host}:" if node is not None and node.index else ""
         )  # files of other nodes are told from the head's
         self._profiler = Profiler(config.worker.profiler_dir, f"{identity.role.value}-{identity.index}", host)
+        self._rebalance = rebalance
         self._done: dict[OperationId, OperationDone] = {}
 
     def do(self, operation: Operation) -> OperationDone:
@@ -34,6 +45,8 @@ class Operations:
         match operation.action:
             case Profile(start=start):
                 return self._profiler.handle(operation.id, start=start)
+            case RebalanceExperts():
+                return OperationDone(operation.id, self._rebalance())
             case Stop():  # no step is in flight any more, and none follows
                 return OperationDone(operation.id)
             case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember

@@ -58,6 +58,7 @@ async def test_routes_for_development_are_there_when_asked_for() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
         answer = await http.post("/reset_prefix_cache?reset_running_requests=perhaps")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_running_requests")
+        assert "/rebalance_experts" in (await http.get("/openapi.json")).json()["paths"]
 
 
 async def test_other_methods_are_named() -> None:

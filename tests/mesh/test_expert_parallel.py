@@ -46,22 +46,49 @@ def texts(server: Serving) -> list[list[int]]:
     return [stream.ids for stream in streams]
 
 
-def test_ranks_share_experts_and_none_is_missed_when_it_dies(smollm2: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    flags: tuple[str, ...] = (str(tmp_path), "--tokenizer", str(smollm2), "--load-format", "dummy", "--device", "cpu")
-    flags += ("--kv-cache-memory", "64M", "--max-num-batched-tokens", "64", "--cpu-threads", "1")
+@pytest.fixture(scope="module")
+def flags(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    model = (str(folder), "--tokenizer", str(smollm2), "--load-format", "dummy", "--device", "cpu")
+    return (*model, "--kv-cache-memory", "64M", "--max-num-batched-tokens", "64", "--cpu-threads", "1")
+
+
+@pytest.fixture(scope="module")
+def expected(flags: tuple[str, ...]) -> list[list[int]]:
+    """Of one rank with all experts."""
     with serving(*flags) as server:
-        expected = texts(server)
-    with serving(*flags, "-dp", "2", "--enable-expert-parallel") as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        return texts(server)
+
+
+def kill_under_load(server: Serving, role: str, index: int, expected: list[list[int]]) -> None:
+    """All streams say what is expected of them all the same."""
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = [Stream(number, temperature=0, max_tokens=NUM_TOKENS) for number in range(NUM_STREAMS)]
+        ends = [pool.submit(stream.read, server.url) for stream in streams]
+        assert all(stream.begun.wait(30) for stream in streams)
+        status = server.status()["processes"]
+        (victim,) = [p["pid"] for p in status if (p["role"], p["index"]) == (role, index)]
+        os.kill(victim, signal.SIGKILL)
+        for end in ends:
+            end.result(timeout=90)
+    assert [stream.ids for stream in streams] == expected, (role, index)
+    until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]), 60)
+
+
+def test_ranks_share_experts_and_none_is_missed_when_it_dies(flags: tuple[str, ...], expected: list[list[int]]) -> None:
+    with serving(*flags, "-dp", "2", "--enable-expert-parallel") as server:
         assert texts(server) == expected
         for role, index in (("worker", 1), ("worker", 0), ("scheduler", 1)):
-            streams = [Stream(number, temperature=0, max_tokens=NUM_TOKENS) for number in range(NUM_STREAMS)]
-            ends = [pool.submit(stream.read, server.url) for stream in streams]
-            assert all(stream.begun.wait(30) for stream in streams)
-            status = server.status()["processes"]
-            (victim,) = [p["pid"] for p in status if (p["role"], p["index"]) == (role, index)]
-            os.kill(victim, signal.SIGKILL)
-            for end in ends:
-                end.result(timeout=90)
-            assert [stream.ids for stream in streams] == expected, (role, index)
-            until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]), 60)
+            kill_under_load(server, role, index, expected)
+
+
+def test_experts_that_move_are_not_lost_with_a_rank(flags: tuple[str, ...], expected: list[list[int]]) -> None:
+    eplb = '{"window_size": 16, "step_interval": 16, "num_redundant_experts": 2}'
+    with serving(*flags, "-dp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", eplb) as server:
+        assert texts(server) == expected
+        server.wait_for("experts moved")
+        server.forget()
+        kill_under_load(server, "worker", 1, expected)
+        server.wait_for("experts moved")  # they are back where they were at the start, and go on from there
+        assert texts(server) == expected

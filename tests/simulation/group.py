@@ -17,7 +17,7 @@ from meshlm.protocol.operations import Operation
 from meshlm.protocol.step_edge import Reset, StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.workers.distributed.membership import Incarnations
-from meshlm.workers.engine import EngineFacts
+from meshlm.workers.engine import NOT_BALANCED, EngineFacts
 from meshlm.workers.io import WorkerApp
 from meshlm.workers.operations import Operations
 
@@ -201,7 +201,7 @@ class Worker(WorkerApp):
 
     def _operate(self, operation: Operation) -> None:
         assert self._mesh is not None
-        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity)
+        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity, lambda: NOT_BALANCED)
         self._say(self._operations.do(operation))
         self._done()
 

@@ -10,12 +10,19 @@ import structlog
 
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Identity, Role, StepId
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Profile, ResetPrefixCache
+from meshlm.protocol.operations import (
+    Operation,
+    OperationDone,
+    OperationId,
+    Profile,
+    RebalanceExperts,
+    ResetPrefixCache,
+)
 from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, StepResult, WorkerReady, WorkerStats
 from meshlm.runtime.errors import MessageTooLong
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
-from meshlm.workers.engine import EngineFacts
+from meshlm.workers.engine import EngineFacts, Pending
 from meshlm.workers.operations import Operations
 
 
@@ -63,6 +70,12 @@ class Engine:
     def graph_counts(self) -> GraphCounts:
         return self.counts
 
+    def rebalance(self) -> str:
+        return "they stay"
+
+    def step(self, plan: StepPlan, received_ns: int) -> Pending:
+        raise NotImplementedError
+
     def idle(self) -> bool:
         if self.failure is not None:
             raise self.failure
@@ -109,12 +122,19 @@ async def test_a_worker_that_is_asked_again_does_not_do_it_twice(
     mesh.config = resolve.resolve(
         flags.build({"model": str(smollm2), "device": "fake", "profiler_dir": str(tmp_path)}, None)
     )
-    operations = Operations(mesh.config, mesh.identity)
+    operations = Operations(mesh.config, mesh.identity, Engine(None).rebalance)
     for _ in range(2):
         assert operations.do(Operation(OperationId("a"), Profile(True))) == OperationDone(OperationId("a"))
     assert "running already" in operations.do(Operation(OperationId("b"), Profile(True))).error
     stopped = operations.do(Operation(OperationId("c"), Profile(False)))
     assert stopped.paths == operations.do(Operation(OperationId("c"), Profile(False))).paths != ()
+
+
+async def test_the_engine_says_whether_experts_move(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, mesh = await start(smollm2, monkeypatch, None)
+    app.on_message(Identity(Role.SCHEDULER, 0), Operation(OperationId("a"), RebalanceExperts()))
+    assert await asyncio.wait_for(mesh.said.get(), 10) == OperationDone(OperationId("a"), "they stay")
+    await app.stop()
 
 
 async def test_graph_counts_are_said_when_they_change(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

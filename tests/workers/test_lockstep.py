@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from meshlm.protocol.ids import Epoch
 from meshlm.protocol.lockstep import StepAgreement, StepGroup
@@ -31,6 +32,9 @@ def test_what_is_agreed() -> None:
     assert StepAgreement.of([own.columns()]) == own, "an agreement is a proposal of one"
     mixed = proposal(4, uniform=False, n=5)
     assert StepAgreement.of([own.columns(), mixed.columns()]) == proposal(4, 3, uniform=False, n=5)
+    asks = replace(own, rebalance=True)
+    assert StepAgreement.of([asks.columns(), asks.columns()]) == asks, "all were asked to move experts"
+    assert StepAgreement.of([asks.columns(), own.columns()]) == own, "one was not yet"
     with pytest.raises(ValueError, match="at step 4 and at step 5"):
         StepAgreement.of([own.columns(), proposal(5).columns()])
 

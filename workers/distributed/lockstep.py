@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from meshlm.protocol.lockstep import StepAgreement, StepGroup
 
 POLL_S = 0.01  # between two looks for others that connect
-NUMBERS = struct.Struct("<8q")
+NUMBERS = struct.Struct("<9q")
 
 
 class StepAborted(Exception):

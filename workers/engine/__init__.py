@@ -13,6 +13,9 @@ from meshlm.protocol.tasks import PoolKind
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
 
 
+NOT_BALANCED = "start the server with --enable-eplb to move experts"
+
+
 class EngineFacts(Struct, frozen=True):
     """The facts of an engine that the scheduler and the user need to know."""
 
@@ -46,6 +49,10 @@ class Engine(Protocol):
 
     def step(self, plan: StepPlan, received_ns: int) -> Pending:
         """Launch a plan. May return before the device is done."""
+        ...
+
+    def rebalance(self) -> str:
+        """Move experts before the next step that all ranks take. Why there are none that move; empty: it will be done."""
         ...
 
     def idle(self) -> bool:

@@ -25,7 +25,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
-from meshlm.workers.engine import EngineFacts, ProgressReport
+from meshlm.workers.engine import NOT_BALANCED, EngineFacts, ProgressReport
 from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
@@ -185,6 +185,12 @@ class ModelEngine:
             self.captures.in_idle_time()
         return True
 
+    def rebalance(self) -> str:
+        if self.balancer is None:
+            return NOT_BALANCED
+        self.balancer.asked = True
+        return ""
+
     def graph_counts(self) -> GraphCounts:
         if self.device.type == "cpu":
             return GraphCounts()
@@ -215,7 +221,8 @@ class ModelEngine:
         if why_no_graph:
             self.graphs.miss(why_no_graph)
         if self.together is not None:
-            return self.together.course(step, self.graphs, graph=not why_no_graph, across=reads_across(plan))
+            across, asked = reads_across(plan), self.balancer is not None and self.balancer.asked
+            return self.together.course(step, self.graphs, graph=not why_no_graph, across=across, rebalance=asked)
         return Course(None if why_no_graph else self.graphs.find(step.t, step.n, uniform=step.uniform))
 
     def _step(self, plan: StepPlan, received_ns: int) -> PendingStep:
@@ -225,9 +232,11 @@ class ModelEngine:
         places = step.places()
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
-        key, cut = self._course(step, plan, "prompt_logprobs" if len(wanted) else "pooling" if pooling else "")
+        key, cut, rebalance = self._course(
+            step, plan, "prompt_logprobs" if len(wanted) else "pooling" if pooling else ""
+        )
         if self.balancer is not None:
-            self.balancer.before_step()
+            self.balancer.before_step(asked=rebalance)
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self._intermediate_tensors[: step.t])

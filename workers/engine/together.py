@@ -19,6 +19,7 @@ class Course(NamedTuple):
 
     key: Key | None  # of the CUDA graph that is replayed
     cut: int = 0  # tokens of the first half, if two halves take turns
+    rebalance: bool = False  # experts move first, since all ranks were asked to
 
 
 class Together:
@@ -52,25 +53,27 @@ class Together:
         own = StepAgreement(self._num_steps, 0, yes, False)
         return (own if self._exchange is None else self._exchange.agree(own)).graph
 
-    def course(self, step: StepColumns, graphs: Dispatcher, *, graph: bool, across: bool) -> Course:
+    def course(
+        self, step: StepColumns, graphs: Dispatcher, *, graph: bool, across: bool, rebalance: bool = False
+    ) -> Course:
         """How all take the step that begins; waits for their hosts, and no device. StepAborted.
 
         graph: it may be a CUDA graph here. across: its requests read what others of the step write, so it may not be halved.
+        rebalance: experts should move before it.
         """
-        agreed = self._agree(
-            step, graph=graph, micro_batches=self.may_halve(step.t, uniform=step.uniform) and not across
-        )
+        halved = self.may_halve(step.t, uniform=step.uniform) and not across
+        agreed = self._agree(step, graph=graph, micro_batches=halved, rebalance=rebalance)
         num_tokens, key = agreed.num_tokens, None
         if agreed.graph and num_tokens:
             key = self._graph(agreed, graphs)
             num_tokens = num_tokens if key is None else key.tokens
         self.experts.num_tokens = num_tokens
         halves = key.halves if key is not None else agreed.micro_batches and agreed.fewest_tokens > cut_of(num_tokens)
-        return Course(key, cut_of(num_tokens) if halves else 0)
+        return Course(key, cut_of(num_tokens) if halves else 0, agreed.rebalance)
 
-    def _agree(self, step: StepColumns, *, graph: bool, micro_batches: bool) -> StepAgreement:
+    def _agree(self, step: StepColumns, *, graph: bool, micro_batches: bool, rebalance: bool) -> StepAgreement:
         self._num_steps += 1
-        own = StepAgreement(self._num_steps, step.t, graph, micro_batches, step.uniform, step.n, step.t)
+        own = StepAgreement(self._num_steps, step.t, graph, micro_batches, step.uniform, step.n, step.t, rebalance)
         return own if self._exchange is None else self._exchange.agree(own)
 
     def may_halve(self, num_tokens: int, *, uniform: bool) -> bool:

@@ -271,6 +271,7 @@ FULL: tuple[Struct, ...] = (
     # operations
     operations.Profile(True),
     operations.ResetPrefixCache(True),
+    operations.RebalanceExperts(),
     operations.Stop(),
     operations.Operation(operations.OperationId("0a"), operations.Profile(True)),
     operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",)),

@@ -180,6 +180,32 @@ def test_experts_that_move_give_the_same_tokens(
             engine.join(None)
 
 
+def test_experts_move_when_all_ranks_were_asked_to(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """An operation comes to each rank before another step; what was counted until then says where to."""
+    settings = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    off = engine_of(config_of(folder))
+    assert off.rebalance() == "start the server with --enable-eplb to move experts"
+    config = config_of(folder, enable_eplb=True, **settings)
+    engines = [engine_of(config, rank) for rank in range(2)]
+    balancers = [engine.balancer for engine in engines if engine.balancer is not None]
+    first = [list(slots) for slots in balancers[0].slots]
+    join(engines, tmp_path, 1)
+    works = [partial(serve, engine, prompt, 1) for engine, prompt in zip(engines, PROMPTS[2:], strict=True)]
+    assert all_at_once(works) == expected[2:]
+    assert engines[0].rebalance() == ""
+    assert all_at_once([partial(empty, engine) for engine in engines]) == [[], []]
+    assert balancers[0].slots == balancers[1].slots == first, "one of them does not know yet"
+    assert engines[1].rebalance() == ""
+    assert all_at_once([partial(empty, engine) for engine in engines]) == [[], []]
+    moved = [list(slots) for slots in balancers[0].slots]
+    assert balancers[1].slots == moved != first
+    assert all_at_once(works) == expected[2:]
+    assert balancers[0].slots == moved, "it was asked for once"
+    for rank, engine in enumerate(engines):
+        check_weights(engine, off, rank, 2)
+        engine.join(None)
+
+
 def decodes(engine: ModelEngine, prompts: list[list[int]], num_together: int) -> list[list[int]]:
     """Prompts of several requests in steps that hold them all, in chunks that steps cut anywhere; then decodes."""
     computed, found = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]

@@ -58,6 +58,7 @@ class Balancer:
         ] = []  # by layer: the expert of each slot, counted from the first of `experts.numbers`
         self._moving = False
         self._num_steps = 0  # of the group
+        self.asked = False  # to move experts before the next step of all
         self._before: deque[Tensor] = deque()  # the counts where windows begin that have not ended
         self._logged = torch.empty(0)
         self._place([self._first] * len(layers))
@@ -70,6 +71,7 @@ class Balancer:
     def begin(self) -> None:
         """The group has met: steps are counted from here on. Collective. StepAborted."""
         self._num_steps = 0
+        self.asked = False
         self._counts.zero_()
         self._before.clear()
         self._logged = self._counts.clone()
@@ -82,8 +84,12 @@ class Balancer:
             self._place([self._first] * len(self._layers))
             self._moving = False
 
-    def before_step(self) -> None:
-        """All take a step now, and have agreed on it: move experts first if it is time. Collective then. StepAborted."""
+    def before_step(self, *, asked: bool = False) -> None:
+        """All take a step now, and have agreed on it: move experts first if it is time, or all were asked to. Then it is a collective.
+        StepAborted.
+
+        Who asks out of turn gets what was counted since the window that is open began, or in all.
+        """
         done, config = self._num_steps, self._config
         self._num_steps += 1
         if config.log_balancedness and done and done % config.log_balancedness_interval == 0:
@@ -91,6 +97,9 @@ class Balancer:
         if done and done % config.step_interval == 0:
             since = self._before.popleft() if done >= config.window_size else torch.zeros_like(self._counts)
             self._rearrange(self._load(since))
+        elif asked:
+            self._rearrange(self._load(self._before[0] if self._before else torch.zeros_like(self._counts)))
+        self.asked = self.asked and not asked
         if (done + config.window_size) % config.step_interval == 0:
             self._before.append(self._counts.clone())
 
