@@ -233,17 +233,9 @@ def _ask(
     cap_max_tokens: bool = False,
 ) -> ParsedRequest:
     """The part that both endpoints share."""
-    if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
-        raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
+    _check_common(request, len(prompts), num_choices)
     options = request.stream_options or StreamOptions()
     force_usage = server.enable_force_include_usage
-    if request.stream_options is not None and not request.stream:
-        raise HttpError(400, "stream_options needs stream: true", "stream_options")
-    if request.prompt_logprobs is not None and request.stream:
-        raise HttpError(400, "prompt_logprobs are not available with stream: true", "prompt_logprobs")
-    if len(prompts) * num_choices > MAX_SEQUENCES:
-        text = f"n: {len(prompts)} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
-        raise HttpError(400, text, "n")
     wanted = -1 if prompt_logprobs is None else _limited("prompt_logprobs", prompt_logprobs, server, resolved)
     as_ids = request.return_tokens_as_token_ids
     num_sequences, salt = len(prompts) * num_choices, request.cache_salt or ""
@@ -261,14 +253,7 @@ def _ask(
         prompts=prompts,
         sampling=sampling,
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
-        text=TextParams(
-            stop=stops,
-            include_stop_str_in_output=request.include_stop_str_in_output,
-            skip_special_tokens=request.skip_special_tokens,
-            spaces_between_special_tokens=request.spaces_between_special_tokens,
-            truncate_prompt_tokens=truncation,
-            truncation_side=request.truncation_side or "left",
-        ),
+        text=_text_params(request, stops, truncation),
         max_tokens=max_tokens,
         cap_max_tokens=cap_max_tokens,
         num_choices=num_choices,
@@ -288,6 +273,31 @@ def _ask(
         client_names=_client_names(request) if is_chat else MappingProxyType({}),
         tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
         request_id=request.request_id or "",
+    )
+
+
+def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
+    """Refuses fields that do not fit each other, and more sequences than one request may have."""
+    if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
+        raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
+    if request.stream_options is not None and not request.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise HttpError(400, "prompt_logprobs are not available with stream: true", "prompt_logprobs")
+    if num_prompts * num_choices > MAX_SEQUENCES:
+        text = f"n: {num_prompts} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
+        raise HttpError(400, text, "n")
+
+
+def _text_params(request: Common, stops: tuple[str, ...], truncation: int) -> TextParams:
+    """The settings for the detokenizer."""
+    return TextParams(
+        stop=stops,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens,
+        truncate_prompt_tokens=truncation,
+        truncation_side=request.truncation_side or "left",
     )
 
 

@@ -33,54 +33,11 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 def resolve(config: MeshConfig) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file."""
     config = layout.settled(config)
-    try:
-        plugins.check_names(os.environ)
-        plugins.load_descriptions(os.environ)
-        _check_backend(config.worker.attention_backend)
-        files = model_files.resolve_model(
-            config.model.model,
-            tokenizer=config.model.tokenizer,
-            chat_template=config.model.chat_template,
-            load_format=config.model.load_format,
-            revision=config.model.revision,
-            download_dir=config.model.download_dir,
-        )
-        generation = generation_config.chosen(
-            files.generation, config.model.generation_config, config.model.override_generation_config
-        )
-        generation = generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
-    except (ModelFilesError, plugins.PluginError) as error:
-        raise UsageError(str(error)) from None
+    files, generation = _read_files(config)
     for note in (*files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
-    if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
-        raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
-    if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
-        raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
-    _check_template_kwargs(config.server.default_chat_template_kwargs)
-    device = _device(config)
-    experts.check(config, files.spec, device)
-    if config.worker.fake_lockstep:
-        if device != "fake":
-            raise UsageError("--fake-lockstep: it needs --device fake")
-        if config.node is not None or config.parallel.pipeline_parallel_size > 1:
-            raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
-    if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
-        raise UsageError(
-            f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
-        )
-    _check_quantization(config, files)
-    if config.worker.compile == "inductor" and device != "cuda":
-        raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
-    if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
-        raise UsageError(
-            "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
-        )
-    family = families()[files.spec.architecture]
-    if config.worker.compile == "inductor" and not family.compiles:
-        raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
-    whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
-    parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
+    device, family = _device(config), families()[files.spec.architecture]
+    _check_flags(config, files, device, family)
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit
     if max_model_len > limit:
@@ -107,6 +64,58 @@ def resolve(config: MeshConfig) -> MeshConfig:
     config = msgspec.structs.replace(config, resolved=resolved)
     digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_config.GenerationConfig]:
+    """The model's files and its generation config, with plug-ins known before. UsageError for what cannot be read."""
+    try:
+        plugins.check_names(os.environ)
+        plugins.load_descriptions(os.environ)
+        _check_backend(config.worker.attention_backend)
+        files = model_files.resolve_model(
+            config.model.model,
+            tokenizer=config.model.tokenizer,
+            chat_template=config.model.chat_template,
+            load_format=config.model.load_format,
+            revision=config.model.revision,
+            download_dir=config.model.download_dir,
+        )
+        generation = generation_config.chosen(
+            files.generation, config.model.generation_config, config.model.override_generation_config
+        )
+        return files, generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
+    except (ModelFilesError, plugins.PluginError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Device, family: Family) -> None:
+    """UsageError for flags that do not fit each other, the device or the model."""
+    if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
+        raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
+    if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
+        raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
+    _check_template_kwargs(config.server.default_chat_template_kwargs)
+    experts.check(config, files.spec, device)
+    if config.worker.fake_lockstep:
+        if device != "fake":
+            raise UsageError("--fake-lockstep: it needs --device fake")
+        if config.node is not None or config.parallel.pipeline_parallel_size > 1:
+            raise UsageError("--fake-lockstep: it needs one node, and no pipeline")
+    if config.cache.kv_cache_dtype == "fp8" and device != "cuda":
+        raise UsageError(
+            f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
+        )
+    _check_quantization(config, files)
+    if config.worker.compile == "inductor" and device != "cuda":
+        raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")
+    if config.worker.compile == "inductor" and config.parallel.workers_per_rank > 1:
+        raise UsageError(
+            "--compile inductor: it needs --tensor-parallel-size 1 and --pipeline-parallel-size 1; use none"
+        )
+    if config.worker.compile == "inductor" and not family.compiles:
+        raise UsageError(f"--compile inductor: it is not there for {family.architecture}; use none")
+    whole_experts, here = config.experts.enable_expert_parallel, len(layout.places(config)[1])
+    parallel.check(config.parallel, files.spec, device, here, whole_experts=whole_experts)
 
 
 def _check_quantization(config: MeshConfig, files: model_files.ModelFiles) -> None:
