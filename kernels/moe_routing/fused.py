@@ -17,7 +17,7 @@ from meshlm.kernels import pdl
 from meshlm.kernels.moe_routing.kernel import best_experts, constants
 from meshlm.kernels.moe_routing.reference import Rule
 
-MOST_ROWS, MOST_INPUTS = 32, 8192
+MOST_ROWS, MOST_INPUTS = 16, 8192  # each program reads its whole row: more rows are cheaper one after the other
 EACH = 2  # experts of a program: as few as keep its sums, and the choice, within a warp or two
 
 
@@ -79,9 +79,10 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
-def takes(rows: int, hidden: int) -> bool:
-    """Whether this kernel is for so many rows."""
-    return rows <= MOST_ROWS and hidden <= MOST_INPUTS
+def takes(x: Tensor) -> bool:
+    """Whether this kernel is for so many rows, or parts of them."""
+    rows, hidden = x.shape[-2:]
+    return rows * (x.shape[0] if x.dim() == 3 else 1) <= MOST_ROWS and hidden <= MOST_INPUTS
 
 
 def norm_route(

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import MOE, SMALL, caches, load, run
+from small_models import MOE, SMALL, caches, load, resolved, run
 
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import resolve_model
+from meshlm.workers.weights.load import load_model
 
 KINDS = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe"}
 Tensors = dict[str, torch.Tensor]
@@ -166,3 +167,16 @@ def test_a_quantised_router_is_refused_by_name(tmp_path: Path) -> None:
     save_file({**tensors, **{name: ones[name] for name in ones.keys() - routers}}, file, {"format": "pt"})
     with pytest.raises(ProcessFatal, match=r"of a type that is not read .*layers.0.mlp.gate.weight \(F8_E4M3\)"):
         load(tmp_path)
+
+
+def test_a_load_of_thousands_of_tensors_is_told_in_few_pieces(tmp_path: Path) -> None:
+    """Each piece is a message to the supervisor."""
+    checkpoint("qwen3-moe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": 200, "num_experts": 200}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    seen: list[tuple[int, int]] = []
+    load_model(resolved(tmp_path, "dummy"), torch.device("cpu"), 0, lambda done, total: seen.append((done, total)))
+    assert len(weights_of(resolved(tmp_path, "dummy").spec)) > 1800
+    assert len(seen) < 260
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]

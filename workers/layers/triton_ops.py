@@ -102,7 +102,7 @@ class TritonOps(Composed):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """In one kernel where there are few rows."""
         added = x.kind is Kind.WHOLE or (x.kind is Kind.SPLIT_K and x.residual is not None)
-        if not added or router.bias is not None or not fused_routing.takes(*x.value.shape[-2:]):
+        if not added or router.bias is not None or not fused_routing.takes(x.value):
             return super().norm_route(x, norm, router, slots)
         return fused_routing.norm_route(
             x.value, x.residual, norm, router.packed, router.rule, router.correction_bias, slots

@@ -22,6 +22,7 @@ from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.sources import Source, sources
 
+NEWS = 256  # of a whole load, at most
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -103,7 +104,7 @@ def _fill(
     }
     total, expected = weight_bytes(model), dict(missing)
     scales = scale_tensors(resolved.spec)
-    done = 0.0
+    done = told = 0.0
     progress(0, total)
     for name, source in tensors:
         if _take_kv_scale(name, source, model):
@@ -126,7 +127,9 @@ def _fill(
         missing[found.parameter] -= taken
         parameter = slots[found.parameter]
         done += parameter.numel() * parameter.element_size() * taken / expected[found.parameter]
-        progress(round(done), total)
+        if done - told >= total / NEWS or round(done) == total:  # a mixture of experts has twenty thousand tensors
+            told = done
+            progress(round(done), total)
     incomplete = [name for name, left in missing.items() if left]
     if incomplete:
         raise ProcessFatal(
