@@ -16,7 +16,7 @@ from typing import Any
 from meshlm.kernels import pdl, tables
 from meshlm.kernels.attention.tune import Times, best, timed
 from meshlm.kernels.mla import bench
-from meshlm.kernels.mla.tiles import DecodeTile, PrefillTile, splits_of
+from meshlm.kernels.mla.tiles import MOST_HEADS, DecodeTile, PrefillTile, splits_of
 from meshlm.kernels.precompile import precompiled
 
 PER_MULTIPROCESSOR = (1.0, 2.0)
@@ -30,7 +30,7 @@ FEW_HEADS = [  # lines of a tile, warps, stages, and whether lines are the rows 
     (64, 4, 3, True),
 ]
 MANY_HEADS = [(32, 8, 3, False), (64, 8, 2, False), (64, 8, 3, False)]
-LONE = 32  # splits from which on a decode is bound by how long one program takes
+LONE = 16  # splits from which on a decode is bound by how long one program takes
 DECODES = {
     16: [(1, 4096), (8, 4096), (32, 1024), (32, 4096), (48, 4096), (64, 4096), (128, 4096)],
     128: [(1, 4096), (32, 4096), (128, 4096)],
@@ -47,7 +47,7 @@ PROMPTS = [(512, 0), (4096, 0)]
 
 def decode_times(heads: int) -> Times:
     """Microseconds by (programs per multiprocessor, tile) of each case."""
-    block_h = min(64, heads)
+    block_h = min(MOST_HEADS, heads)
     times: Times = {}
     multiprocessors = tables.this_gpu()["multiprocessors"]
     for n, context in DECODES[heads]:
@@ -70,7 +70,7 @@ def compile_decodes(heads: int) -> None:
     for tile in FEW_HEADS if heads <= 16 else MANY_HEADS:
         block_n, warps, stages, of_lines = tile
         for splits in (1, 2, 4, 8, 16, 32, 64):
-            batch.run(DecodeTile(splits, block_n, warps, stages, min(64, heads), of_lines), 1)
+            batch.run(DecodeTile(splits, block_n, warps, stages, min(MOST_HEADS, heads), of_lines), 1)
 
 
 def prompt_times(which: str, tiles: list[PrefillTile]) -> Times:
@@ -92,12 +92,25 @@ def show(case: dict[str, Any], found: dict[Any, float], work: float) -> None:
     print(json.dumps({**case, "best": [[str(key), round(us, 1), round(work / us, 2)] for key, us in four]}), flush=True)
 
 
+def decode_entries(heads: int, times: Times, multiprocessors: int) -> list[dict[str, Any]]:
+    """For lone requests, and for the others; see tiles.decode_tile."""
+    block_h = min(MOST_HEADS, heads)
+    alone = [case for case in times if splits_of(case[0] * -(-heads // block_h), multiprocessors) >= LONE]
+    entries = []
+    for cases in (alone, [case for case in times if case not in alone]):
+        (per, (block_n, warps, stages, of_lines)), _ = best(times, cases)
+        where = {"splits_from": LONE} if cases is alone else {}
+        entry = {"block_n": block_n, "warps": warps, "stages": stages, "of_lines": of_lines}
+        entries.append({"heads_to": block_h, **where, "programs_per_multiprocessor": per, **entry})
+    return entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, help="of the table; default: tables/ beside this file")
     arguments = parser.parse_args()
     assert pdl.supported()
-    entries = []
+    entries: list[dict[str, Any]] = []
     with precompiled():
         for heads in DECODES:
             compile_decodes(heads)
@@ -106,18 +119,7 @@ def main() -> None:
                 for heads in bench.HEADS:
                     getattr(bench.Prompt(64, 0, heads), which)(tile)
     for heads in DECODES:
-        times = decode_times(heads)
-        alone = [
-            case for case in times if splits_of(case[0] * -(-heads // 64), tables.this_gpu()["multiprocessors"]) >= LONE
-        ]
-        for cases in (alone, [case for case in times if case not in alone]):
-            (per, (block_n, warps, stages, of_lines)), cost = best(times, cases)
-            where = {"splits_from": LONE} if cases is alone else {}
-            entry = {"block_n": block_n, "warps": warps, "stages": stages, "of_lines": of_lines}
-            entries.append(
-                {"heads_to": 16 if heads <= 16 else 64, **where, "programs_per_multiprocessor": per, **entry}
-            )
-            print(json.dumps({**entries[-1], "cost": round(cost, 3)}), flush=True)
+        entries += decode_entries(heads, decode_times(heads), tables.this_gpu()["multiprocessors"])
     found: dict[str, Any] = {"decode": entries}
     for name, which, tiles in (("prefill", "absorbed", PREFILL), ("dense", "projected", DENSE)):
         tile, _ = best(prompts := prompt_times(which, tiles), list(prompts))

@@ -12,6 +12,7 @@ from meshlm.kernels.mla.dense import context as see_context
 from meshlm.kernels.mla.dense import dense, supported
 from meshlm.kernels.mla.prefill import prefill
 from meshlm.kernels.mla.tiles import DecodeTile, PrefillTile, decode_tile_of, splits_of
+from meshlm.kernels.mla.tune import decode_entries
 
 pytestmark = MARKS
 PAGE = 16
@@ -184,3 +185,17 @@ def test_decode_tiles_fill_the_gpu_with_equal_shares() -> None:
     assert decode_tile_of(table, 32, 16, 132) == DecodeTile(8, 32, 4, 3, 16)
     assert decode_tile_of(table, 1, 8, 132).block_n == 16
     assert decode_tile_of(table, 32, 128, 132) == DecodeTile(4, 64, 4, 3, 64)
+
+
+def test_the_table_has_a_tile_for_lone_requests_and_one_for_many() -> None:
+    """What `tune` makes of its times is what `decode_tile` finds."""
+    lone, many = (1.0, (64, 4, 2, True)), (2.0, (64, 4, 3, False))
+    times = {(n, 4096, 16): {lone: 10.0, many: 12.0} for n in (1, 8)} | {(64, 4096, 16): {lone: 113.0, many: 88.0}}
+    table = {
+        "decode": decode_entries(16, times, 132)
+        + decode_entries(128, {(1, 9, 128): {lone: 2.0}, (64, 9, 128): {many: 1.0}}, 132)
+    }
+    assert decode_tile_of(table, 1, 16, 132) == DecodeTile(64, 64, 4, 2, of_lines=True)
+    assert decode_tile_of(table, 8, 16, 132) == DecodeTile(16, 64, 4, 2, of_lines=True)
+    assert decode_tile_of(table, 64, 16, 132) == DecodeTile(4, 64, 4, 3)
+    assert decode_tile_of(table, 1, 128, 132).block_h == decode_tile_of(table, 64, 128, 132).block_h == 64
