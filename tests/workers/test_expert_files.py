@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_models import writer_of
 from safetensors.torch import load_file, save_file
 from small_models import MOE, SMALL, caches, load, resolved, run
 
@@ -38,13 +38,7 @@ def write(path: Path, kind: str, spec: ModelSpec, tensors: Tensors) -> None:
     """As llama.cpp converts them: experts stacked, rows of query and key heads interleaved for kind llama."""
     moe = spec.moe
     assert moe is not None
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(spec.num_hidden_layers)
-    writer.add_context_length(spec.max_position_embeddings)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_attention_heads)
-    writer.add_head_count_kv(spec.num_key_value_heads)
+    writer = writer_of(path, kind, spec)
     writer.add_key_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
     writer.add_rope_freq_base(spec.rope.rope_theta)

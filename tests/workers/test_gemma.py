@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
+from gguf_models import writer_of
 from small_models import BLOCK, GEMMA, SMALL, caches, load, run
 
 from meshlm.architectures.registry import weights_of
@@ -37,13 +37,7 @@ def both(kind: str, folder: Path) -> tuple[Any, Decoder]:
 def write_gguf(kind: str, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     """As llama.cpp's converter does: norms with the 1 added."""
     spec, path = resolve_model(str(folder)).spec, folder / "m.gguf"
-    writer = gguf.GGUFWriter(path, kind.lower())
-    writer.add_block_count(spec.num_hidden_layers)
-    writer.add_context_length(spec.max_position_embeddings)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_attention_heads)
-    writer.add_head_count_kv(spec.num_key_value_heads)
+    writer = writer_of(path, kind.lower(), spec)
     writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)

@@ -108,7 +108,7 @@ class Dispatcher:
             key = self._there(fitting, PATIENCE_MIXED)
             if key is None and self._missed[fitting[0]] > PATIENCE:
                 return fitting[0]
-            if key is None:  # it can as well be launched by hand
+            if key is None:  # it can as well be launched eagerly
                 self.miss("not_captured")
             return key
         if halves:

@@ -8,7 +8,7 @@ from meshlm.workers.graphs.dispatcher import Key
 def steps(
     decodes: list[int], rows: set[int], max_rows: int, longest_prompt: int, max_tokens: int
 ) -> Iterator[list[int]]:
-    """Token counts of steps by hand. decodes: numbers of requests whose decodes have all tiles of attention. rows: numbers of tokens
+    """Token counts of eager steps. decodes: numbers of requests whose decodes have all tiles of attention. rows: numbers of tokens
     which have all kinds of products between them, each up to so many.
     """
     for count in decodes:  # each tile is a variant, and each has one beside prompts
@@ -23,7 +23,7 @@ def steps(
 
 
 def graphs(keys: list[Key], rows: set[int], most: int) -> list[Key]:
-    """Of the graphs, one of each kind: steps by hand have neither lines that are in order nor one request more than may run.
+    """One of the graphs of each kind: eager steps have neither lines that are in order nor one request more than may run.
 
     rows: as for `steps`, which have up to `most` tokens; with few requests the padding of a graph makes them more.
     """

@@ -39,15 +39,21 @@ def encoded(kind: str, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
     return data.reshape(n, -1)
 
 
-def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC) -> None:
-    """kinds: a part of a tensor's name -> its type; float32 for others."""
-    writer = gguf.GGUFWriter(path, "llama")
+def writer_of(path: Path, architecture: str, spec: ModelSpec) -> gguf.GGUFWriter:
+    """A writer that has the sizes which every architecture names."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(spec.num_hidden_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.num_attention_heads)
     writer.add_head_count_kv(spec.num_key_value_heads)
+    return writer
+
+
+def write_gguf(path: Path, kinds: dict[str, str], spec: ModelSpec = SPEC) -> None:
+    """kinds: a part of a tensor's name -> its type; float32 for others."""
+    writer = writer_of(path, "llama", spec)
     writer.add_layer_norm_rms_eps(1e-5)
     for seed, weight in enumerate(weights_of(spec).values()):
         shape = weight.shape
