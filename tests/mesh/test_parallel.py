@@ -35,7 +35,7 @@ def alone(models: dict[str, str]) -> dict[str, list[list[int]]]:
 
 
 LAYOUTS = [
-    ("llama", ("-tp", "2")),
+    ("mistral", ("-tp", "2")),
     ("qwen3", ("-pp", "2")),
     ("qwen2", ("-tp", "2", "-pp", "2")),
     ("llama", ("-dp", "2", "-tp", "2")),

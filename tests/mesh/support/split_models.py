@@ -28,7 +28,12 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.02,
 }
-KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},  # blocks are freed while requests run
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}
 PROMPTS = [[3 + 7 * i % 200 for i in range(length)] for length in (5, 40, 17, 130)]
 COUNT = 24
 FLAGS = (
@@ -38,7 +43,7 @@ FLAGS = (
 
 
 def small_model(folder: Path, kind: str) -> str:
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "architectures": [KINDS[kind]], "model_type": kind}))
+    (folder / "config.json").write_text(json.dumps({**SHAPE, **KINDS[kind], "model_type": kind}))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     return str(folder)
 
