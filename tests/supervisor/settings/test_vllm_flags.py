@@ -110,7 +110,7 @@ def test_what_a_flag_asks_for_is_done(words: str, ours: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--no-disable-cascade-attn", "--no-enable-prompt-tokens-details", "--no-disable-hybrid-kv-cache-manager"]
+    "flag", ["--no-disable-cascade-attn", "--no-enable-prompt-tokens-details", "--no-disable-log-stats"]
 )
 def test_to_ask_against_what_is_always_so_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
