@@ -30,8 +30,11 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = False
     all2all_backend: Annotated[
-        Literal["allgather_reducescatter", "all_to_all"],
-        Meta(description="how tokens come to the experts of other data-parallel ranks, and results back"),
+        Literal["allgather_reducescatter", "all_to_all", "peer_memory"],
+        Meta(
+            description="how tokens come to the experts of other data-parallel ranks, and results back; peer_memory: written "
+            "into the memory of other GPUs"
+        ),
     ] = "allgather_reducescatter"
     enable_eplb: Annotated[
         bool, Meta(description="experts move between ranks while they serve, so that ranks have as many tokens each")

@@ -10,7 +10,7 @@ PARALLEL = "--enable-expert-parallel"
 COMMUNICATORS = {"cpu": "torch_gloo", "cuda": "torch_nccl"}
 
 
-def check(config: MeshConfig, spec: ModelSpec, device: str = "cuda") -> None:
+def check(config: MeshConfig, spec: ModelSpec, device: str) -> None:
     """UsageError names the flag, and what would do."""
     experts, parallel = config.experts, config.parallel
     _check_balancing(config, spec, device)
@@ -31,6 +31,8 @@ def check(config: MeshConfig, spec: ModelSpec, device: str = "cuda") -> None:
         raise UsageError(f"{PARALLEL}: the ranks of several meshes behind an outer balancer cannot share experts")
     if not config.lockstep:
         return
+    if experts.all2all_backend == "peer_memory" and device == "cpu":
+        raise UsageError("--all2all-backend peer_memory: it needs GPUs; use allgather_reducescatter or all_to_all")
     if config.node is not None:
         raise UsageError(f"{PARALLEL}: data-parallel ranks that share experts must be on one node")
     if parallel.pipeline_parallel_size > 1:

@@ -35,8 +35,7 @@ def connect(
     interface: by which this host's ranks speak with those of other hosts. None: no other host has ranks of the group.
     custom_all_reduce: GPUs may sum through the memory of their peers. Otherwise NCCL is all there is.
     """
-    for name, value in {**ENVIRONMENT, **_interface_names(interface)}.items():
-        os.environ.setdefault(name, value)
+    set_environment(interface)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=TIMEOUT)
     tensor = dist.group.WORLD
@@ -54,6 +53,12 @@ def connect(
 
     assert tensor is not None
     return make_symmetric(shard, tensor, device, dtype, widest, plain)
+
+
+def set_environment(interface: str | None) -> None:
+    """What gloo, NCCL and torch read when they first connect; what a user has set stays."""
+    for name, value in {**ENVIRONMENT, **_interface_names(interface)}.items():
+        os.environ.setdefault(name, value)
 
 
 def _by_peer_memory(device: torch.device, shard: Shard, interface: str | None, custom_all_reduce: bool) -> bool:

@@ -10,14 +10,19 @@ on which they have agreed. While it is not connected (dummy steps at the start) 
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from meshlm.protocol.ids import Epoch
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.distributed.connect import set_environment
 from meshlm.workers.distributed.lockstep import StepAborted
+
+if TYPE_CHECKING:
+    from meshlm.workers.distributed.peer_rooms import PeerRooms
 
 T = TypeVar("T")
 MEET = timedelta(seconds=20)  # all members have said that they are here before any waits for another
@@ -31,9 +36,18 @@ class ExpertGroup:
         self.rank, self.size, self.device = rank, size, device
         self.num_tokens = 0  # of the step: as many as the member with the most has
         self._name = name
+        self.rooms: PeerRooms | None = None  # where members write into one another's memory
         self._group: Any = None  # torch's
         self.pause: Callable[[], None] | None = None  # while what is sent travels; None: nobody else computes meanwhile
         self._stream: Any = None  # of its collectives, on a GPU
+
+    def share_memory(self, most_tokens: int, spec: ModelSpec, dtype: torch.dtype) -> None:
+        """Before anything is connected: have memory that members write into, for steps of so many tokens of each."""
+        from meshlm.workers.distributed.peer_rooms import PeerRooms
+
+        assert spec.moe is not None
+        shape = (most_tokens, spec.hidden_size, spec.moe.num_experts_per_tok)
+        self.rooms = PeerRooms(self.rank, self.size, *shape, dtype, self.device)
 
     def connect(self, folder: str, epoch: Epoch) -> None:
         """Meet the other members, who do so at the same time. StepAborted."""
@@ -41,9 +55,14 @@ class ExpertGroup:
         self.num_tokens = 0
         if self.size == 1:
             return
+        set_environment(None)
         store = FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)
         store.set_timeout(MEET)
         self._say(lambda: self._make(store))
+        if self.rooms is not None:
+            rooms, name = self.rooms, f"experts-{epoch}-{self._name}"
+            self._say(lambda: rooms.meet(name, PrefixStore("rooms", store)))
+            self._meet()
 
     def _make(self, store: Any) -> None:
         if self.device.type == "cpu":
@@ -53,12 +72,24 @@ class ExpertGroup:
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         self._group = torch.distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
-        self._group.allreduce([torch.zeros(1, device=self.device)]).wait()  # it connects when it is first used
-        torch.cuda.synchronize()
+        self._meet()  # it connects when it is first used
+
+    def _meet(self) -> None:
+        """All members have come here."""
+        self._say(lambda: self._group.allreduce([torch.zeros(1, device=self.device)]).wait())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Leave: who waits for this rank learns it."""
-        group, self._group = self._group, None
+        self.abort()
+        self._group = None
+
+    def abort(self) -> None:
+        """End what waits for other members on the device; called in any thread."""
+        if self.rooms is not None:
+            self.rooms.leave()
+        group = self._group
         if group is not None and self.device.type == "cuda":
             group.abort()
 

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -46,6 +47,10 @@ class StepExchange(Protocol):
         """End whatever waits, now and later; called in any thread."""
         ...
 
+    def when_aborted(self, call: Callable[[], None]) -> None:
+        """What `abort` has to end too: a device that waits for others."""
+        ...
+
     def close(self) -> None:
         """Release what it holds; the stepper uses another one from now on."""
         ...
@@ -70,6 +75,7 @@ class SocketExchange:
         self._sockets: list[socket.socket] = []  # to all others, or to the one that gathers
         self._lock = threading.Lock()
         self._aborted = False
+        self._calls: list[Callable[[], None]] = []  # when it is aborted
 
     def connect(self) -> None:
         try:
@@ -136,6 +142,11 @@ class SocketExchange:
             for one in self._sockets:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)  # its close() would not wake who reads
+        for call in self._calls:
+            call()
+
+    def when_aborted(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
 
     def close(self) -> None:
         with self._lock:

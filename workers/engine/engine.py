@@ -75,6 +75,8 @@ class ModelEngine:
         if self.together is not None:
             self.balancer = self._make_balancer(self.together.experts, tokens)
             slots = self.balancer is not None
+            if config.experts.all2all_backend == "peer_memory":
+                self.together.experts.share_memory(tokens, resolved.spec, self.dtype)
             self.model.share_experts(self.together.experts, config.experts.all2all_backend, slots=slots)
         self._intermediate_tensors = torch.empty(
             0

@@ -38,6 +38,7 @@ class Together:
         self.experts.close()
         self._exchange, self._num_steps = exchange, 0
         if exchange is not None:
+            exchange.when_aborted(self.experts.abort)
             exchange.connect()
             self.experts.connect(exchange.folder, exchange.group.epoch)
 

@@ -129,7 +129,13 @@ def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str,
         count += moe.redundant_experts
         firsts = tuple(member * count for member in range(group.size))
     kind = Kind.RANK if shard.tp_size > 1 else Kind.WHOLE
-    return GROUP_DISPATCHERS[backend](Members(group, firsts, count, kind))
+    members = Members(group, firsts, count, kind)
+    if backend != "peer_memory":
+        return GROUP_DISPATCHERS[backend](members)
+    from meshlm.workers.moe.dispatch.peer_memory import PeerMemory
+
+    assert group.rooms is not None
+    return PeerMemory(members, group.rooms)
 
 
 def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:

@@ -35,13 +35,13 @@ def config(expert_settings: ExpertConfig = EP, node: Node | None = None, **paral
 )
 def test_refused(given: MeshConfig, text: str) -> None:
     with pytest.raises(UsageError, match=f"^--enable-expert-parallel: .*{text}"):
-        experts.check(given, MIXED)
+        experts.check(given, MIXED, "cuda")
 
 
 def test_a_model_without_experts() -> None:
     with pytest.raises(UsageError, match=r"^--enable-expert-parallel: LlamaForCausalLM has no experts; leave it out$"):
-        experts.check(config(), DENSE)
-    experts.check(config(ExpertConfig()), DENSE)
+        experts.check(config(), DENSE, "cuda")
+    experts.check(config(ExpertConfig()), DENSE, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_model_without_experts() -> None:
 )
 def test_what_can_be(given: MeshConfig, together: bool) -> None:
     """Data-parallel ranks that share experts step together; tensor-parallel ones do so anyway."""
-    experts.check(given, MIXED)
+    experts.check(given, MIXED, "cuda")
     assert given.lockstep is together
 
 
@@ -72,7 +72,7 @@ def test_what_can_be(given: MeshConfig, together: bool) -> None:
 )
 def test_dual_batch_overlap_needs_tokens_that_travel(given: MeshConfig, text: str) -> None:
     with pytest.raises(UsageError, match=f"^--enable-dbo: {text}"):
-        experts.check(given, MIXED)
+        experts.check(given, MIXED, "cuda")
 
 
 def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1) -> MeshConfig:
@@ -123,3 +123,12 @@ def test_experts_that_are_balanced() -> None:
     experts.check(given, MIXED, "cpu")
     assert given.experts.num_redundant_experts == 12
     assert (given.experts.eplb.window_size, given.experts.eplb.step_interval) == (1000, 3000)
+
+
+def test_a_backend_that_the_device_cannot_run() -> None:
+    settings = ExpertConfig(enable_expert_parallel=True, all2all_backend="peer_memory")
+    experts.check(config(settings, data_parallel_size=2), MIXED, "cuda")
+    with pytest.raises(
+        UsageError, match=r"^--all2all-backend peer_memory: it needs GPUs; use allgather_reducescatter or"
+    ):
+        experts.check(config(settings, data_parallel_size=2), MIXED, "cpu")

@@ -1,5 +1,6 @@
 """Dispatchers between ranks, with every kind of experts, give what one rank with all experts computes; other pairs are refused."""
 
+import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -132,6 +133,15 @@ def test_before_they_have_met_a_rank_computes_as_much_as_with_others() -> None:
         if way.format is Counting.format:
             FusedMoE(way, Counting(*weights(2, 2))).forward(torch.randn(4, HIDDEN), routing_of(4))
             assert way.most_tokens(4) == rows.pop() == 12
+
+
+def test_ranks_listen_on_this_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without NVLink multicast."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    with connected(tmp_path, 2):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,0 +1,73 @@
+"""The memory through which members of an expert group write to one another: torch's symmetric memory, on GPUs of one host.
+
+Owned by the expert group, which maps its peers' memory anew in each epoch. There are two rooms, for two halves of a step that take
+turns. As long as no peer is there, and once one is gone, nobody waits in them.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.expert_exchange.kernel import Room
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class PeerRooms:
+    """For up to `capacity` rows of each of `size` members, with k experts each."""
+
+    def __init__(
+        self, rank: int, size: int, capacity: int, hidden: int, k: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._rank, self._size, self._next = rank, size, 0
+        self.stop = torch.ones(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._shared: list[Tensor] = []
+        self._rooms: list[Room] = []
+        for _ in range(2):
+            rows = size * capacity
+            inbox, results = (_symmetric((rows, hidden), dtype, device) for _ in range(2))
+            lines = _symmetric((rows, 2 * k), torch.int32, device)
+            mine = [inbox, lines, results, _symmetric((2 * size,), torch.int32, device)]
+            at = [torch.full((size,), one.data_ptr(), dtype=torch.int64, device=device) for one in mine]
+            turns = torch.zeros(2, dtype=torch.int32, device=device)
+            self._shared += mine
+            self._rooms.append(Room(rank, inbox, lines, results, at[0], at[1], at[2], at[3], turns, self.stop))
+
+    def meet(self, name: str, store: "Store") -> None:
+        """Map the peers' memory. Collective; all must have met once more before anything is sent."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        _SymmetricMemory.set_group_info(name, self._rank, self._size, store)
+        handles = [_SymmetricMemory.rendezvous(one, name) for one in self._shared]
+        for nth, room in enumerate(self._rooms):
+            tables = (room.inboxes, room.lines_of, room.results_of, room.flags_of)
+            for table, handle in zip(tables, handles[4 * nth : 4 * nth + 4], strict=True):
+                table.copy_(torch.tensor(handle.buffer_ptrs, dtype=torch.int64))
+            room.turns.zero_()
+            self._shared[4 * nth + 3].zero_()
+        torch.cuda.synchronize()
+        self.stop.zero_()
+
+    def leave(self) -> None:
+        """Whatever waits for peers goes on, with whatever is there."""
+        self.stop.fill_(1)
+
+    def next(self, *, second: bool) -> Room:
+        """For the rows that are sent now. second: another half of the step is on its way too."""
+        self._next = 1 - self._next if second else 0
+        return self._rooms[self._next]
+
+    def of(self, rows: Tensor) -> Room:
+        """The one in whose inbox these rows are."""
+        return next(room for room in self._rooms if room.inbox.data_ptr() == rows.data_ptr())
+
+
+def _symmetric(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that peers can map."""
+    if device.type == "cpu":
+        return torch.zeros(shape, dtype=dtype)
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem.empty(shape, dtype=dtype, device=device).zero_()
