@@ -40,6 +40,7 @@ from meshlm.workers.operations import Operations
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 STATS_S = 1.0
+ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
 
@@ -91,6 +92,7 @@ class WorkerApp:
         self._directory = PrefixCacheMirror()
         self._exchange: StepExchange | None = None  # of the newest Reset
         self._exchanges: dict[int, StepExchange] = {}  # by session, for the stepper
+        self._session = 0  # of the newest Reset
         self._counts = GraphCounts()  # as the scheduler knows them
         self._last = (0, 0)  # session and step of the last plan that came
         self._phase = "loading"
@@ -172,7 +174,7 @@ class WorkerApp:
                 pending = engine.step(message, received_ns)
             except StepAborted:  # its requests are computed anew in the session that follows
                 self._failed_launches += 1
-                self._mesh.call_soon_threadsafe(self._directory.spoil)
+                self._mesh.call_soon_threadsafe(self._on_aborted, message.session)
                 continue
             except Exception as error:
                 self._failed_launches += 1
@@ -188,7 +190,10 @@ class WorkerApp:
             if isinstance(engine, LockstepEngine):
                 self._phase = "waiting for the other ranks"
                 engine.join(exchange)
-        except StepAborted:
+        except StepAborted as error:
+            assert self._mesh is not None
+            self._mesh.log.warning("the ranks that step together have not met", reason=str(error))
+            self._mesh.call_soon_threadsafe(self._on_aborted, reset.session)
             return False
         return True
 
@@ -270,6 +275,7 @@ class WorkerApp:
                     self._leave(message.reason)
 
     def _on_reset(self, reset: Reset) -> None:
+        self._session = reset.session
         if self._exchange is not None:  # the stepper may wait for others, and a plan in the queue would
             self._exchange.abort()
             self._exchange = None
@@ -284,6 +290,18 @@ class WorkerApp:
             self._reset = reset
         else:
             self._plans.put((reset, 0))
+
+    def _on_aborted(self, session: int) -> None:
+        """A step of it was not computed with the other ranks: one of them is gone, and a new session is to follow."""
+        assert self._mesh is not None
+        self._directory.spoil()
+        self._mesh.call_later(ANEW_S, self._check_anew, session)
+
+    def _check_anew(self, session: int) -> None:
+        """Nobody is gone where none followed: what failed is here, and only a new incarnation gets out of it."""
+        assert self._mesh is not None
+        if self._session == session:
+            self._mesh.fatal("the ranks that step together lost one another, and none of them is gone")
 
     def _make_exchange(self, group: StepGroup) -> StepExchange:
         assert self._mesh is not None

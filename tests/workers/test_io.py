@@ -174,3 +174,18 @@ async def test_a_failed_step_of_ranks_that_step_together_ends_the_process(
     app._failed(plan, ValueError("a bug\nof ours"))
     assert await asyncio.wait_for(mesh.said.get(), 10) == "a step of the group failed: ValueError: a bug"
     await app.stop()
+
+
+async def test_a_group_that_is_aborted_and_not_made_anew(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody died, so no Reset comes: what failed was between the ranks, and the worker must not wait for ever."""
+    app, mesh = await start(smollm2, monkeypatch, None)
+    scheduler = Identity(Role.SCHEDULER, 0)
+    monkeypatch.setattr(io, "ANEW_S", 0.2)
+    app.on_message(scheduler, Reset(5))
+    assert isinstance(await asyncio.wait_for(mesh.said.get(), 10), WorkerReady)
+    app._on_aborted(4)  # of a session that is over
+    app._on_aborted(5)
+    said = await asyncio.wait_for(mesh.said.get(), 10)
+    assert said == "the ranks that step together lost one another, and none of them is gone"
+    assert mesh.said.empty()
+    await app.stop()

@@ -61,8 +61,9 @@ class ExpertGroup:
         self._say(lambda: self._make(store))
         if self.rooms is not None:
             rooms, name = self.rooms, f"experts-{epoch}-{self._name}"
-            self._say(lambda: rooms.meet(name, PrefixStore("rooms", store)))
+            self._say(lambda: rooms.meet(name, PrefixStore("rooms", store), self._group))
             self._meet()
+            rooms.prove()
 
     def _make(self, store: Any) -> None:
         if self.device.type == "cpu":
@@ -97,6 +98,8 @@ class ExpertGroup:
         """A collective. StepAborted when a member is gone; then so is this one, since others may wait for it."""
         try:
             call()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # what torch's backends and stores raise when a connection ends
             self.close()
             raise StepAborted(

@@ -4,15 +4,21 @@ Owned by the expert group, which maps its peers' memory anew in each epoch. Ther
 turns. As long as no peer is there, and once one is gone, nobody waits in them.
 """
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from meshlm.kernels.expert_exchange import kernel
 from meshlm.kernels.expert_exchange.kernel import Room
+from meshlm.runtime.errors import ProcessFatal
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+PROVED_S = 20.0  # for kernels that are compiled, on each of the ranks
 
 
 class PeerRooms:
@@ -21,7 +27,7 @@ class PeerRooms:
     def __init__(
         self, rank: int, size: int, capacity: int, hidden: int, k: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._rank, self._size, self._next = rank, size, 0
+        self._rank, self._size, self._k, self._next = rank, size, k, 0
         self.stop = torch.ones(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._shared: list[Tensor] = []
         self._rooms: list[Room] = []
@@ -35,12 +41,21 @@ class PeerRooms:
             self._shared += mine
             self._rooms.append(Room(rank, inbox, lines, results, at[0], at[1], at[2], at[3], turns, self.stop))
 
-    def meet(self, name: str, store: "Store") -> None:
-        """Map the peers' memory. Collective; all must have met once more before anything is sent."""
-        from torch._C._distributed_c10d import _SymmetricMemory
+    def meet(self, name: Any, store: "Store", nccl: Any) -> None:
+        """Map the peers' memory. Collective; all must have met once more before anything is sent.
 
-        _SymmetricMemory.set_group_info(name, self._rank, self._size, store)
-        handles = [_SymmetricMemory.rendezvous(one, name) for one in self._shared]
+        name: of the group, new in each epoch. store, nccl: torch's, through which the members have met.
+        """
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
+
+        group = torch.distributed.ProcessGroup(store, self._rank, self._size)  # by whose store handles are exchanged
+        group._register_backend(torch.device("cuda"), torch.distributed.ProcessGroup.BackendType.NCCL, nccl)
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        try:
+            handles = [_SymmetricMemory.rendezvous(one, name) for one in self._shared]
+        finally:
+            _unregister_process_group(name)
         for nth, room in enumerate(self._rooms):
             tables = (room.inboxes, room.lines_of, room.results_of, room.flags_of)
             for table, handle in zip(tables, handles[4 * nth : 4 * nth + 4], strict=True):
@@ -49,6 +64,24 @@ class PeerRooms:
             self._shared[4 * nth + 3].zero_()
         torch.cuda.synchronize()
         self.stop.zero_()
+
+    def prove(self) -> None:
+        """One exchange whose result is known, through each room. ProcessFatal when it is wrong or does not end. Collective."""
+        for room in self._rooms:
+            k, hidden, owners = self._k, room.inbox.shape[1], kernel.Owners(1, 1, 0)
+            x = torch.full((2, hidden), self._rank + 1.0, dtype=room.inbox.dtype, device=room.inbox.device)
+            to = torch.full((2, k), -1, dtype=torch.int32, device=x.device)
+            to[:, 0] = torch.tensor([0, self._size - 1])
+            kernel.send(x, to, torch.ones(2, k, device=x.device), 2, room, owners)
+            kernel.wait(kernel.ROWS, room)
+            kernel.give_back(room.inbox[: 2 * self._size] * (self._rank + 1), 2, k, room)
+            kernel.wait(kernel.RESULTS, room)
+            found = kernel.add(to, 2, room, owners)
+            _finish(self.stop)
+            if not torch.equal(found, torch.stack((x[0], x[1] * self._size))):
+                raise ProcessFatal(
+                    "--all2all-backend peer_memory: GPUs read something else than their peers wrote; use another"
+                )
 
     def leave(self) -> None:
         """Whatever waits for peers goes on, with whatever is there."""
@@ -62,6 +95,18 @@ class PeerRooms:
     def of(self, rows: Tensor) -> Room:
         """The one in whose inbox these rows are."""
         return next(room for room in self._rooms if room.inbox.data_ptr() == rows.data_ptr())
+
+
+def _finish(stop: Tensor) -> None:
+    """Wait for the device, though a peer may never write. ProcessFatal."""
+    done = torch.cuda.Event()
+    done.record()
+    until = time.monotonic() + PROVED_S
+    while not done.query():
+        if time.monotonic() > until:
+            stop.fill_(1)
+            raise ProcessFatal("--all2all-backend peer_memory: what a GPU writes does not reach its peers; use another")
+        time.sleep(0.001)
 
 
 def _symmetric(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.parts import Quantisation, Routing
+from meshlm.workers.moe.parts import Quantisation, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import EXPERTS, GROUP_DISPATCHERS, ExpertWeights
 
 NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
@@ -85,6 +85,29 @@ def test_every_legal_pair(groups: list[ExpertGroup], dispatcher: str, experts: s
             return made(group, dispatcher, experts).forward(*given[group.rank])[0].value
 
         for found, (x, routing) in zip(together(groups, one), given, strict=True):
+            torch.testing.assert_close(found, expected(x, routing), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("left", WeightAndReduce)
+@pytest.mark.parametrize("dispatcher", [name for name in GROUP_DISPATCHERS if "batched" not in name])
+def test_what_experts_leave_to_be_done(groups: list[ExpertGroup], dispatcher: str, left: WeightAndReduce) -> None:
+    """The sums of parts that lie apart are no dispatcher's affair: such experts find no pair here, or leave something else."""
+    x, routing = torch.randn(5, HIDDEN), routing_of(5)
+
+    def one(group: ExpertGroup) -> Tensor | None:
+        group.num_tokens = 5
+        members = members_of(group)
+        experts = ReferenceExperts(*weights(members.first, members.num_experts))
+        experts.leaves = (left,)
+        way = GROUP_DISPATCHERS[dispatcher](members)
+        if left is WeightAndReduce.PARTS:
+            with pytest.raises(ProcessFatal, match="they leave to be done: parts, which it does not do"):
+                FusedMoE(way, experts)
+            return None
+        return FusedMoE(way, experts).forward(x, routing)[0].value
+
+    for found in together(groups, one):
+        if found is not None:
             torch.testing.assert_close(found, expected(x, routing), atol=1e-5, rtol=1e-4)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.moe.dispatch.members import Members, packed, padding, unpacked
+from meshlm.workers.moe.dispatch.members import FINISHES, Members, packed, padding, unpacked
 from meshlm.workers.moe.dispatch.none import local_numbers, weighted_sum
 from meshlm.workers.moe.parts import (
     ActivationFormat,
@@ -30,7 +30,7 @@ class AllGather:
     members: Members
     name: str = "allgather_reducescatter"
     format: ActivationFormat = ActivationFormat.CONTIGUOUS
-    finishes: frozenset[WeightAndReduce] = frozenset(WeightAndReduce)
+    finishes: frozenset[WeightAndReduce] = FINISHES
     quantisations: frozenset[Quantisation] = frozenset(Quantisation)
 
     @property

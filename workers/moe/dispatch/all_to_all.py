@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.moe.dispatch.members import Members, packed, padding, unpacked
+from meshlm.workers.moe.dispatch.members import FINISHES, Members, packed, padding, unpacked
 from meshlm.workers.moe.dispatch.none import local_numbers, weighted_sum
 from meshlm.workers.moe.parts import (
     ActivationFormat,
@@ -31,7 +31,7 @@ class AllToAll:
     members: Members
     name: str = "all_to_all"
     format: ActivationFormat = ActivationFormat.CONTIGUOUS
-    finishes: frozenset[WeightAndReduce] = frozenset(WeightAndReduce)
+    finishes: frozenset[WeightAndReduce] = FINISHES
     quantisations: frozenset[Quantisation] = frozenset(Quantisation)
 
     @property

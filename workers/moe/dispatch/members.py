@@ -12,7 +12,10 @@ from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.layers.partial_sum import Kind
-from meshlm.workers.moe.parts import NOWHERE, Routing
+from meshlm.workers.moe.parts import NOWHERE, Routing, WeightAndReduce
+
+FINISHES = frozenset((WeightAndReduce.DONE, WeightAndReduce.SUM, WeightAndReduce.WEIGHTED_SUM))
+"""What experts may leave to dispatchers between ranks: one row of each token is what travels back."""
 
 
 class Members(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshlm.kernels.expert_exchange import kernel
 from meshlm.workers.distributed.peer_rooms import PeerRooms
 from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.moe.dispatch.members import Members, unpacked
+from meshlm.workers.moe.dispatch.members import FINISHES, Members, unpacked
 from meshlm.workers.moe.dispatch.none import weighted_sum
 from meshlm.workers.moe.parts import (
     ActivationFormat,
@@ -29,7 +29,7 @@ class PeerMemory:
 
     name = "peer_memory"
     format = ActivationFormat.CONTIGUOUS
-    finishes = frozenset(WeightAndReduce)
+    finishes = FINISHES
     quantisations = frozenset((Quantisation.NONE,))
 
     def __init__(self, members: Members, rooms: PeerRooms) -> None:
