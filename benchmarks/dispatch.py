@@ -69,7 +69,13 @@ def measure(rank: int, size: int, folder: str, answers: Any) -> None:
         MoESpec(num_experts=EXPERTS, num_experts_per_tok=TOPK, moe_intermediate_size=768),
         Shard(ep_rank=rank, ep_size=size),
     )
-    sizes = {"vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {
+        "vocab_size": 1,
+        "intermediate_size": 1,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     spec = ModelSpec(architecture="", hidden_size=HIDDEN, head_dim=1, max_position_embeddings=1, moe=moe, **sizes)
     for epoch, backend in enumerate((*BACKENDS, "nccl"), 1):
         group = ExpertGroup(rank, size, "0", device)

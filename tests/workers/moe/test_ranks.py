@@ -55,7 +55,7 @@ def test_logits_of_the_whole(dp: int, tp: int, folder: Path, tmp_path: Path) -> 
         if dp > 1:
             group.connect(str(tmp_path), 1)  # type: ignore[arg-type]
             group.num_tokens = 37
-            model.share_experts(group, "allgather_reducescatter", 64, torch.float32)
+            model.share_experts(group, "allgather_reducescatter")
         return logits_of(model, comm, tokens[rank])
 
     everyone = [(rank, models[rank][at], comms[rank][at], groups[rank][at]) for rank in range(dp) for at in range(tp)]
@@ -77,7 +77,7 @@ def test_an_idle_rank_computes_for_the_others(folder: Path, tmp_path: Path) -> N
         def one(group: ExpertGroup) -> Tensor | None:
             model = models[group.rank]
             group.num_tokens = len(tokens)
-            model.share_experts(group, "all_to_all", 64, torch.float32)
+            model.share_experts(group, "all_to_all")
             with torch.inference_mode():
                 if group.rank:
                     return logits_of(model, communicators([model.shard])[0], tokens)
