@@ -94,7 +94,7 @@ def launchers_apart() -> Iterator[None]:
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Its threads load kernels for the GPU of this one."""
+    """A pool whose threads load kernels for the GPU of this thread."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(threads, "kernels")
     return ThreadPoolExecutor(threads, "kernels", torch.cuda.set_device, (torch.cuda.current_device(),))

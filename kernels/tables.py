@@ -60,17 +60,17 @@ def products(op: str) -> dict[tuple[Any, ...], list[list[Any]]]:
 
 
 def for_rows(choices: Iterable[tuple[int, int, T]], rows: int) -> T | None:
-    """What was chosen for so many."""
+    """The choice for this number of rows."""
     return next((choice for over, to, choice in choices if over < rows <= to), None)
 
 
 def is_own(table: Table) -> bool:
-    """Whether it is of this very GPU. Without a GPU any is."""
+    """Whether the table is of this very GPU. Without a GPU any is."""
     return not torch.cuda.is_available() or name_of(table["gpu"]["name"]) == name_of(torch.cuda.get_device_name())
 
 
 def nearest(known: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> str:
-    """Of the same compute capability if there is one, then with the most similar number of multiprocessors."""
+    """The nearest table: of the same compute capability if there is one, then with the most similar number of multiprocessors."""
 
     def distance(name: str) -> tuple[bool, int, int, bool]:
         other = known[name]
@@ -82,7 +82,7 @@ def nearest(known: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> str:
 
 
 def this_gpu() -> dict[str, Any]:
-    """What a table says about the GPU it is of."""
+    """The facts by which a table names its GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": torch.cuda.get_device_name(),

@@ -57,7 +57,7 @@ def graph_of(work: Any) -> "torch.cuda.CUDAGraph":
 
 
 def microseconds(graph: "torch.cuda.CUDAGraph") -> float:
-    """Of one call; all ranks replay at the same time."""
+    """Microseconds of one call; all ranks replay at the same time."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     torch.cuda.synchronize()

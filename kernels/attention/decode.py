@@ -179,7 +179,7 @@ def _decode(
 
 
 class Rope:
-    """What a decode needs to rotate query and key itself: table float32 [max_len, rotary], weights of the head norms."""
+    """The data by which a decode rotates query and key itself: table float32 [max_len, rotary], weights of the head norms."""
 
     __slots__ = ("eps", "norms", "num_heads", "table")
 
@@ -203,7 +203,7 @@ def decode(
     warps: int = 2,
     stages: int = 2,
 ) -> None:
-    """Those of the first n requests of the columns that have one token: query, out [>= n, heads, d].
+    """Attention of those of the first n requests of the columns that have one token: query, out [>= n, heads, d].
 
     With `rope`, query is the projection qkv [>= n, (heads + 2 kv_heads) d] as it is: heads are normed and rotated here, and the
     new keys and values are written to the cache, divided by the scales of `extras` if that is FP8. splits is a power of two.

@@ -72,7 +72,7 @@ class Columns:
 
 
 class Extras:
-    """What few models have: window of keys, soft cap of scores, sink logits [heads], scales of an FP8 cache."""
+    """The features that few models have: window of keys, soft cap of scores, sink logits [heads], scales of an FP8 cache."""
 
     __slots__ = ("cap", "k_scale", "sinks", "v_scale", "window")
 

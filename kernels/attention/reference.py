@@ -7,7 +7,7 @@ from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: float, extras: Extras = PLAIN) -> Tensor:
-    """All requests of the columns, one after the other: query [t, heads, d] -> float32 [t, heads, d]."""
+    """Attention of all requests of the columns, one after the other: query [t, heads, d] -> float32 [t, heads, d]."""
     _, page, kv_heads, dim = keys.shape
     group = query.shape[1] // kv_heads
     out = torch.zeros(query.shape, device=query.device)

@@ -52,7 +52,7 @@ def lone(case: Case) -> bool:
 
 
 def decode_table(times: Times) -> dict[str, Any]:
-    """From microseconds by (programs per multiprocessor, tile)."""
+    """Makes the table of decodes from microseconds by (programs per multiprocessor, tile)."""
     found: list[tuple[float, float, list[dict[str, Any]]]] = []
     for per in sorted({key[0] for of_case in times.values() for key in of_case}):
         entries, costs = [], []

@@ -29,7 +29,7 @@ def _cache_dir() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The facts that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -13,7 +13,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 
 
 class LayerWeights(NamedTuple):
-    """Of one layer, in the order of layers.h. Products are packed (packed.py)."""
+    """The weights of one layer, in the order of layers.h. Products are packed (packed.py)."""
 
     input_norm: Tensor
     post_norm: Tensor
@@ -30,7 +30,7 @@ class LayerWeights(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of all layers. wide: inputs of down."""
+    """The sizes of all layers. wide: inputs of down."""
 
     hidden: int
     wide: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a step's t tokens are: int64. Position of each [t]; by group, slot of each [t] and blocks of each request [n, any]; spans
+    """Places of a step's t tokens: int64. Position of each [t]; by group, slot of each [t] and blocks of each request [n, any]; spans
     as for attention."""
 
     positions: Tensor

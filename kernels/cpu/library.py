@@ -33,7 +33,7 @@ _RESULTS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where it cannot be had."""
+    """The library, or None where it cannot be built or loaded."""
     found = load()
     if found is not None:
         for name, types in _SIGNATURES.items():

@@ -68,7 +68,7 @@ def time_all(weights: Weights, rows: int, candidates: list[Shape]) -> Timed:
 
 
 def right(x: Tensor, w: Tensor, candidates: list[Shape]) -> list[Shape]:
-    """Those that can be launched, and compute what the unfused operations do."""
+    """The shapes that can be launched, and compute what the unfused operations do."""
     expected, found = usual(x, w).float(), []
     for shape in candidates:
         try:
@@ -84,7 +84,7 @@ def right(x: Tensor, w: Tensor, candidates: list[Shape]) -> list[Shape]:
 
 
 def entries(times: dict[int, Timed]) -> list[list[Any]]:
-    """Of a table: rows above, up to, and the shape. Rows between two sizes are the larger one's, if both are better fused."""
+    """A table's entries: rows above, up to, and the shape. Rows between two sizes are the larger one's, if both are better fused."""
     found: list[list[Any]] = []
     before, won = 0, False
     for rows, timed in sorted(times.items()):
@@ -110,7 +110,7 @@ def of_weights(weights: Weights, sizes: list[int], jobs: int | None) -> dict[int
 
 
 def lines(times: dict[int, Timed]) -> list[dict[str, Any]]:
-    """Of the report, one for each number of rows."""
+    """The lines of the report, one for each number of rows."""
     found = []
     for rows, timed in times.items():
         fused = {shape: round(us, 2) for shape, us in timed.items() if shape is not None}

@@ -48,7 +48,7 @@ class Algorithm(NamedTuple):
 
 @cache
 def library() -> Any:
-    """None where there is no such library. Its calls are too short to let go of the interpreter for."""
+    """The cuBLASLt library; None where there is none. Its calls are too short to let go of the interpreter for."""
     major = (torch.version.cuda or "").split(".")[0]
     try:
         return ctypes.PyDLL(f"libcublasLt.so.{major}")
@@ -57,7 +57,7 @@ def library() -> Any:
 
 
 class Products:
-    """On one GPU, with one dtype."""
+    """Products on one GPU, with one dtype."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._lt = library()
@@ -75,7 +75,7 @@ class Products:
         self._layouts: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
     def algorithms(self, m: int, n: int, k: int) -> list[Algorithm]:
-        """Those that the heuristic names for these sizes, its favourite first; then those without a workspace, likewise."""
+        """The algorithms that the heuristic names for these sizes, its favourite first; then those without a workspace, likewise."""
         found: dict[tuple[int, ...], Algorithm] = {}
         for scratch in (WORKSPACE_BYTES, 0):
             for algorithm in self._algorithms(m, n, k, scratch):

@@ -41,7 +41,7 @@ def _table() -> Table:
 
 
 def entries(table: tables.Table) -> Table:
-    """What a table's file says."""
+    """The entries of a table's file."""
     return {
         (each["outputs"], each["inputs"]): [Entry(over, to, tuple(config)) for over, to, config in each["rows"]]
         for each in table["products"]
@@ -59,7 +59,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> Products:
 
 @cache
 def _algorithm(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, entry: Entry) -> Algorithm | None:
-    """None in a version of the library that does not offer it."""
+    """The algorithm; None in a version of the library that does not offer it."""
     known = _products(device, dtype).algorithms(entry.to, outputs, inputs)
     return next((algorithm for algorithm in known if algorithm.config == entry.config), None)
 
@@ -76,7 +76,7 @@ def add_gemm(x: Tensor, w: Tensor, to: Tensor) -> Tensor:
 
 
 def _by_table(x: Tensor, w: Tensor, to: Tensor | None) -> Tensor | None:
-    """None where torch's own call does it."""
+    """The product by the table's choice; None where torch's own call does it."""
     outputs, inputs = w.shape
     known = _table().get((outputs, inputs)) if x.dtype in TYPES else None
     entry = entry_for(known, x.shape[0]) if known else None

@@ -38,7 +38,7 @@ Timed = dict[tuple[int, ...], float]  # microseconds by config; () is torch's ca
 
 
 def shapes(config: dict[str, Any], ranks: int) -> list[Shape]:
-    """Of the four products of a layer, on each of so many tensor-parallel ranks."""
+    """The shapes of the four products of a layer, on each of so many tensor-parallel ranks."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, dim = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
     mine, inner = heads // ranks * dim, config["intermediate_size"] // ranks

@@ -52,7 +52,7 @@ CHOICES = list(itertools.product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4))
 
 
 def fitting(inputs: int, gate: bool) -> list[tuple[int, int, int, int]]:
-    """Those whose tiles in flight are not few and have room in a multiprocessor's shared memory."""
+    """The tiles of which not too few are in flight, and which have room in a multiprocessor's shared memory."""
     line = triton.next_power_of_2(inputs) * (4 if gate else 2)  # bytes of a tile's row
     return [c for c in CHOICES if 32 << 10 <= c[0] * line * (c[2] - 1) * c[3] <= 224 << 10]
 

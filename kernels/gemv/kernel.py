@@ -162,7 +162,7 @@ class Turn(NamedTuple):
 
 @cache
 def most_bytes() -> int:
-    """Of a weight; larger ones cuBLAS reads as fast as this kernel."""
+    """The largest size of a weight in bytes; larger ones cuBLAS reads as fast as this kernel."""
     return int(tables.read("gemv")["most_bytes"])
 
 
@@ -215,7 +215,7 @@ def _with_room(tile: list[int], inputs: int, lines: int) -> Tile:
 
 @cache
 def shared_bytes() -> int:
-    """Of this GPU, for one program; an H200's without a GPU, and where torch does not tell."""
+    """The bytes of shared memory of this GPU, for one program; an H200's without a GPU, and where torch does not tell."""
     if not torch.cuda.is_available():
         return SHARED_BYTES
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -92,7 +92,7 @@ def tiles(times: dict[Shape, dict[Tile, float]]) -> list[dict[str, Any]]:
 
 
 def most_bytes(wins: dict[int, bool]) -> int:
-    """From bytes of a weight -> whether gemv won: half-way between the last win and the first loss after it."""
+    """The largest weight for which gemv pays, by {bytes: gemv won}: half-way between the last win and the first loss after it."""
     won = max((size for size, did in wins.items() if did), default=0)
     lost = min((size for size, did in wins.items() if not did and size > won), default=2 * won)
     return (won + lost) // 2

@@ -63,7 +63,7 @@ def plan_for(rows: int, layer: Layer) -> Plan:
 
 
 def usual_plan(rows: int, layer: Layer) -> Plan:
-    """Without a measurement."""
+    """The plan that is taken without a measurement."""
     if rows == 1 and max(layer.hidden, layer.wide) <= MOST_INPUTS:
         return Plan("one", one.Shape(2, 4, 3, 2), one.Shape(2, 4))
     if rows <= few.MOST_ROWS:
@@ -80,7 +80,7 @@ def usual_plan(rows: int, layer: Layer) -> Plan:
 
 
 def fp8_plan(rows: int, layer: Layer, block_k: int) -> Plan:
-    """Of weights of 8-bit floats, without a measurement. block_k: inputs that have a scale together, or of tiles."""
+    """The plan for weights of 8-bit floats, without a measurement. block_k: inputs that have a scale together, or of tiles."""
     if rows <= few.MOST_ROWS:
         return Plan("few", few.Shape(32, block_k, 4, 4), few.Shape(64, block_k, 4, 3))
     each = rows * layer.topk / layer.experts

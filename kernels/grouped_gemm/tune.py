@@ -247,14 +247,14 @@ def figures(layer: Layer, rows: int, us: float, bench: Bench) -> dict[str, float
 
 
 def layer_of(config: dict[str, Any], tp: int, ep: int) -> Layer:
-    """Of a config.json, on one of so many ranks."""
+    """The layer of a config.json, on one of so many ranks."""
     count = config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"]
     wide = config.get("moe_intermediate_size") or config["intermediate_size"]
     return Layer(count // ep, config["num_experts_per_tok"], config["hidden_size"], wide // tp)
 
 
 def entries(found: dict[int, Plan]) -> list[list[Any]]:
-    """Of a table: rows between two sizes are the larger one's."""
+    """The entries of a table: rows between two sizes are the larger one's."""
     sizes = sorted(found)
     return [
         [before, rows, found[rows].kind, list(found[rows].gate), list(found[rows].down)]

@@ -53,7 +53,7 @@ class Decodes:
         self._workspace = torch.empty(0, device="cuda"), torch.empty(0, device="cuda")
 
     def run(self, tile: DecodeTile, layers: int | None = None) -> None:
-        """All layers, or some."""
+        """Runs all layers, or some."""
         n, heads = self.absorbed.shape[:2]
         workspace = n * heads * tile.splits
         if self._workspace[0].numel() < workspace * RANK:
@@ -62,7 +62,7 @@ class Decodes:
             decode(self.absorbed, self.query, cache, self.at, 0.1, self.out, self._workspace, tile)
 
     def us(self, tile: DecodeTile) -> float:
-        """Of one layer."""
+        """Microseconds of one layer."""
         return microseconds(lambda: self.run(tile), 5) / len(self.caches)
 
 

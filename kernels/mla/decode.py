@@ -123,7 +123,7 @@ def decode(
     workspace: tuple[Tensor, Tensor],
     tile: DecodeTile,
 ) -> None:
-    """Those of the first n requests of the columns that have one token: absorbed, out [>= n, heads, rank], contiguous.
+    """Attention of those of the first n requests of the columns that have one token: absorbed, out [>= n, heads, rank], contiguous.
 
     query [>= n, heads, nope + rotary] gives the rotated part; its first dimension may be strided. cache [blocks, page, rank + rotary].
     workspace: float32 with room for [n, heads, splits, rank] and [n, heads, splits, 2].

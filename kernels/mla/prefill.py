@@ -14,7 +14,7 @@ from meshlm.kernels.mla.tiles import PrefillTile, prefill_tile
 
 @triton.jit
 def tile_of(tile, n, skip, ends, BLOCK_Q: tl.constexpr, SEARCH: tl.constexpr):
-    """Which request this tile of queries belongs to, its first token in the step, its tokens, and the tile's first one among them."""
+    """The request of this tile of queries, its first token in the step, its tokens, and the tile's first one among them."""
     low = skip - 1  # becomes the last request whose first tile is not after this one
     for base in range(skip, n, SEARCH):
         nth = base + tl.arange(0, SEARCH)

@@ -37,7 +37,7 @@ def latent_cache(
 def absorbed_attention(
     absorbed: Tensor, rotated: Tensor, cache: Tensor, at: Columns, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """All requests of the columns: absorbed [t, heads, rank], rotated [t, heads, rotary] -> float32 [t, heads, rank].
+    """Attention of all requests of the columns: absorbed [t, heads, rank], rotated [t, heads, rotary] -> float32 [t, heads, rank].
 
     And the logarithm (of base e) of the sum of each softmax [t, heads].
     """

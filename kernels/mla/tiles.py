@@ -16,7 +16,7 @@ MOST_HEADS = 64  # of a program
 
 
 class DecodeTile(NamedTuple):
-    """How a decode is launched."""
+    """The launch of a decode."""
 
     splits: int  # parts of each context
     block_n: int  # lines of a tile
@@ -27,7 +27,7 @@ class DecodeTile(NamedTuple):
 
 
 class PrefillTile(NamedTuple):
-    """How prompts are computed."""
+    """The tiles in which prompts are computed."""
 
     rows: int  # queries x heads of a tile
     block_n: int
@@ -85,10 +85,10 @@ def warm_sizes(heads: int, most: int, device: torch.device) -> list[int]:
 
 
 def prefill_tile() -> PrefillTile:
-    """Of absorbed queries over pages."""
+    """The tile of absorbed queries over pages."""
     return PrefillTile(**_table()["prefill"])
 
 
 def dense_tile() -> PrefillTile:
-    """Of a step's own tokens, projected up."""
+    """The tile of a step's own tokens, projected up."""
     return PrefillTile(**_table()["dense"])

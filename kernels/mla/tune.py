@@ -65,7 +65,7 @@ def decode_times(heads: int) -> Times:
 
 
 def compile_decodes(heads: int) -> None:
-    """All candidates at once."""
+    """Compiles all candidates at once."""
     batch = bench.Decodes(2, 64, heads)
     for tile in FEW_HEADS if heads <= 16 else MANY_HEADS:
         block_n, warps, stages, of_lines = tile
@@ -93,7 +93,7 @@ def show(case: dict[str, Any], found: dict[Any, float], work: float) -> None:
 
 
 def decode_entries(heads: int, times: Times, multiprocessors: int) -> list[dict[str, Any]]:
-    """For lone requests, and for the others; see tiles.decode_tile."""
+    """The entries for lone requests, and for the others; see tiles.decode_tile."""
     block_h = min(MOST_HEADS, heads)
     alone = [case for case in times if splits_of(case[0] * -(-heads // block_h), multiprocessors) >= LONE]
     entries = []

@@ -75,7 +75,7 @@ def _norm_route(
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Of a device, on one stream: kernels that use them follow one another."""
+    """The counters of a device, on one stream: kernels that use them follow one another."""
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 

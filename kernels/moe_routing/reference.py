@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rule(NamedTuple):
-    """How experts are chosen."""
+    """The rule by which experts are chosen."""
 
     num_topk: int
     sigmoid: bool = False

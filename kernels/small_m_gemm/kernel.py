@@ -96,7 +96,7 @@ def _table() -> dict[Key, list[tuple[int, int, Shape]]]:
 
 @cache
 def shape_for(rows: int, outputs: int, inputs: int, use: str) -> Shape | None:
-    """None where cuBLAS is faster, as measured."""
+    """The shape of the kernel; None where cuBLAS is faster, as measured."""
     return tables.for_rows(_table().get((outputs, inputs, use), []), rows)
 
 

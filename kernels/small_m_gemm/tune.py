@@ -141,7 +141,7 @@ class Layers:
 
 
 def entries(found: dict[int, Shape | None]) -> list[list[Any]]:
-    """Of a table: by rows the shape. Rows between two sizes are the larger one's."""
+    """The entries of a table: by rows the shape. Rows between two sizes are the larger one's."""
     sizes = sorted(found)
     return [
         [before, rows, list(shape)]

@@ -86,7 +86,7 @@ def _search_peaks(peak, low, high, target, top, steep, SPARE: tl.constexpr):
 
 @triton.jit
 def _tile(line, vocab, chosen, count, begin, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Where the logits of the chosen groups from `begin` on are, and which of these there are."""
+    """The places of the logits of the chosen groups from `begin` on, and a mask of those that exist."""
     nth = begin + tl.arange(0, TILE)
     group = tl.load(chosen + nth, mask=nth < count, other=0).to(tl.int32)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
