@@ -33,7 +33,7 @@ NOT_SUPPORTED = {
     "thinking_token_budget": "max_tokens bounds reasoning and answer together",
     "repetition_detection": "stop, max_tokens and the penalties end or avoid repetition",
     "extra_args": "there are no extensions that would read them",
-    "routed_experts_prompt_start": "there are no experts",
+    "routed_experts_prompt_start": "the experts of tokens are not returned",
     "skip_reading_prefix_cache": "a prompt's cache_salt keeps it from what others left in the cache",
 }
 

@@ -1,8 +1,10 @@
 """Which experts there are, and which a layer gets: the first of its format that this device, dtype and method of weights can have."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.parts import ActivationFormat, Dispatcher, Experts, WeightAndReduce
 from meshlm.workers.quantization.fp8 import ExpertScales
+
+_log = structlog.get_logger()
 
 
 class ExpertWeights(NamedTuple):
@@ -105,13 +109,21 @@ GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
 """Between data-parallel ranks, by the name of their --all2all-backend."""
 
 
+@cache
+def _warn(name: str, reasons: str) -> None:
+    """Once, not for every layer."""
+    _log.warning("experts are computed in plain torch, which waits for the GPU", experts=name, reason=reasons)
+
+
 def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
     """The fastest for activations of this format. ProcessFatal says why there are none."""
-    reasons = []
+    reasons: list[str] = []
     for name, kind in EXPERTS.items():
         if kind.format is format:
             why = kind.unsupported(weights)
             if why is None:
+                if reasons and weights.gate_up.is_cuda:
+                    _warn(name, "; ".join(reasons))
                 return kind.make(weights)
             reasons.append(f"{name}: {why}")
     raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")

@@ -11,6 +11,16 @@ if not torch.cuda.is_available():
 from engine_driver import engine
 from near_transformers import MIXTURES, errors, history, transformers_model
 
+from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.protocol.model import QuantizationScheme
+from meshlm.workers.layers.partial_sum import Kind
+from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
+from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
+from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
+from meshlm.workers.moe.fused_moe import FusedMoE
+from meshlm.workers.moe.parts import Dispatcher, Routing, WeightAndReduce
+from meshlm.workers.quantization.fp8 import FP8, ExpertScales, groups
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
@@ -21,3 +31,53 @@ def test_error_is_no_worse_than_transformers_bfloat16(name: str, mode: str, tmp_
     theirs = transformers_model(name, tmp_path)
     ours, error = errors(theirs, history(engine(tmp_path, load_format="auto", cudagraph_mode=mode)))
     assert ours <= 1.2 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
+
+
+NUM, TOPK, HIDDEN, WIDE = 12, 4, 512, 256
+SCHEMES = {
+    "16 bits": None,
+    "tokens and channels": QuantizationScheme(targets=(), weight="channel", activation="token"),
+    "blocks": QuantizationScheme(targets=(), weight="block", block=(128, 128), activation="group", group=128),
+    "weights alone": QuantizationScheme(targets=(), weight="channel", activation="none"),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_kernels_give_what_plain_torch_gives(name: str, batched: bool) -> None:
+    """One row, few and many, sorted and in batches; some tokens are padding."""
+    scheme = SCHEMES[name]
+    if scheme is not None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no 8-bit floats")
+    torch.manual_seed(0)
+    gate_up = torch.randn(NUM, 2 * WIDE, HIDDEN, device="cuda").bfloat16() / HIDDEN**0.5
+    down = torch.randn(NUM, HIDDEN, WIDE, device="cuda").bfloat16() / WIDE**0.5
+    scales = None
+    if scheme is not None:
+        gate_up, down = (weight.mul(100).to(FP8) for weight in (gate_up, down))
+        some = [
+            torch.rand(*weight.shape[:2], groups(scheme, weight.shape[2]), device="cuda") / 100 + 0.005
+            for weight in (gate_up, down)
+        ]
+        scales = ExpertScales(some[0], some[1], scheme, torch.bfloat16)
+    dispatcher: Dispatcher = NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
+    plain, kernels = ReferenceExperts(gate_up, down, "silu", scales), TritonExperts(gate_up, down, scales)
+    made = FusedMoE(dispatcher, plain), FusedMoE(dispatcher, kernels)
+    if batched:
+        dispatcher = NoDispatchBatched(0, NUM, NUM)
+        made = (
+            FusedMoE(dispatcher, ReferenceBatchedExperts(gate_up, down, "silu", scales)),
+            FusedMoE(dispatcher, TritonBatchedExperts(gate_up, down, scales)),
+        )
+    for rows in (1, 9, 70, 700):
+        x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        slots = torch.arange(rows, device="cuda")
+        slots[1::5] = -1
+        routing = Routing(
+            *select_experts(torch.randn(rows, NUM, device="cuda"), Rule(TOPK, renormalise=True), None, slots)
+        )
+        (expected, _), (found, _) = (fused.forward(x, routing) for fused in made)
+        total = found.value.sum(0) if found.kind is Kind.SPLIT_K else found.value
+        error = (total.float() - expected.value.float()).abs().mean() / expected.value.float().abs().mean()
+        assert float(error) < 0.02, rows
+        assert not total[1::5].any(), "padding goes nowhere"
