@@ -79,11 +79,21 @@ class GroupedLinear(nn.Module):
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
         self.scheme = scheme
 
-    def prepare(self) -> None:
-        """After loading: a CPU, which would take longer to decode than to multiply, decodes once."""
+    def prepare(self, into: nn.Parameter | None = None) -> None:
+        """After loading: a CPU, which would take longer to decode than to multiply, decodes once. into: what `restore` gave."""
         if self.scheme is not None and self.weight.device.type == "cpu" and self.weight.dtype == FP8:
             values = decoded(self.weight, self.weight_scale, self.scheme, self.dtype)
-            self.weight = nn.Parameter(values, requires_grad=False)
+            if into is not None:
+                into.copy_(values)
+            self.weight = into if into is not None else nn.Parameter(values, requires_grad=False)
+
+    def restore(self) -> nn.Parameter:
+        """Before it is loaded again: room for what files have. What computes holds the parameter that this gives."""
+        weight = self.weight
+        if self.scheme is not None and weight.dtype != FP8:
+            empty = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+            self.weight = nn.Parameter(empty, requires_grad=False)
+        return weight
 
 
 class ExpertLinears(nn.Module):
@@ -95,6 +105,9 @@ class ExpertLinears(nn.Module):
         slots = end - begin + moe.redundant_experts
         self.gate_up = GroupedLinear(slots, hidden, 2 * moe.moe_intermediate_size)
         self.down = GroupedLinear(slots, moe.moe_intermediate_size, hidden)
+
+    def linears(self) -> tuple[GroupedLinear, GroupedLinear]:
+        return self.gate_up, self.down
 
     def weights(self, act: str) -> ExpertWeights:
         """As experts take them."""

@@ -1,7 +1,7 @@
 """Fills a model with weights and reports how far it is."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
 from meshlm.workers.quantization.registry import use_methods
-from meshlm.workers.quantization.scales import scale_rows, scale_tensors
+from meshlm.workers.quantization.scales import ScaleTensor, scale_rows, scale_tensors
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
@@ -61,16 +61,19 @@ def load_model(
 
 def reload_experts(model: Decoder, resolved: Resolved, device: torch.device, seed: int) -> None:
     """Read this shard's own experts again, after `load_model`, into the slots that they had then. ProcessFatal."""
-    slots = dict(model.named_parameters())
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[resolved.dtype])
+    computed = [(linear, linear.restore()) for mixture in model.mixtures() for linear in mixture.experts.linears()]
+    slots, scales = dict(model.named_parameters()), scale_tensors(resolved.spec)
     try:
         for name, source in sources(Path(resolved.model_path), resolved.load_format, resolved.spec, device, seed):
-            found = place(name, resolved.spec, model.shard)
+            found, scale = _place(name, scales, model)
             if found is not None and found.expert is not None:
-                _take(_slot(slots, found), source, found, resolved)
+                _take(slots, name, source, found, scale, resolved)
     finally:
         torch.set_default_dtype(default)
+        for linear, values in computed:
+            linear.prepare(values)
     _fill_redundant(model)
 
 
@@ -109,21 +112,13 @@ def _fill(
     for name, source in tensors:
         if _take_kv_scale(name, source, model):
             continue
-        scale = scales.get(name) or scales.get(f"model.{name}")
-        found = place(name if scale is None else scale.weight, resolved.spec, model.shard)
+        found, scale = _place(name, scales, model)
         if found is None or found.end == found.begin:
             continue
-        if scale is not None:
-            found = found._replace(parameter=found.parameter.removesuffix("weight") + scale.parameter)
-            slot = _slot(slots, found)
-            end = found.row + (found.end - found.begin if found.dim == 0 else found.shape[0])
-            slot[found.row : end] = scale_rows(name, source.whole(), scale, found)
-            taken = slot[found.row : end].numel()
-        elif found.parameter in kept:
-            slot = slots[found.parameter]
-            taken = kept[found.parameter].take(slot, source, found)
+        if found.parameter in kept:
+            taken = kept[found.parameter].take(slots[found.parameter], source, found)
         else:
-            taken = _take(_slot(slots, found), source, found, resolved)
+            taken = _take(slots, name, source, found, scale, resolved)
         missing[found.parameter] -= taken
         parameter = slots[found.parameter]
         done += parameter.numel() * parameter.element_size() * taken / expected[found.parameter]
@@ -137,8 +132,31 @@ def _fill(
         )
 
 
-def _take(slot: Tensor, source: Source, found: WeightSlice, resolved: Resolved) -> int:
+def _place(
+    name: str, scales: Mapping[str, ScaleTensor], model: Decoder
+) -> tuple[WeightSlice | None, ScaleTensor | None]:
+    """Where a tensor belongs, and of what it is the scale."""
+    scale = scales.get(name) or scales.get(f"model.{name}")
+    found = place(name if scale is None else scale.weight, model.spec, model.shard)
+    if found is not None and scale is not None:
+        found = found._replace(parameter=found.parameter.removesuffix("weight") + scale.parameter)
+    return found, scale
+
+
+def _take(
+    slots: Mapping[str, nn.Parameter],
+    name: str,
+    source: Source,
+    found: WeightSlice,
+    scale: ScaleTensor | None,
+    resolved: Resolved,
+) -> int:
     """A part of a tensor goes to its place in a parameter; how many elements that are."""
+    slot = _slot(slots, found)
+    if scale is not None:
+        end = found.row + (found.end - found.begin if found.dim == 0 else found.shape[0])
+        slot[found.row : end] = scale_rows(name, source.whole(), scale, found)
+        return slot[found.row : end].numel()
     tensor = source.part(found.dim, found.begin, found.end)
     rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
     if found.plus and resolved.load_format != "gguf":
@@ -146,7 +164,7 @@ def _take(slot: Tensor, source: Source, found: WeightSlice, resolved: Resolved) 
     return tensor.numel()
 
 
-def _slot(slots: dict[str, nn.Parameter], found: WeightSlice) -> Tensor:
+def _slot(slots: Mapping[str, nn.Parameter], found: WeightSlice) -> Tensor:
     """The parameter, or the matrix of one expert."""
     whole = slots[found.parameter]
     return whole if found.expert is None else whole[found.expert]

@@ -9,13 +9,14 @@ import torch
 from quantised_models import Quantised, compressed, quantised, rounded
 from safetensors.torch import load_file, save_file
 from sharded_models import load_shards, logits_of, together
-from small_models import MOE, SMALL, caches, load, run
+from small_models import CPU, MOE, SMALL, caches, load, resolved, run
 from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.quantise_fp8.reference import quantise
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts import triton
@@ -25,6 +26,7 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Routing, WeightAndReduce
 from meshlm.workers.moe.registry import unsupported_scheme
 from meshlm.workers.quantization.fp8 import ExpertScales
+from meshlm.workers.weights.load import load_model, reload_experts
 
 IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
 KINDS = {
@@ -169,3 +171,21 @@ def test_schemes_that_kernels_do_not_take() -> None:
     assert "multiples of 16" in why(24)
     assert "no tiles of 32 inputs" in why(weight="block", block=(32, 32))
     assert "same size for activations and weights" in why(activation="group", group=128)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_ranks_own_experts_are_read_again(name: str, tmp_path: Path) -> None:
+    """Others have been in their slots; what computes holds the tensors that are filled."""
+    checkpoint(KINDS[name], tmp_path)
+    found = resolved(tmp_path)
+    model = load_model(found, CPU, 0, lambda done, total: None, Shard(ep_rank=1, ep_size=2, redundant_experts=4))
+    weights = [weight for mixture in model.mixtures() for weight in mixture.experts.parameters()]
+    before = [weight.clone() for weight in weights]
+    for weight in weights:
+        assert torch.equal(weight[3:], weight[[0, 1, 2, 0]]), "replicas of its own"
+        weight.zero_()
+    reload_experts(model, found, CPU, 0)
+    after = [weight for mixture in model.mixtures() for weight in mixture.experts.parameters()]
+    for weight, same, wanted in zip(weights, after, before, strict=True):
+        assert same is weight
+        assert torch.equal(weight, wanted)

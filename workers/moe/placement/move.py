@@ -7,6 +7,7 @@ is to be sent: beside the weights there is room for two pieces and no more.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
@@ -60,7 +61,9 @@ def rearrange(weights: Sequence[Tensor], old: Sequence[int], new: Sequence[int],
         return
     for weight in weights:
         lines = weight.view(len(weight), -1)
-        width = max(1, PIECE // (most * weight.element_size()))
+        if lines.element_size() == 1:  # 8-bit floats have no collectives everywhere
+            lines = lines.view(torch.uint8)
+        width = max(1, PIECE // (most * lines.element_size()))
         for begin in range(0, lines.shape[1], width):
             piece = lines[:, begin : begin + width]
             kept = piece[[source for source, _ in own.copies]]
