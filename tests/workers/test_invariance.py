@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import BLOCK, GEMMA, SMALL, caches, load, run
+from small_models import BLOCK, GEMMA, LATENT, SMALL, caches, load, run
 from torch import Tensor
 
 from meshlm.protocol.sampling import SamplingParams
@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-wide": ("MistralConfig", {"sliding_window": 70}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "deepseek without experts": ("DeepseekV3Config", LATENT | {"q_lora_rank": 20, "first_k_dense_replace": 3}),
     "gemma2": ("Gemma2Config", GEMMA),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }

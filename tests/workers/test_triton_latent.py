@@ -50,7 +50,7 @@ def test_a_step(requests: list[tuple[int, int]], projected_up: str, monkeypatch:
     batch = batch_of(parts)
     tokens, line = len(batch.input_ids), RANK + ROTARY
     weights = torch.randn(HEADS * (NOPE + WIDE), RANK) * 0.3
-    heads = LatentShape(weights, (NOPE, ROTARY, WIDE), (torch.rand(RANK) + 0.5, 1e-6))
+    heads = LatentShape(weights, (NOPE, ROTARY, WIDE), (torch.rand(RANK) + 0.5, 1e-6), TorchOps())
     query, latent = torch.randn(tokens, HEADS, NOPE + ROTARY), torch.randn(tokens, line)
     table, pages = torch.randn(64, ROTARY), torch.randn(BLOCKS, BLOCK, 1, line)
 
@@ -91,7 +91,7 @@ def test_few_decodes(starts: list[int]) -> None:
     parts = [([1], start, [6 * nth + page for page in range(6)]) for nth, start in enumerate(starts)]
     batch, tokens = batch_of(parts), len(starts)
     weights = torch.randn(HEADS * (NOPE + WIDE), RANK) * 0.3
-    heads = LatentShape(weights, (NOPE, ROTARY, WIDE), (torch.rand(RANK) + 0.5, 1e-6))
+    heads = LatentShape(weights, (NOPE, ROTARY, WIDE), (torch.rand(RANK) + 0.5, 1e-6), TorchOps())
     both = torch.randn(tokens, HEADS * (NOPE + ROTARY) + RANK + ROTARY)  # as projected: lines are strided
     query, latent = both[:, : -RANK - ROTARY].view(tokens, HEADS, -1), both[:, -RANK - ROTARY :]
     table, pages = torch.randn(64, ROTARY), torch.randn(BLOCKS, BLOCK, 1, RANK + ROTARY)

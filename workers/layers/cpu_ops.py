@@ -7,7 +7,7 @@ from torch import Tensor
 from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Composed
+from meshlm.workers.layers.ops import AttentionShape, Composed, HeadProducts
 from meshlm.workers.layers.partial_sum import PartialSum
 
 
@@ -66,3 +66,16 @@ class CpuOps(Composed):
             cache.values,
             heads.num_heads,
         )
+
+    def head_products(self, weights: Tensor) -> HeadProducts:
+        """One product after the other: torch's of all heads at once depend on the number of rows."""
+        packed, outputs = [self.pack(weight.contiguous()) for weight in weights], weights.shape[1]
+
+        def products(x: Tensor, out: Tensor | None) -> Tensor:
+            heads = zip(x.unbind(1), packed, strict=True)
+            found = torch.stack(
+                [self.linear(head.contiguous(), weight, None, outputs) for head, weight in heads], dim=1
+            )
+            return found if out is None else out.copy_(found)
+
+        return products

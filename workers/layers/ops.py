@@ -35,31 +35,31 @@ class AttentionShape:
         self.norms, self.eps = norms, eps  # weights of the norms of query and key heads
 
 
+HeadProducts = Callable[[Tensor, Tensor | None], Tensor]
+"""[t, heads, inputs] -> [t, heads, outputs], each head with a weight of its own; into the second tensor, if there is one."""
+
+
 class LatentShape:
     """What backends and latent_cache need to know of a layer of multi-head latent attention (kernels/mla/kernel.py)."""
 
-    __slots__ = ("behind", "into", "nope", "norm", "num_heads", "rank", "rotary", "up", "wide")
+    __slots__ = ("_absorb", "_values", "nope", "norm", "num_heads", "rank", "rotary", "up", "wide")
 
-    def __init__(self, up: Tensor, sizes: tuple[int, int, int], norm: tuple[Tensor, float]) -> None:
+    def __init__(self, up: Tensor, sizes: tuple[int, int, int], norm: tuple[Tensor, float], ops: "Ops") -> None:
         """up [heads (nope + wide), rank]: from a latent to the keys and values of all heads. sizes: nope, rotary, wide."""
         self.nope, self.rotary, self.wide = sizes
         self.up, self.rank, self.norm = up, up.shape[1], norm  # of the latent: weight and eps
         by_head = up.view(-1, self.nope + self.wide, self.rank)
         self.num_heads = by_head.shape[0]
-        self.into, self.behind = by_head[:, : self.nope], by_head[:, self.nope :]  # W_UK, W_UV
+        self._absorb = ops.head_products(by_head[:, : self.nope].transpose(1, 2))
+        self._values = ops.head_products(by_head[:, self.nope :])
 
     def absorb(self, query: Tensor) -> Tensor:
-        """query [t, heads, nope + rotary] -> [t, heads, rank]: what its first part is multiplied with latents by."""
-        out = torch.empty(query.shape[0], self.num_heads, self.rank, dtype=query.dtype, device=query.device)
-        torch.bmm(query[..., : self.nope].transpose(0, 1), self.into, out=out.transpose(0, 1))
-        return out
+        """query [t, heads, nope + rotary] -> W_UK^T of its first part [t, heads, rank], which is multiplied with latents."""
+        return self._absorb(query[..., : self.nope], None)
 
     def values(self, found: Tensor, out: Tensor | None = None) -> Tensor:
         """Weighted sums of latents [t, heads, rank] -> those of values [t, heads, wide]."""
-        if out is None:
-            out = torch.empty(found.shape[0], self.num_heads, self.wide, dtype=found.dtype, device=found.device)
-        torch.bmm(found.transpose(0, 1), self.behind.transpose(1, 2), out=out.transpose(0, 1))
-        return out
+        return self._values(found, out)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -180,6 +180,10 @@ class Ops(Protocol):
         """
         ...
 
+    def head_products(self, weights: Tensor) -> HeadProducts:
+        """weights [heads, outputs, inputs], which may be strided."""
+        ...
+
     def latent_cache(
         self, query: Tensor, latent: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: LatentShape
     ) -> None:
@@ -236,6 +240,17 @@ class Composed:
     def act_mul(self, gate_up: Tensor, act: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[act](gate) * up
+
+    def head_products(self, weights: Tensor) -> HeadProducts:
+        transposed = weights.transpose(1, 2)
+
+        def products(x: Tensor, out: Tensor | None) -> Tensor:
+            if out is None:
+                out = x.new_empty(*x.shape[:2], weights.shape[1])
+            torch.bmm(x.transpose(0, 1), transposed, out=out.transpose(0, 1))
+            return out
+
+        return products
 
     def latent_cache(
         self: "Ops",

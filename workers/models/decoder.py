@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self._heads: AttentionShape | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, ops: Ops) -> None:
         """Computes what depends on the loaded layers; called after theirs."""
         norms = (
             (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None and self.k_norm is not None else None
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
                 module.router.prepare(self.ops)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            layer.attention.prepare()
+            layer.attention.prepare(self.ops)
         self._use_dispatcher()
         if self.head is not None:
             self._head_weight = self.head.weight.data

@@ -42,12 +42,12 @@ class LatentAttention(Attention):
         self.o = Linear(heads * mla.v_head_dim, hidden, bias=False)
         self._latent: LatentShape | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`."""
         mla = self._spec.mla
         assert mla is not None
         sizes = (mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
-        self._latent = LatentShape(self.kv_b.weight, sizes, (self.kv_norm.weight, self.kv_norm.eps))
+        self._latent = LatentShape(self.kv_b.weight, sizes, (self.kv_norm.weight, self.kv_norm.eps), ops)
 
     def attend(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
