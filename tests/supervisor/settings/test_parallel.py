@@ -1,9 +1,11 @@
 """What cannot be split is refused by the flag's name, with what would do."""
 
+import msgspec
 import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import ParallelConfig
+from meshlm.protocol.model import MoESpec
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import parallel
 
@@ -48,6 +50,22 @@ def test_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel.check(config(tp=3, pp=2), SMOLLM2, "cuda", 6)
     parallel.check(config(tp=3, pp=30, dp=7), SMOLLM2, "cpu", 630)
     parallel.check(config(tp=2, pp=7), SMOLLM2, "fake", 14)
+
+
+def test_what_ranks_split_of_experts() -> None:
+    """An MLP's width counts where a layer has one, that of experts where ranks have a part of each, that of shared ones always."""
+    moe = MoESpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=10, shared_intermediate_size=12)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 60, "num_key_value_heads": 60, "intermediate_size": 7}
+    everywhere = spec_of(moe=moe, **sizes)
+    parallel.check(config(tp=2), everywhere, "cpu", 2)
+    with pytest.raises(UsageError, match="-size 3: does not divide the model's intermediate size 10; .* over 1, 2$"):
+        parallel.check(config(tp=3), everywhere, "cpu", 3)
+    parallel.check(config(tp=3), everywhere, "cpu", 3, whole_experts=True)
+    with pytest.raises(UsageError, match="-size 5: does not divide the model's intermediate size 12"):
+        parallel.check(config(tp=5), everywhere, "cpu", 5, whole_experts=True)
+    some = spec_of(moe=msgspec.structs.replace(moe, moe_layers=(True, False)), **sizes)
+    with pytest.raises(UsageError, match="-size 2: does not divide the model's intermediate size 7; .* over 1$"):
+        parallel.check(config(tp=2), some, "cpu", 2)
 
 
 def test_a_node_needs_gpus_for_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:

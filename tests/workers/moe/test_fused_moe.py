@@ -154,3 +154,12 @@ def test_workspaces_are_parts_of_one_buffer() -> None:
     assert (a.shape, a.dtype, b.shape, b.dtype) == ((3, 5), torch.float32, (7,), torch.bfloat16)
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     assert b.data_ptr() - a.data_ptr() == 256
+
+
+def test_numbers_that_no_kernel_has_written_are_no_experts() -> None:
+    """A GPU's start runs steps without launching kernels: what routing would have written is whatever memory held."""
+    x, routing = torch.randn(3, HIDDEN), routing_of(3)
+    garbage = routing._replace(experts=torch.tensor([[0, 1, 2], [NUM, -7, 2**31 - 1], [3, 4, 5]], dtype=torch.int32))
+    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), ReferenceExperts(*weights())).forward(x, garbage)
+    assert found.value.isfinite().all()
+    assert not found.value[1].any()
