@@ -58,13 +58,13 @@ def test_what_ranks_split_of_experts() -> None:
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 60, "num_key_value_heads": 60, "intermediate_size": 7}
     everywhere = spec_of(moe=moe, **sizes)
     parallel.check(config(tp=2), everywhere, "cpu", 2)
-    with pytest.raises(UsageError, match="-size 3: does not divide the model's intermediate size 10; .* over 1, 2$"):
+    with pytest.raises(UsageError, match=r"-size 3: does not divide the model's intermediate size 10; .* over 1, 2$"):
         parallel.check(config(tp=3), everywhere, "cpu", 3)
     parallel.check(config(tp=3), everywhere, "cpu", 3, whole_experts=True)
-    with pytest.raises(UsageError, match="-size 5: does not divide the model's intermediate size 12"):
+    with pytest.raises(UsageError, match=r"-size 5: does not divide the model's intermediate size 12"):
         parallel.check(config(tp=5), everywhere, "cpu", 5, whole_experts=True)
     some = spec_of(moe=msgspec.structs.replace(moe, moe_layers=(True, False)), **sizes)
-    with pytest.raises(UsageError, match="-size 2: does not divide the model's intermediate size 7; .* over 1$"):
+    with pytest.raises(UsageError, match=r"-size 2: does not divide the model's intermediate size 7; .* over 1$"):
         parallel.check(config(tp=2), some, "cpu", 2)
 
 
