@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 128  # entries of a program
-LINES = 32  # chunks that are summed up at a time
+FEW, MANY = 16, 128  # chunks that are summed up at a time: one program does it, and each time it waits for memory
 ALIGNED = 4  # integers: buffers begin where any kernel likes them to
 
 
@@ -87,6 +87,15 @@ def align(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor
     _count[(chunks,)](
         experts, counts, ids, entries, most, EXPERTS=num_experts, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4
     )
-    _sum_up[(1,)](counts, ends, chunks, EXPERTS=num_experts, BLOCK=block, LINES=LINES, BLOCK_E=block_e, num_warps=8)
+    _sum_up[(1,)](
+        counts,
+        ends,
+        chunks,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        LINES=FEW if chunks <= FEW else min(MANY, max(FEW, 16384 // block_e)),
+        BLOCK_E=block_e,
+        num_warps=8,
+    )
     _place[(chunks,)](experts, counts, ids, positions, entries, EXPERTS=num_experts, CHUNK=CHUNK, num_warps=4)
     return ids[:most], positions[:entries].view(experts.shape), ends[:num_experts]
