@@ -84,6 +84,7 @@ class Dispatcher:
         self, keys: list[Key], capture: Callable[[Key], None], agree: Callable[[bool], bool] | None = None
     ) -> None:
         """agree: of a group, whose ranks must have the same graphs: whether a capture worked on all, told whether it did here."""
+        self._wanted = keys
         self._keep(keys)
         self.misses: Counter[str] = Counter()
         self.replays: Counter[str] = Counter()
@@ -190,9 +191,10 @@ class Dispatcher:
                     return
 
     def forget(self) -> None:
-        """All that are captured: what they hold is of no use any more. None is replayed now."""
+        """All that are captured, and which could not be: a new group's ranks begin alike. None is replayed now."""
         self._graphs.clear()
         self._missed.clear()
+        self._keep(self._wanted)
 
     def abandon(self, error: torch.OutOfMemoryError) -> None:
         """Capture no more: steps of other sizes are launched kernel by kernel."""

@@ -1,5 +1,7 @@
 """Which graph a step is replayed from: pure, no GPU."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,3 +151,28 @@ def test_with_the_first_graphs_every_step_has_one(max_num_seqs: int, num_tokens:
 def test_mixed_graphs_end_where_the_scheduler_ends_steps() -> None:
     assert all(on_grid(tokens) == tokens for tokens in MIXED_TOKENS)
     assert {on_grid(tokens) for tokens in range(513, MOST_MIXED_TOKENS + 1)} <= set(MIXED_TOKENS)
+
+
+def test_a_new_group_s_ranks_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was just started, another has failed to capture a graph with the group before: they capture the same ones, in step."""
+    refused, captured = {Key(4, 4)}, list[Key]()
+    steps = Dispatcher([Key(2, 2), Key(4, 4), Key(4, 4, halves=True)], captured.append)
+
+    def record(launch: Any) -> object:
+        launch()
+        if captured[-1] in refused:
+            raise RuntimeError("not now")
+        return object()
+
+    monkeypatch.setattr(steps._recorder, "record", record)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    for expected in ([Key(2, 2), Key(4, 4, halves=True)], [Key(2, 2), Key(4, 4), Key(4, 4, halves=True)]):
+        steps.forget()
+        while not steps.complete:
+            steps.background()
+        assert steps.keys == expected
+        assert steps.find(4, 4, uniform=True, halves=True) == Key(4, 4, halves=True)
+        refused.clear()
+    assert steps.find(4, 4, uniform=True) == Key(4, 4)
+    assert steps.find(9, 2, uniform=False, halves=True) is None
+    assert not steps.misses["too_many_tokens"], "a step that is not halved is asked for anew"
