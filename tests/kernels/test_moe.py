@@ -15,6 +15,8 @@ from meshlm.kernels.moe_routing import fused as fused_routing
 from meshlm.kernels.moe_routing import kernel as moe_routing
 from meshlm.kernels.moe_routing import reference as routing_reference
 from meshlm.kernels.moe_routing.reference import Rule
+from meshlm.kernels.moe_slots import kernel as moe_slots
+from meshlm.kernels.moe_slots import reference as slots_reference
 from meshlm.kernels.moe_sum import kernel as moe_sum
 from meshlm.kernels.moe_sum import reference as sum_reference
 from meshlm.kernels.quantise_fp8 import kernel as quantise_fp8
@@ -44,6 +46,22 @@ def test_routing(name: str, rows: int) -> None:
     assert torch.equal(found, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     assert (found[slots < 0] == -1).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13, 300])
+def test_slots_of_experts(rows: int) -> None:
+    """Counts are added to those that are there."""
+    num_experts, topk, turns = 9, 3, 12
+    experts = torch.randint(-1, num_experts, (rows, topk), dtype=torch.int32, device=DEVICE)
+    table = torch.randint(-1, 40, (num_experts + 1, turns), dtype=torch.int32, device=DEVICE)
+    counts, expected_counts = (torch.arange(num_experts + 1, device=DEVICE) << 33 for _ in range(2))
+    expected = slots_reference.slots_of(experts, table, expected_counts, 5)
+    assert torch.equal(moe_slots.slots_of(experts, table, counts, 5), expected)
+    assert torch.equal(counts, expected_counts)
+    for token, row in enumerate(experts.tolist()):
+        assert expected[token].tolist() == [int(table[expert + 1, (token + 5) % turns]) for expert in row]
+    if rows:
+        assert int((counts - (torch.arange(num_experts + 1, device=DEVICE) << 33)).sum()) == rows * topk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

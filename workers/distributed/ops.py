@@ -24,6 +24,7 @@ class SummingOps:
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
         self.select_experts, self.latent_cache = base.select_experts, base.latent_cache
         self.head_products = base.head_products
+        self.slots_of = base.slots_of
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None

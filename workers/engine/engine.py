@@ -73,7 +73,7 @@ class ModelEngine:
         self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
         self.balancer: Balancer | None = None
         if self.together is not None:
-            self.balancer = self._make_balancer(self.together.experts, tokens)
+            self.balancer = self._make_balancer(self.together.experts)
             slots = self.balancer is not None
             if config.experts.all2all_backend == "peer_memory":
                 self.together.experts.share_memory(tokens, resolved.spec, self.dtype)
@@ -116,7 +116,7 @@ class ModelEngine:
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * hidden, kv_specs=specs)
 
-    def _make_balancer(self, group: ExpertGroup, rows: int) -> Balancer | None:
+    def _make_balancer(self, group: ExpertGroup) -> Balancer | None:
         """Of experts that move between ranks (--enable-eplb)."""
         experts, mixtures = self.config.experts, self.model.mixtures()
         if not experts.enable_eplb or not mixtures:
@@ -131,7 +131,6 @@ class ModelEngine:
             group,
             Experts(numbers, moe.redundant_experts * group.size, moe.num_experts),
             [list(mixture.experts.parameters()) for mixture in mixtures],
-            rows,
             lambda: reload_experts(self.model, self.resolved, self.device, seed),
         )
         for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):

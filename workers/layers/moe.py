@@ -152,7 +152,7 @@ class MoE(nn.Module):
         """Computes what the experts add to the residual, which has x in it then."""
         y, residual, routing = self.router.after_norm(x, norm, batch.slot_mapping[0], ops)
         if self.replicas is not None:
-            routing = self.replicas.of(routing)
+            routing = self.replicas.of(routing, ops)
         found, beside = self.fused.forward(y, routing, self.shared and (lambda: self.of_shared(y, ops)))
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
 

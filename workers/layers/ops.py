@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.kernels.moe_slots.reference import slots_of
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
@@ -165,6 +166,10 @@ class Ops(Protocol):
         """The experts of m tokens, int32 [m, k], and their weights, float32 [m, k]: kernels/moe_routing."""
         ...
 
+    def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
+        """Where experts are that move between ranks: kernels/moe_slots."""
+        ...
+
     def norm_route(
         self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -229,6 +234,9 @@ class Composed:
         self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return select_experts(logits, rule, correction_bias, slots)
+
+    def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
+        return slots_of(experts, table, counts, first)
 
     def norm_route(
         self: "Ops", x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None

@@ -15,6 +15,7 @@ from meshlm.kernels.mla.cache import latent_cache
 from meshlm.kernels.moe_routing import fused as fused_routing
 from meshlm.kernels.moe_routing.kernel import select_experts
 from meshlm.kernels.moe_routing.reference import Rule
+from meshlm.kernels.moe_slots.kernel import slots_of
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
@@ -96,6 +97,9 @@ class TritonOps(Composed):
         self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return select_experts(logits, rule, correction_bias, slots)
+
+    def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
+        return slots_of(experts, table, counts, first)
 
     def norm_route(
         self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None

@@ -12,13 +12,12 @@ from torch import Tensor
 from meshlm.protocol.config.experts import EPLBConfig
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.moe.parts import NOWHERE, Routing
 from meshlm.workers.moe.placement import move
 from meshlm.workers.moe.placement.balance import balance, first_placement
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
-from meshlm.workers.moe.placement.replicas import Replicas, turns_of
-
-CPU = torch.device("cpu")
+from meshlm.workers.moe.placement.replicas import Replicas
 
 
 def routing(experts: Sequence[Sequence[int]]) -> Routing:
@@ -36,12 +35,12 @@ def weights_of(slots: Sequence[int], rank: int, size: int) -> list[Tensor]:
 
 def test_replicas_take_turns_and_tokens_are_counted() -> None:
     counts = torch.zeros(9, dtype=torch.int64)
-    replicas = Replicas(8, [2, 3, 6, 7], turns_of(100, 1, CPU), counts)
+    replicas = Replicas(8, [2, 3, 6, 7], 1, counts)
     replicas.place([0, 1, 2, 3, 1, 1])  # of the four
-    found = replicas.of(routing([[3, 6], [3, 0], [NOWHERE, NOWHERE], [3, 7], [3, 2]]))
+    found = replicas.of(routing([[3, 6], [3, 0], [NOWHERE, NOWHERE], [3, 7], [3, 2]]), TorchOps())
     assert found.experts.tolist() == [[4, 2], [5, NOWHERE], [NOWHERE, NOWHERE], [4, 3], [5, 0]]
     assert counts.tolist() == [2, 1, 0, 1, 4, 0, 0, 1, 1]
-    many = replicas.of(routing([[3]] * 60)).experts
+    many = replicas.of(routing([[3]] * 60), TorchOps()).experts
     assert [int((many == slot).sum()) for slot in (1, 4, 5)] == [20, 20, 20]
 
 
@@ -78,7 +77,7 @@ class Rank:
         self.first = first_placement(8, 2, 2)
         self.weights = weights_of(self.first, group.rank, 2)
         experts = Experts(list(range(8)), 2, 8)
-        self.balancer = Balancer(config, group, experts, [self.weights], 100, self.reload)
+        self.balancer = Balancer(config, group, experts, [self.weights], self.reload)
 
     def reload(self) -> None:
         self.reloads += 1
@@ -88,7 +87,7 @@ class Rank:
     def step(self, experts: Sequence[int]) -> list[int]:
         """The placement, after a step whose tokens go to these."""
         self.balancer.before_step()
-        self.balancer.replicas[0].of(routing([[one] for one in experts]))
+        self.balancer.replicas[0].of(routing([[one] for one in experts]), TorchOps())
         return list(self.balancer.slots[0])
 
 

@@ -21,7 +21,7 @@ from meshlm.protocol.config.experts import EPLBConfig
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.moe.placement.balance import balance, balancedness, first_placement, rank_loads
 from meshlm.workers.moe.placement.move import rearrange
-from meshlm.workers.moe.placement.replicas import Replicas, turns_of
+from meshlm.workers.moe.placement.replicas import Replicas
 
 _log = structlog.get_logger()
 BROKEN = -1
@@ -36,7 +36,7 @@ class Experts(NamedTuple):
 
 
 class Balancer:
-    """layers: the weights of each layer's slots, [slots, ...]. rows: of the largest step. reload: read the first experts again."""
+    """layers: the weights of each layer's slots, [slots, ...]. reload: read the first experts again."""
 
     def __init__(
         self,
@@ -44,15 +44,13 @@ class Balancer:
         group: ExpertGroup,
         experts: Experts,
         layers: Sequence[Sequence[Tensor]],
-        rows: int,
         reload: Callable[[], None],
     ) -> None:
         self._config, self._group, self._layers, self._reload = config, group, layers, reload
         self._experts = experts.numbers
         self._first = first_placement(len(experts.numbers), experts.num_redundant, group.size)
         self._counts = torch.zeros(len(layers), experts.num_experts + 1, dtype=torch.int64, device=group.device)
-        turns = turns_of(rows, group.rank, group.device)
-        self.replicas = [Replicas(experts.num_experts, experts.numbers, turns, counts) for counts in self._counts]
+        self.replicas = [Replicas(experts.num_experts, experts.numbers, group.rank, counts) for counts in self._counts]
         self.slots: list[
             list[int]
         ] = []  # by layer: the expert of each slot, counted from the first of `experts.numbers`

@@ -5,6 +5,7 @@ of an expert take turns by a token's row in the step. They have the same weights
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,19 +15,23 @@ from meshlm.workers.moe.parts import NOWHERE, Routing
 TURNS = 60  # 2, 3, 4, 5 and 6 replicas divide it
 
 
-class Replicas:
-    """Of one layer. `experts`: those that have slots here, which a placement counts from 0; others go NOWHERE.
+class SlotOps(Protocol):
+    """The part of `Ops` that this needs."""
 
-    counts int64 [experts + 1]: tokens of each expert of the model since the start, behind those of none. turns int64 [rows, 1]: of
-    all layers, as `turns_of` makes them.
+    def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor: ...
+
+
+class Replicas:
+    """The slots of one layer. `experts`: those that have slots here, which a placement counts from 0; others go NOWHERE.
+
+    counts int64 [experts + 1]: tokens of each expert of the model since the start, behind those of none. rank: of the one that sends,
+    since each begins with another replica.
     """
 
-    def __init__(self, num_experts: int, experts: Sequence[int], turns: Tensor, counts: Tensor) -> None:
-        self._num_experts, self._experts, self._turns, self._counts = num_experts, experts, turns, counts
-        self._one = torch.ones((), dtype=counts.dtype, device=counts.device)
-        self._table = torch.full(
-            (num_experts + 1, TURNS), NOWHERE, dtype=torch.int32, device=turns.device
-        )  # of none, then of each
+    def __init__(self, num_experts: int, experts: Sequence[int], rank: int, counts: Tensor) -> None:
+        self._num_experts, self._experts, self._rank, self._counts = num_experts, experts, rank, counts
+        shape = (num_experts + 1, TURNS)  # of none, then of each
+        self._table = torch.full(shape, NOWHERE, dtype=torch.int32, device=counts.device)
 
     def place(self, slots: Sequence[int]) -> None:
         """From now on these slots hold these experts."""
@@ -38,13 +43,6 @@ class Replicas:
             rows[expert + 1] = (own * TURNS)[:TURNS]
         self._table.copy_(torch.tensor(rows, dtype=torch.int32))
 
-    def of(self, routing: Routing) -> Routing:
+    def of(self, routing: Routing, ops: SlotOps) -> Routing:
         """The same with slots for experts; counts them."""
-        line = routing.experts + 1
-        self._counts.index_add_(0, line.flatten(), self._one.expand(line.numel()))
-        return routing._replace(experts=self._table.take(torch.add(self._turns[: len(line)], line, alpha=TURNS)))
-
-
-def turns_of(rows: int, rank: int, device: torch.device) -> Tensor:
-    """For steps of up to so many rows: ranks begin with different replicas."""
-    return ((torch.arange(rows, device=device) + rank) % TURNS)[:, None]
+        return routing._replace(experts=ops.slots_of(routing.experts, self._table, self._counts, self._rank))
