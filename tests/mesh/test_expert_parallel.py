@@ -12,7 +12,7 @@ from timed_streams import Stream
 from waiting import until
 
 pytestmark = pytest.mark.mesh
-NUM_STREAMS, NUM_TOKENS = 4, 150
+NUM_STREAMS, NUM_TOKENS = 6, 150
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -77,7 +77,8 @@ def kill_under_load(server: Serving, role: str, index: int, expected: list[list[
 
 
 def test_ranks_share_experts_and_none_is_missed_when_it_dies(flags: tuple[str, ...], expected: list[list[int]]) -> None:
-    with serving(*flags, "-dp", "2", "--enable-expert-parallel") as server:
+    halves = ("--enable-dbo", "--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "8")
+    with serving(*flags, "-dp", "2", "--enable-expert-parallel", *halves) as server:
         assert texts(server) == expected
         for role, index in (("worker", 1), ("worker", 0), ("scheduler", 1)):
             kill_under_load(server, role, index, expected)
