@@ -78,6 +78,8 @@ class Detokenizer(Attempts):
             case Abort() as abort:
                 return self._abort(abort.request_ids)
             case Detach() as detach:
+                for request_id in detach.request_ids:  # its client may have left between Delivered and Submit
+                    self._delivered.pop((event.sender, request_id), None)
                 return self._abort(self._detach(detach, event.sender, event.incarnation))
             case Attach() as attach:
                 return self._attach(attach, event.sender, event.incarnation)
@@ -94,9 +96,9 @@ class Detokenizer(Attempts):
     # --- prompts ---
 
     def _submit(self, submit: Submit, sender: Identity, incarnation: Incarnation) -> list[Effect]:
+        told = self._delivered.pop((sender, submit.request_ids[0]), [])
         if (refused := self.keyed.refusal(submit)) is not None:
             return [Send(sender, refused)]
-        told = self._delivered.pop((sender, submit.request_ids[0]), []) if submit.num_logprobs else []
         if len(told) != submit.num_logprobs:
             text = "log-probabilities of what was delivered already were lost on their way"
             return [Send(sender, Rejected(submit.handles, ErrorKind.INTERNAL, text))]

@@ -76,6 +76,7 @@ class ResponseSink(Protocol):
     """The side of an HTTP request that hears of its choices' tokens, ends and failures (responses.py)."""
 
     choices: list[Choice]  # all of them
+    has_begun: bool  # the first token of any of them came; set by request_tracker.py
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:

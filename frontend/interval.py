@@ -24,6 +24,7 @@ class Interval:
     def __init__(self, answer: ResponseSink, num_tokens: int) -> None:
         self._answer, self._num_tokens = answer, num_tokens
         self.choices = answer.choices
+        self.has_begun = False
         self._held: dict[int, _Held] = {}  # by choice, from its first row on
 
     def accepted(self, choice: Choice, accepted: Accepted) -> None:

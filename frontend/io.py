@@ -83,6 +83,7 @@ class FrontendApp:
         self._ticks = 0
         self._log = RequestLog()
         self._budget = Budget(0)
+        self._places_later = False
         self._asking = asyncio.Lock()  # for fresh figures
         self._answered = asyncio.Event()  # they came
 
@@ -133,8 +134,19 @@ class FrontendApp:
         self._send(self._tracker.expire(time.time()))
         self._tracker.expire_orphans(time.monotonic())
 
+    def _place_later(self) -> None:
+        """Places the rest of the choices that wait for a detokenizer in later turns of the loop."""
+        if self._tracker.places_more and not self._places_later and self._mesh is not None:
+            self._places_later = True
+            self._mesh.call_soon_threadsafe(self._place)
+
+    def _place(self) -> None:
+        self._places_later = False
+        self._send(self._tracker.place())
+
     def _send(self, sends: list[Send]) -> None:
         assert self._mesh is not None
+        self._place_later()
         for send in sends:
             try:
                 self._mesh.send(send.to, send.message)

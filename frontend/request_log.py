@@ -1,11 +1,13 @@
 """What the log says of requests: one line for each, and one for each field that nobody knows. Owned by io.py."""
 
+from collections import Counter
 from typing import Any
 
 from meshlm.frontend.responses import Response
 from meshlm.protocol.ids import FinishReason
 from meshlm.runtime.readable import readable
 
+MAX_REASONS = 16  # that are told one by one; of more choices the line tells how many ended by which
 MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
 
 
@@ -27,7 +29,9 @@ class RequestLog:
         """The one line of a request."""
         usage = answer.usage()
         ended = [choice.finished.reason if choice.finished else FinishReason.ABORT for choice in answer.choices]
-        reasons = [reason.value for reason in ended]
+        reasons: Any = [reason.value for reason in ended]
+        if len(reasons) > MAX_REASONS:
+            reasons = dict(Counter(reasons))
         log.info(
             "request",
             id=answer.request_id,
@@ -36,7 +40,7 @@ class RequestLog:
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             output_tokens=usage["completion_tokens"],
-            finish_reason=reasons[0] if len(reasons) == 1 else reasons,
+            finish_reason=reasons[0] if len(ended) == 1 else reasons,
             seconds=round(seconds, 3),
             error=answer.error.message if answer.error else None,
         )

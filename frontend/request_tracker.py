@@ -4,14 +4,15 @@ One `Choice` per request of the mesh, grouped in an `ResponseSink` per HTTP requ
 follows what is there, so nothing is repeated and a gap is asked for again; a choice ends exactly once. Called by io.py.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import msgspec
 
-from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.choice import Choice, ResponseSink, RowDetails
 from meshlm.protocol.columns import ints
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Role
 from meshlm.protocol.text_edge import (
+    PIECE_ENTRIES,
     Abort,
     Accepted,
     Attach,
@@ -28,6 +29,7 @@ from meshlm.runtime.events import Send
 
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
+PLACED_AT_ONCE = 1 << 6  # choices, in one turn of the loop; a piece of log-probabilities takes as long
 
 
 class EngineCounts:
@@ -52,7 +54,11 @@ class RequestTracker:
     def __init__(self, num_detokenizers: int = 1) -> None:
         self.num_detokenizers = num_detokenizers
         self.by_handle: dict[int, Choice] = {}
-        self.orphans: list[Choice] = []  # without a detokenizer, until one is there
+        self.orphans: dict[Choice, None] = {}  # without a detokenizer, in the order in which they came to be so
+        self._to_place: deque[Choice] = deque()  # orphans for which a detokenizer may be there
+        self._told_to: Identity | None = None  # has the first of those logprobs of the next one's, before its Submit
+        self._num_told = 0
+        self.deadlines: dict[ResponseSink, float] = {}  # of open HTTP requests that have one (wall clock)
         self.load: dict[Identity, int] = {}  # open choices by detokenizer
         self.counts: dict[str, EngineCounts] = {}  # by engine, since the metrics were last told
         self.begun: list[Choice] = []  # whose first tokens came since then
@@ -79,16 +85,53 @@ class RequestTracker:
 
     def detokenizer_up(self, identity: Identity) -> list[Send]:
         self.load.setdefault(identity, 0)
-        orphans, self.orphans = self.orphans, []
-        return [send for choice in orphans if choice.finished is None for send in self._place(choice)]
+        self._look_again()
+        return self.place()
 
     def detokenizer_down(self, identity: Identity, now: float) -> list[Send]:
         """A detokenizer was lost: its choices go on at another one, after what their clients have."""
         self.load.pop(identity, None)
-        lost = [choice for choice in self.by_handle.values() if choice.detokenizer == identity]
-        return [send for choice in lost for send in self._again(choice, now)]
+        if self._told_to == identity:
+            self._told_to, self._num_told = None, 0
+        for choice in [choice for choice in self.by_handle.values() if choice.detokenizer == identity]:
+            self._again(choice, now)
+        return self.place()
 
-    def _again(self, choice: Choice, now: float) -> list[Send]:
+    def _look_again(self) -> None:
+        """Has `place` look at all orphans, that one first whose logprobs are told."""
+        told = [self._to_place[0]] if self._told_to is not None else []
+        self._to_place = deque([*told, *self.orphans])
+
+    @property
+    def places_more(self) -> bool:
+        """Whether `place` has more to send, in another turn of the loop."""
+        return bool(self._to_place)
+
+    def place(self) -> list[Send]:
+        """Asks detokenizers for choices that have none, each alone: for as many as one turn of the loop may have."""
+        sends: list[Send] = []
+        num_entries = 0
+        while self._to_place and num_entries < PIECE_ENTRIES and len(sends) < PLACED_AT_ONCE:
+            choice = self._to_place[0]
+            target = (self._told_to or self._target(choice.submit)) if choice in self.orphans else None
+            if target is not None and self._num_told < len(choice.logprobs):
+                begin, most = self._num_told, piece_len(choice.submit.sampling.logprobs)
+                piece = tuple(choice.logprobs[begin : begin + most])
+                sends.append(Send(target, Delivered(choice.submit.request_ids[0], piece)))
+                self._told_to, self._num_told = target, begin + len(piece)
+                num_entries += len(piece) * (1 + max(0, choice.submit.sampling.logprobs))
+                continue
+            if target is not None:
+                del self.orphans[choice]
+                choice.handle = self.new_handle()
+                choice.submit = msgspec.structs.replace(choice.submit, handles=(choice.handle,))
+                self._assign(choice, target)
+                sends.append(Send(target, choice.submit))
+            self._to_place.popleft()
+            self._told_to, self._num_told = None, 0
+        return sends
+
+    def _again(self, choice: Choice, now: float) -> None:
         """Another attempt for a choice whose detokenizer died, unless that was one death too many."""
         self.by_handle.pop(choice.handle, None)
         have = len(choice.token_ids)
@@ -97,32 +140,19 @@ class RequestTracker:
         if text := too_many(choice.deaths, self.max_deaths):
             choice.detokenizer = None
             self._fail(choice, ErrorKind.INTERNAL, text, "")
-            return []
-        return self._next_attempt(choice)
+        else:
+            self._next_attempt(choice)
 
-    def _next_attempt(self, choice: Choice) -> list[Send]:
-        """Places the choice again as its next attempt; the tokens that the client has count as delivered."""
+    def _next_attempt(self, choice: Choice) -> None:
+        """Has the choice placed again as its next attempt; the tokens that the client has count as delivered."""
         self.unaccepted.discard(choice.handle)
         choice.detokenizer, attempt = None, choice.submit.attempt + 1
         delivered = choice.token_ids.tobytes()
         choice.submit = msgspec.structs.replace(
             choice.submit, attempt=attempt, delivered=delivered, num_logprobs=len(choice.logprobs)
         )
-        return self._place(choice)
-
-    def _place(self, choice: Choice) -> list[Send]:
-        """Ask a detokenizer for this choice alone; while there is none it waits."""
-        target = self._target(choice.submit)
-        if target is None:
-            self.orphans.append(choice)
-            return []
-        choice.handle = self.new_handle()
-        choice.submit = msgspec.structs.replace(choice.submit, handles=(choice.handle,))
-        self._assign(choice, target)
-        told, most = choice.logprobs, piece_len(choice.submit.sampling.logprobs)
-        pieces = [tuple(told[begin : begin + most]) for begin in range(0, len(told), most)]
-        name = choice.submit.request_ids[0]
-        return [*(Send(target, Delivered(name, piece)) for piece in pieces), Send(target, choice.submit)]
+        self.orphans[choice] = None
+        self._to_place.append(choice)
 
     def _target(self, submit: Submit) -> Identity | None:
         """The detokenizer for it; None while it is not there."""
@@ -148,9 +178,11 @@ class RequestTracker:
         """Ask for all choices of one prompt; `submit` names them all. If a prompt before it was refused, so is it."""
         if all(choice.finished is not None for choice in choices):
             return []
+        if submit.deadline_s:
+            self.deadlines[choices[0].sink] = submit.deadline_s
         target = self._target(submit)
         if target is None:
-            self.orphans += choices
+            self.orphans.update(dict.fromkeys(choices))
             return []
         for choice in choices:
             self._assign(choice, target)
@@ -160,13 +192,12 @@ class RequestTracker:
         """The client left: end what still runs, or let it go on for one that may ask again."""
         running: dict[Identity, list[Choice]] = {}
         for choice in choices:
+            self.deadlines.pop(choice.sink, None)
             if choice.finished is None:
-                if choice.detokenizer is not None:
-                    running.setdefault(choice.detokenizer, []).append(choice)
+                knows = self._told_to if self._is_told(choice) else choice.detokenizer
+                if knows is not None:
+                    running.setdefault(knows, []).append(choice)
                 self._forget(choice)
-        if self.orphans:
-            left_alone = set(map(id, choices))  # `in choices` would look at each of thousands for each of thousands
-            self.orphans = [orphan for orphan in self.orphans if id(orphan) not in left_alone]
         sends = []
         for to, left in running.items():
             ids = tuple(choice.submit.request_ids[0] for choice in left)
@@ -176,8 +207,16 @@ class RequestTracker:
                 sends.append(Send(to, Detach(ids, tuple(choice.handle for choice in left))))
         return sends
 
+    def _is_told(self, choice: Choice) -> bool:
+        """Whether a detokenizer has logprobs of it already, and will get its Submit."""
+        return self._told_to is not None and self._to_place[0] is choice and choice in self.orphans
+
     def _forget(self, choice: Choice) -> None:
         self.unaccepted.discard(choice.handle)
+        if self._is_told(choice):
+            self._to_place.popleft()
+            self._told_to, self._num_told = None, 0
+        self.orphans.pop(choice, None)
         if self.by_handle.pop(choice.handle, None) is not None and choice.detokenizer in self.load:
             self.load[choice.detokenizer] -= 1
 
@@ -205,18 +244,19 @@ class RequestTracker:
                 sends += self._refused(choice, message)
             else:
                 self._fail(choice, message.kind, message.message, message.param)
-        return sends
+        return sends + self.place()
 
     def _refused(self, choice: Choice, message: Rejected) -> list[Send]:
         """There is no room for it. An HTTP request is let in or refused as a whole: by what became of the first of its choices."""
-        mates = choice.sink.choices
-        if not choice.submit.attempt and any(mate.first_at for mate in mates):
+        sink = choice.sink
+        if sink.has_begun and not choice.submit.attempt:
             self._forget(choice)
-            return self._next_attempt(choice)  # which has its place
-        self._fail(choice, message.kind, message.message, message.param)
-        if any(mate.first_at for mate in mates):
+            self._next_attempt(choice)  # which has its place
             return []
-        return self._end([mate for mate in mates if mate.finished is None], message.kind, message.message)
+        self._fail(choice, message.kind, message.message, message.param)
+        if sink.has_begun:
+            return []
+        return self._end([mate for mate in sink.choices if mate.finished is None], message.kind, message.message)
 
     def _fail(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
         self._forget(choice)
@@ -225,22 +265,22 @@ class RequestTracker:
 
     def expire_orphans(self, now: float) -> None:
         """Ends orphans for which no detokenizer came in time, which begins with the first call that finds an orphan."""
+        late: list[Choice] = []
         for choice in self.orphans:
             choice.orphan_since = choice.orphan_since or now
-        late = [choice for choice in self.orphans if now - choice.orphan_since > ORPHAN_S]
-        self.orphans = [choice for choice in self.orphans if now - choice.orphan_since <= ORPHAN_S]
+            if now - choice.orphan_since > ORPHAN_S and self._target(choice.submit) is None:
+                late.append(choice)
         for choice in late:
             self._fail(choice, ErrorKind.OVERLOADED, f"no detokenizer was there for {ORPHAN_S:.0f} s", "")
 
     def expire(self, wall_s: float) -> list[Send]:
         """End what is past its deadline (wall clock), whoever should have said so and is stuck or dead. A little later than its
-        scheduler would."""
-        late = [
-            choice
-            for choice in (*self.by_handle.values(), *self.orphans)
-            if 0 < choice.submit.deadline_s <= wall_s - DEADLINE_GRACE_S and choice.finished is None
-        ]
-        return self._end(late, ErrorKind.TIMEOUT, "the request's timeout passed")
+        scheduler would. One look at each HTTP request, however many choices it has."""
+        late = [sink for sink, deadline_s in self.deadlines.items() if deadline_s <= wall_s - DEADLINE_GRACE_S]
+        for sink in late:
+            del self.deadlines[sink]
+        ended = [choice for sink in late for choice in sink.choices if choice.finished is None]
+        return self._end(ended, ErrorKind.TIMEOUT, "the request's timeout passed")
 
     def end_all(self, message: str) -> list[Send]:
         """This frontend stops, and what is still open has had its time."""
@@ -283,12 +323,14 @@ class RequestTracker:
                 if have < choice.num_told:  # told once more
                     counted.num_tokens += max(0, have + count - choice.num_told)
                     choice.first_at = choice.first_at or now
+                    choice.sink.has_begun = True
                 else:
                     counted.num_tokens += count
                     if choice.last_at:
                         counted.intervals[now - choice.last_at] += 1
                     else:
                         choice.first_at = now
+                        choice.sink.has_begun = True
                         self.begun.append(choice)
                 choice.last_at = now
             choice.sink.row(choice, count, text, details)
@@ -315,6 +357,9 @@ class RequestTracker:
             assert choice.handle == handle
             assert choice.finished is None, "a finished choice is still open"
             assert choice.detokenizer in self.load, "an open choice whose detokenizer is gone"
+        for choice in self.orphans:
+            assert choice.finished is None, "a finished choice waits for a detokenizer"
+            assert choice.detokenizer is None, "a choice that has a detokenizer waits for one"
         assert self.unaccepted <= self.by_handle.keys(), "a prompt that nobody has is waited for"
         for identity, count in self.load.items():
             assert count == sum(1 for choice in self.by_handle.values() if choice.detokenizer == identity)

@@ -33,6 +33,7 @@ class Response:
     ) -> None:
         self.ask, self.request_id, self.created, self.model = ask, request_id, created, model
         self.choices: list[Choice] = []
+        self.has_begun = False
         self.fingerprint: str | None = None  # set by generation.py
         self.num_cached: dict[int, int] = {}  # by prompt
         self.prompt: dict[int, Accepted] = {}  # by prompt

@@ -14,6 +14,7 @@ from meshlm.protocol.text_edge import (
     Abort,
     Attach,
     Delivered,
+    Detach,
     Retry,
     Submit,
     TokenPrompt,
@@ -304,3 +305,20 @@ def test_whatever_happens_each_connection_reads_the_same_text(data: st.DataObjec
     bench.tick(WINDOW_S)
     assert not bench.core.by_id
     assert bench.core.keyed.finished.num_bytes == bench.core.keyed.running.num_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["left", "refused"])
+def test_what_was_delivered_of_a_request_that_does_not_come_is_not_kept(how: str) -> None:
+    """Its client left while it was told, or its key stands for another request."""
+    bench = Bench()
+    first = bench.ask(F0, logprobs=0)
+    bench.generate(bench.works[0], 0, 5, logprobs=True)
+    bench.event(Received(F0, LIFE, Delivered(RequestId("r"), tuple(first.logprobs))))
+    if how == "left":
+        bench.event(Received(F0, LIFE, Detach((RequestId("r"),), (Handle(77),))))
+    else:
+        body = Submit(
+            (Handle(9),), (RequestId("r"),), TokenPrompt(pack_i32([3])), SamplingParams(), retry=Retry("r", b"c")
+        )
+        bench.event(Received(F0, LIFE, body))
+    assert not bench.core._delivered

@@ -1,25 +1,28 @@
 """The frontend's links: what happens to requests whose detokenizer dies or takes no more."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from answering import asking as answers_asking
 from msgspec import Struct
 from parsing import RESOLVED
 
-from meshlm.frontend import io, request_log
+from meshlm.frontend import io, request_log, request_tracker
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.io import FULL, FrontendApp
+from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import MeshStats, Shutdown
-from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Cancel, Detokenize, DetokenizeReply, Submit, TextPrompt
+from meshlm.protocol.text_edge import Abort, Cancel, Detokenize, DetokenizeReply, Finished, Submit, TextPrompt
 from meshlm.runtime.deaths import MAX_DEATHS
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
 
@@ -48,6 +51,9 @@ class StubMesh:
             raise MessageTooLong(peer, type(message).__name__, 101, 100)
         self.sent.put_nowait((peer, message))
 
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(callback)
+
     def fatal(self, message: str) -> None:
         self.failure = message
 
@@ -60,6 +66,7 @@ class ResponseSink:
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
+        self.has_begun = False
         self.failures: list[tuple[ErrorKind, str]] = []
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
@@ -305,3 +312,30 @@ def test_names_of_unknown_fields_are_neither_kept_whole_nor_without_number() -> 
         app.ignored((f"{number}" + "x" * 100_000,), "/v1/completions")
     assert len(said) == len(app._log._unknown_seen) == request_log.MAX_UNKNOWN_SEEN
     assert max(map(len, said)) < 100
+
+
+def test_the_line_of_a_request_with_thousands_of_sequences_is_short() -> None:
+    lines: list[dict[str, object]] = []
+    log = SimpleNamespace(info=lambda _, **fields: lines.append(fields))
+    for ends in ([FinishReason.STOP] * 4000 + [None] * 96, [FinishReason.LENGTH, FinishReason.STOP]):
+        answer: Any = WholeResponse(answers_asking(False), "id", 0, "m", lambda: None)
+        answer.choices = [SimpleNamespace(finished=end and Finished(0, end), token_ids=[1]) for end in ends]
+        request_log.RequestLog().ended(log, answer, 1.0, "/v1/completions", 200)
+    assert [line["finish_reason"] for line in lines] == [{"stop": 4000, "abort": 96}, ["length", "stop"]]
+    assert max(len(repr(line)) for line in lines) < 500
+
+
+async def test_choices_of_a_detokenizer_that_died_are_placed_in_turns_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_tracker, "PLACED_AT_ONCE", 2)
+    app, mesh = started(ONE)
+    for _ in range(5):
+        choices, submit, _ = asking(app)
+        app.open(choices, submit)
+        await mesh.next()
+    app.on_peer_up(OTHER, LIFE)
+    app.on_peer_down(ONE, LIFE, "killed")
+    assert mesh.sent.qsize() == 2
+    assert [(await mesh.next())[0] for _ in range(5)] == [OTHER] * 5
+    assert not app._tracker.places_more

@@ -292,5 +292,5 @@ def test_choices_that_wait_for_a_detokenizer_are_not_compared_each_with_each(mon
     monkeypatch.setattr(Choice, "__hash__", object.__hash__)
     tracker.expire_orphans(1.0)
     assert tracker.close(answer.choices) == []
-    assert tracker.orphans == []
+    assert not tracker.orphans
     assert len(compared) == 0

@@ -118,6 +118,7 @@ class Client:
         self.ask, self.expected = ask, expected(ask)
         self.got = [Got() for _ in range(ask.num_choices)]
         self.choices: list[Choice] = []
+        self.has_begun = False
         self.frontend: Frontend | None = None
         self.left = False  # hung up, or its frontend died
         self.asked = False
@@ -134,7 +135,7 @@ class Client:
         names = tuple(RequestId(f"r{ask.number}.{choice}-{life}") for choice in range(ask.num_choices))
         # As with Last-Event-ID: what it had goes on, and what comes before is left out.
         cuts = tuple(len(got.tokens) for got in self.got)
-        self.choices = []
+        self.choices, self.has_begun = [], False
         submit = Submit(
             tuple(frontend.new_handle() for _ in names),
             names,

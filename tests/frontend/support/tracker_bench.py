@@ -32,6 +32,7 @@ class Client:
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
+        self.has_begun = False
         self.tokens: dict[int, list[int]] = {}
         self.texts: dict[int, str] = {}
         self.ends: dict[int, FinishReason] = {}
@@ -61,12 +62,12 @@ class Client:
         self.errors[choice.index] = (kind, message, param)
 
 
-def opened(tracker: RequestTracker, name: str = "r", n: int = 1) -> tuple[Client, list[Send]]:
+def opened(tracker: RequestTracker, name: str = "r", n: int = 1, deadline_s: float = 0.0) -> tuple[Client, list[Send]]:
     """A client with one prompt and n choices, as submits.py makes them."""
     client = Client()
     handles = tuple(tracker.new_handle() for _ in range(n))
     names = tuple(RequestId(f"{name}-{index}") for index in range(n))
-    submit = Submit(handles, names, TextPrompt("hi"), SamplingParams(seed=7))
+    submit = Submit(handles, names, TextPrompt("hi"), SamplingParams(seed=7), deadline_s=deadline_s)
     for index, (handle, request_id) in enumerate(zip(handles, names, strict=True)):
         own = msgspec.structs.replace(
             submit, handles=(handle,), request_ids=(request_id,), sampling=SamplingParams(seed=7 + index)
