@@ -84,7 +84,7 @@ def test_factors_of_rotation(tmp_path: Path) -> None:
         (header({"llama.rope.dimension_count": number(4)}), "llama.rope.dimension_count is 4; only 8 is supported"),
         (header({"llama.attention.value_length": number(4)}), "llama.attention.value_length is 4; only 8"),
         (header({"llama.vocab_size": number(9)}), "llama.vocab_size is 9; only 7"),
-        (header({"llama.expert_count": number(8)}), "llama.expert_count 8 changes what the model computes"),
+        (header({"llama.expert_count": number(8)}), "metadata llama.expert_used_count is missing"),
         (header({"llama.attention.sliding_window": number(5)}), "llama.attention.sliding_window 5 changes"),
         (header({"llama.attention.causal": (7, b"\0")}), "llama.attention.causal False changes"),
         (header({"llama.attention.scale": (F32, struct.pack("<f", 0.5))}), "llama.attention.scale 0.5 changes"),
