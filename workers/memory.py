@@ -82,13 +82,21 @@ def _gpu() -> tuple[int, int]:
     return torch.cuda.mem_get_info()
 
 
-def check_weights(needed: int, device: torch.device) -> None:
-    """ProcessFatal when the weights of this worker are larger than what its GPU has free, with what would do."""
+def check_weights(needed: int, device: torch.device, redundant: int = 0) -> None:
+    """ProcessFatal when the weights of this worker are larger than what its GPU has free, with what would do.
+
+    redundant: of these, bytes of redundant experts.
+    """
     if device.type != "cuda":
         return
     free, total = _gpu()
     if needed <= free:
         return
+    if needed - redundant <= free:
+        raise ProcessFatal(
+            f"--eplb-config num_redundant_experts: with {size_text(redundant)} of redundant experts the weights take "
+            f"{size_text(needed)}, and this GPU has {size_text(free)} free; give less"
+        )
     times = 2
     while needed / times > ROOM_FOR_WEIGHTS * total:
         times *= 2

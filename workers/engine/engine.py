@@ -122,14 +122,10 @@ class ModelEngine:
         if not experts.enable_eplb or not mixtures:
             return None
         moe, seed = mixtures[0].moe, self.config.model.seed or 0
-        begin, end = self.shard.experts(moe.num_experts)
-        stride = (end - begin) * self.shard.tp_size  # from rank to rank; workers of a tensor-parallel rank have theirs
-        first = begin - group.rank * stride
-        numbers = [first + rank * stride + nth for rank in range(group.size) for nth in range(end - begin)]
         balancer = Balancer(
             experts.eplb,
             group,
-            Experts(numbers, moe.redundant_experts * group.size, moe.num_experts),
+            Experts.of(moe, self.shard, group),
             [list(mixture.experts.parameters()) for mixture in mixtures],
             lambda: reload_experts(self.model, self.resolved, self.device, seed),
         )

@@ -46,7 +46,9 @@ def load_model(
         kept: dict[str, PackedParameter] = {}
         if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
             kept = keep(model, tensors())
-        memory.check_weights(weight_bytes(model) + _decoded_bytes(model, device, dtype), device)
+        memory.check_weights(
+            weight_bytes(model) + _decoded_bytes(model, device, dtype), device, _redundant_bytes(model)
+        )
         _make_tensors(model, device)
         _fill(model, resolved, tensors(), kept, progress)
         _fill_redundant(model)
@@ -207,6 +209,12 @@ def _decoded_bytes(model: Decoder, device: torch.device, dtype: torch.dtype) -> 
     """On a CPU the values of FP8 weights stay in memory (workers/quantization/fp8.py)."""
     codes = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float8_e4m3fn)
     return codes * dtype.itemsize if device.type == "cpu" else 0
+
+
+def _redundant_bytes(model: Decoder) -> int:
+    """Bytes of slots for replicas of experts."""
+    weights = [weight for mixture in model.mixtures() for weight in mixture.experts.parameters()]
+    return sum(weight.nbytes // len(weight) * model.shard.redundant_experts for weight in weights)
 
 
 def weight_bytes(model: Decoder) -> int:

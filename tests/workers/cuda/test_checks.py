@@ -71,6 +71,12 @@ def test_weights_that_do_not_fit_name_what_would(monkeypatch: pytest.MonkeyPatch
         ProcessFatal, match=r"130.00 GiB .* 70.00 GiB free of 80.00 GiB: split .* 4 times .*--tensor-par"
     ):
         memory.check_weights(130 * GIB, CUDA)
+    with pytest.raises(
+        ProcessFatal, match=r"^--eplb-config num_redundant_experts: with 8.00 GiB .* 75.00 GiB, .* 70.00"
+    ):
+        memory.check_weights(75 * GIB, CUDA, 8 * GIB)
+    with pytest.raises(ProcessFatal, match="--tensor-parallel-size"):
+        memory.check_weights(130 * GIB, CUDA, 8 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 80 * GIB))
     with pytest.raises(ProcessFatal, match="end what else runs on it"):
         memory.check_weights(16 * GIB, CUDA)

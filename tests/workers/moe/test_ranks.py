@@ -10,9 +10,11 @@ from small_models import CPU, EXPERTS, SHARED, SMALL, caches, load, resolved, ru
 from torch import Tensor
 
 from meshlm.protocol.config import ParallelConfig
+from meshlm.protocol.config.experts import EPLBConfig
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.weights.load import load_model
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
@@ -87,3 +89,42 @@ def test_an_idle_rank_computes_for_the_others(folder: Path, tmp_path: Path) -> N
         nothing, logits = together(groups, one)
     assert nothing is None
     torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_experts_move_between_the_workers_of_a_tensor_parallel_rank(folder: Path, tmp_path: Path) -> None:
+    """Of two by two: logits before and after are those of the whole, and each pair moves its own."""
+    tokens, whole, found = [list(range(3, 40)), list(range(50, 80))], load(folder), resolved(folder)
+    wanted = [run(whole, caches(whole.spec, 24), [(of_rank, 0, TABLE)]) for of_rank in tokens]
+    parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2)
+    everyone = [Shard.of(parallel, worker, expert_parallel=True, num_redundant=4) for worker in range(4)]
+    comms = [comm for rank in (everyone[:2], everyone[2:]) for comm in communicators(rank)]
+    config = EPLBConfig(window_size=1, step_interval=1, num_redundant_experts=4)
+
+    def one(worker: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+        shard, group = everyone[worker], ExpertGroup(worker // 2, 2, str(worker % 2), CPU)
+        with torch.inference_mode():
+            model = load_model(found, CPU, 0, lambda done, total: None, shard)
+            model.join(comms[worker])
+            group.connect(str(tmp_path), 1)  # type: ignore[arg-type]
+            group.num_tokens = 37
+            mixtures = model.mixtures()
+            weights = [list(mixture.experts.parameters()) for mixture in mixtures]
+            balancer = Balancer(config, group, Experts.of(mixtures[0].moe, shard, group), weights, lambda: None)
+            for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):
+                mixture.replicas = replicas
+            model.share_experts(group, "all_to_all", slots=True)
+            balancer.begin()
+            first = [list(slots) for slots in balancer.slots]
+            balancer.before_step()
+            before = logits_of(model, comms[worker], tokens[worker // 2])
+            balancer.before_step()
+            assert balancer.slots != first
+            after = logits_of(model, comms[worker], tokens[worker // 2])
+            group.close()
+            return before, after, balancer.slots
+
+    results = together(list(range(4)), one)
+    for worker, (before, after, slots) in enumerate(results):
+        torch.testing.assert_close(before, wanted[worker // 2], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(after, wanted[worker // 2], atol=2e-5, rtol=1e-4)
+        assert slots == results[worker % 2][2]

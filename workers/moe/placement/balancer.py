@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config.experts import EPLBConfig
+from meshlm.protocol.model import MoESpec
 from meshlm.workers.distributed.expert_group import ExpertGroup
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe.placement.balance import balance, balancedness, first_placement, rank_loads
 from meshlm.workers.moe.placement.move import rearrange
 from meshlm.workers.moe.placement.replicas import Replicas
@@ -33,6 +35,15 @@ class Experts(NamedTuple):
     numbers: list[int]
     num_redundant: int
     num_experts: int  # of the model
+
+    @classmethod
+    def of(cls, moe: MoESpec, shard: Shard, group: ExpertGroup) -> "Experts":
+        """Of a group whose members are the workers of one tensor-parallel rank, as `shard` is."""
+        begin, end = shard.experts(moe.num_experts)
+        stride = (end - begin) * shard.tp_size
+        first = begin - group.rank * stride
+        numbers = [first + rank * stride + nth for rank in range(group.size) for nth in range(end - begin)]
+        return cls(numbers, shard.redundant_experts * group.size, moe.num_experts)
 
 
 class Balancer:
