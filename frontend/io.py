@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -47,6 +48,8 @@ from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFat
 from meshlm.runtime.events import Send
 from meshlm.runtime.mesh import Mesh
 from meshlm.runtime.operations import AskedOperations
+from meshlm.runtime.parsers import registry
+from meshlm.runtime.plugins import PluginError
 
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
@@ -94,6 +97,10 @@ class FrontendApp:
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
+        try:
+            registry.load(os.environ, mesh.config.server.tool_parser_plugin, mesh.config.server.reasoning_parser_plugin)
+        except (PluginError, registry.ParserError) as error:
+            raise ProcessFatal(str(error)) from None
         self._tracker.num_detokenizers = mesh.config.server.detokenizers
         self._budget = Budget(mesh.config.server.max_concurrent_bytes)
         self._tracker.max_deaths = allowed(mesh.config.run.max_restarts)

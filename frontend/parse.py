@@ -19,10 +19,11 @@ from meshlm.frontend.schema import (
     CompletionRequest,
     StreamOptions,
 )
-from meshlm.frontend.tool_calls import TAGS
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, TextParams
+from meshlm.runtime.parsers import registry
+from meshlm.runtime.parsers.calls import Tools
 
 MAX_ID_DIGITS = 10
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
@@ -55,10 +56,11 @@ class ParsedRequest(NamedTuple):
     return_prompt_text: bool = False
     prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not shown
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
-    begins_with_reasoning: bool = False  # up to </think>
+    begins_with_reasoning: bool = False  # or may, as its reasoning parser tells
+    reasoning_parser: str = "qwen3"  # where it does
     include_reasoning: bool = True
     tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
-    tool_names: frozenset[str] = frozenset()  # of the tools that may be called
+    tools: Tools = MappingProxyType({})  # that may be called
     parallel_tool_calls: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
@@ -116,7 +118,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "modalities: only text is supported", "modalities")
     _check_tool_choice(request)
     reads_tool_calls = bool(request.tools) and request.tool_choice != "none"
-    tool_names = _check_tools(request.tools or [], server) if reads_tool_calls else frozenset[str]()
+    tools = _check_tools(request.tools or [], server) if reads_tool_calls else {}
     parser = server.tool_call_parser if reads_tool_calls else ""
     logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
     asked = request.max_completion_tokens or request.max_tokens
@@ -151,15 +153,19 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
     )
-    tags = (*(reasoning.TAGS if begins_with_reasoning else ()), *(TAGS[parser] if parser else ()))
+    tags = (
+        *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
+        *registry.tags_of_calls(parser),
+    )
     return ask._replace(
         text=msgspec.structs.replace(ask.text, keep_special_tokens=tags),
         begins_with=_continued(request.messages[-1]) if request.echo else "",
         begins_with_reasoning=begins_with_reasoning,
+        reasoning_parser=server.reasoning_parser,
         include_reasoning=request.include_reasoning,
         return_prompt_text=bool(request.return_prompt_text),
         tool_call_parser=parser,
-        tool_names=tool_names,
+        tools=tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
@@ -189,22 +195,22 @@ def _check_tool_choice(request: ChatRequest) -> None:
         raise HttpError(400, "tool_choice: 'auto' needs tools", "tool_choice")
 
 
-def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> frozenset[str]:
-    """The names of the tools that may be called."""
+def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> Tools:
+    """The tools that may be called: the JSON schemas of their parameters."""
     check_shapes([], tools)
     if not server.enable_auto_tool_choice:
         text = (
             "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
         )
         raise HttpError(400, f"tools: {text}", "tools")
-    names = set()
+    found = {}
     for place, tool in enumerate(tools):
         function = tool["function"]
         if function.get("strict"):
             text = "calls that keep to a schema need structured outputs, which are not supported"
             raise HttpError(400, f"tools[{place}].function.strict: {text}", "tools")
-        names.add(function["name"])
-    return frozenset(names)
+        found[function["name"]] = function.get("parameters") or {}
+    return found
 
 
 def _continued(message: dict[str, Any]) -> str:

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
-from meshlm.frontend.tool_calls import FINDERS, TAGGED, Call
+from meshlm.runtime.parsers import registry
+from meshlm.runtime.parsers.calls import Call
 
 Json = dict[str, Any]
 
@@ -28,8 +29,14 @@ class Reader:
 
     def __init__(self, ask: ParsedRequest, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
-        self._splitter = Splitter(calls=ask.tool_call_parser in TAGGED) if ask.begins_with_reasoning else None
-        self._finder = FINDERS[ask.tool_call_parser](ask.tool_names) if ask.tool_call_parser else None
+        parser = registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
+        self._splitter = (
+            Splitter(registry.reasoning_parser(ask.reasoning_parser), parser, ask.tools)
+            if ask.begins_with_reasoning
+            else None
+        )
+        self._finder = parser.finder(ask.tools) if parser else None
+        self._short_ids = parser is not None and parser.short_ids
         self.num_calls = 0  # that were given out
 
     @property
@@ -59,12 +66,16 @@ class Reader:
         return calls if self._ask.parallel_tool_calls else calls[: max(0, 1 - self.num_calls)]
 
     def _call(self, call: Call) -> Json:
-        digest = hashlib.sha256(f"{self._name}-{self.num_calls}".encode()).hexdigest()[:16]
+        own = call.id or self._new_id()
         found = {
             "index": self.num_calls,
-            "id": f"chatcmpl-tool-{digest}",
+            "id": own,
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
         self.num_calls += 1
         return found
+
+    def _new_id(self) -> str:
+        digest = hashlib.sha256(f"{self._name}-{self.num_calls}".encode()).hexdigest()[:16]
+        return digest[:9] if self._short_ids else f"chatcmpl-tool-{digest}"

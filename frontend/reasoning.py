@@ -1,4 +1,6 @@
-"""Reasoning told from the answer: what a model writes before `</think>` (--reasoning-parser). Pure; called by parse.py, responses.py.
+"""Reasoning told from the answer: what a model writes before `</think>` or the like (--reasoning-parser). Pure.
+
+Called by parse.py and reading.py.
 
 The opening tag may be the model's or already stand in the prompt. What is given out after some text is a function of that text alone,
 however it is cut into pieces, so a stream that is taken up again repeats nothing.
@@ -6,26 +8,35 @@ however it is cut into pieces, so a stream that is taken up again repeats nothin
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
-from meshlm.frontend import tool_calls
-from meshlm.frontend.tags import Lexer
+from meshlm.runtime.parsers import registry
+from meshlm.runtime.parsers.calls import ToolParser, Tools
+from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.tags import Lexer
 
-OPEN, CLOSE = TAGS = "<think>", "</think>"
+_NONE: Tools = MappingProxyType({})
 SWITCHES = ("enable_thinking", "thinking")  # of chat templates
+
+
+def tags(parser: str) -> tuple[str, str]:
+    """What may be special tokens of the model's, which its decoder must show."""
+    found = registry.reasoning_parser(parser)
+    return found.open, found.close
 
 
 def begins(
     parser: str, template_kwargs: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], goes_on: bool
 ) -> bool:
-    """Whether an answer begins with reasoning. `goes_on`: it is the rest of the last message."""
+    """Whether an answer begins with reasoning, or may do so. `goes_on`: it is the rest of the last message."""
     if not parser:
         return False
+    found = registry.reasoning_parser(parser)
     if goes_on:
         before = messages[-1].get("content")
-        return isinstance(before, str) and OPEN in before and CLOSE not in before
-    switched_off = any(template_kwargs.get(switch) is False for switch in SWITCHES)
-    return parser == "deepseek_r1" or not switched_off
+        return isinstance(before, str) and found.open in before and found.close not in before
+    return not found.switchable or all(template_kwargs.get(switch) is not False for switch in SWITCHES)
 
 
 class _State(Enum):
@@ -43,10 +54,24 @@ class Splitter:
     only spoken of ends nothing. What follows such a call is content; the closing tag that may still come is nobody's.
     """
 
-    __slots__ = ("_begun", "_body", "_held", "_lexer", "_state", "closed")
+    __slots__ = (
+        "_begun",
+        "_body",
+        "_call_close",
+        "_call_open",
+        "_calls",
+        "_held",
+        "_lexer",
+        "_parser",
+        "_state",
+        "_tools",
+        "closed",
+    )
 
-    def __init__(self, *, calls: bool = False) -> None:
-        self._lexer = Lexer(CLOSE, tool_calls.OPEN, tool_calls.CLOSE) if calls else Lexer(CLOSE)
+    def __init__(self, parser: ReasoningParser, calls: ToolParser | None = None, tools: Tools = _NONE) -> None:
+        self._parser, self._calls, self._tools = parser, calls, tools
+        self._call_open, self._call_close = (calls.around if calls is not None else None) or ("", "")
+        self._lexer = Lexer(*dict.fromkeys(filter(None, (parser.close, self._call_open, self._call_close))))
         self._held, self._begun, self._state = "", False, _State.REASONING
         self._body: list[str] = []  # what stands behind a tag that opens a call
         self.closed = False
@@ -58,10 +83,15 @@ class Splitter:
         if not self._begun:
             piece = self._held + piece
             start = piece.lstrip()
-            if OPEN.startswith(start):  # not enough to know yet; all of it is the tag at most
+            opening = self._parser.open
+            if opening.startswith(start):  # not enough to know yet; all of it is the tag at most
                 self._held = piece
                 return "", ""
-            piece = start.removeprefix(OPEN) if start.startswith(OPEN) else piece
+            if start.startswith(opening):
+                piece = start.removeprefix(opening)
+            elif not self._parser.assumed:
+                self.closed, self._held = True, ""
+                return "", piece
             self._begun, self._held = True, ""
         reasoning, content = list[str](), list[str]()
         for place, part in enumerate(self._lexer.push(piece)):
@@ -76,7 +106,9 @@ class Splitter:
             return "", ""
         if not self._begun:
             held, self._held = self._held, ""
-            return "" if held.strip() == OPEN else held, ""
+            if held.strip() == self._parser.open:
+                return "", ""
+            return (held, "") if self._parser.assumed else ("", held)
         reasoning, content = list[str](), list[str]()
         self._take(self._lexer.finish(), False, reasoning, content)
         if self._state is _State.CALL:
@@ -86,33 +118,44 @@ class Splitter:
     def _take(self, part: str, is_tag: bool, reasoning: list[str], content: list[str]) -> None:
         if self.closed:
             content.append(part)
-        elif is_tag and part == CLOSE:
+        elif is_tag and part == self._parser.close:
             if self._state is _State.CALL:
-                reasoning += [tool_calls.OPEN, *self._body]
+                reasoning += [self._call_open, *self._body]
             self.closed = True
         elif self._state is _State.CONTENT:
             content.append(part)
         elif self._state is _State.CALL:
-            if is_tag and part == tool_calls.CLOSE:
+            if is_tag and part == self._call_close:
                 self._end_call(part, reasoning, content)
             else:
                 self._body.append(part)
-        elif is_tag and part == tool_calls.OPEN:
+        elif is_tag and part == self._call_open:
             self._state, self._body = _State.CALL, []
         else:
             reasoning.append(part)
 
     def _end_call(self, close: str, reasoning: list[str], content: list[str]) -> None:
         """The text between two tags is complete: before the first tool call in it is reasoning, from that on content."""
-        parts = tool_calls.cut_calls("".join(self._body))
-        first = next((place for place, part in enumerate(parts) if tool_calls.read_call(part)), None)
-        reasoning += [tool_calls.OPEN + part for part in parts[:first]]
+        body = "".join(self._body)
+        parts = body.split(self._call_open)
+        if len(parts) > 1 and self._is_call(body, close, alone=True):
+            parts = [body]
+        first = next((place for place, part in enumerate(parts) if self._is_call(part, close)), None)
+        reasoning += [self._call_open + part for part in parts[:first]]
         if first is None:
             reasoning.append(close)
             self._state = _State.REASONING
         else:
-            content += [*(tool_calls.OPEN + part for part in parts[first:]), close]
+            content += [*(self._call_open + part for part in parts[first:]), close]
             self._state = _State.CONTENT
+
+    def _is_call(self, body: str, close: str, *, alone: bool = False) -> bool:
+        """Whether the parser of calls finds one in what stands between its tags; `alone`: and no text beside it."""
+        assert self._calls is not None
+        finder = self._calls.finder(self._tools)
+        shown, calls = finder.push(self._call_open + body + close)
+        rest, more = finder.finish()
+        return bool(calls or more) and not (alone and shown + rest)
 
 
 def fields(reasoning: str) -> dict[str, str]:

@@ -1,8 +1,10 @@
-"""Plug-ins: installed packages that add an architecture, a quantisation or an attention backend by an entry point.
+"""Plug-ins: installed packages that add an architecture, a quantisation, an attention backend or a parser by an entry point.
 
 A process loads the groups that it reads before it reads them: the supervisor to resolve a model, the workers to compute it. An entry
 point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a `QuantizationFormat`, one of
-`meshlm.attention_backends` whatever makes a `Backend`; there its own name is the one for --attention-backend. MESHLM_PLUGINS names
+`meshlm.attention_backends` whatever makes a `Backend`; there its own name is the one for --attention-backend. One of
+`meshlm.tool_parsers` names a `ToolParser`, one of `meshlm.reasoning_parsers` a `ReasoningParser` (parsers/registry.py loads them in the
+supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. MESHLM_PLUGINS names
 those to load (commas between); without it all are.
 """
 
@@ -10,12 +12,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from meshlm.architectures import quantization, registry
-from meshlm.architectures.family import Family
-from meshlm.architectures.quantization import QuantizationFormat
-
 VARIABLE = "MESHLM_PLUGINS"
 ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantization", "meshlm.attention_backends"
+TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parsers"
+GROUPS = (ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS)
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 
 
@@ -30,7 +30,7 @@ def names(group: str, environment: Mapping[str, str]) -> list[str]:
 
 def check_names(environment: Mapping[str, str]) -> None:
     """PluginError for a name in MESHLM_PLUGINS that no installed package has."""
-    known = {point.name for group in (ARCHITECTURES, QUANTIZATION, BACKENDS) for point in entry_points(group=group)}
+    known = {point.name for group in GROUPS for point in entry_points(group=group)}
     for name in _allowed(environment) or ():
         if name not in known:
             raise PluginError(f"{VARIABLE}: no installed package has a plug-in {name}; there are {sorted(known)}")
@@ -38,6 +38,10 @@ def check_names(environment: Mapping[str, str]) -> None:
 
 def load_descriptions(environment: Mapping[str, str]) -> None:
     """Architectures and quantisations, which the supervisor and the workers read alike. PluginError."""
+    from meshlm.architectures import quantization, registry  # the frontend, which reads parsers alone, does without
+    from meshlm.architectures.family import Family
+    from meshlm.architectures.quantization import QuantizationFormat
+
     load(ARCHITECTURES, environment, lambda name, found: registry.register(_of_type(found, Family)))
     load(QUANTIZATION, environment, lambda name, found: quantization.register(_of_type(found, QuantizationFormat)))
 

@@ -75,12 +75,20 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="the model may call a request's tools; needs --tool-call-parser")
     ] = False
     tool_call_parser: Annotated[
-        Literal["", "hermes", "llama3_json"],
-        Meta(description="how the model writes tool calls; hermes: Qwen's models too"),
+        str,
+        Meta(
+            description="how the model writes tool calls: hermes (Qwen's models too), mistral ... (docs/tool-calling.md)"
+        ),
     ] = ""
+    tool_parser_plugin: Annotated[str, Meta(description="Python file with more of them, in a dict TOOL_PARSERS")] = ""
     reasoning_parser: Annotated[
-        Literal["", "deepseek_r1", "qwen3"],
-        Meta(description="tell what stands before </think> from the answer; qwen3: unless enable_thinking is false"),
+        str,
+        Meta(
+            description="tell the reasoning from the answer: deepseek_r1, qwen3 ..., or '<a>...</a>' between two texts"
+        ),
+    ] = ""
+    reasoning_parser_plugin: Annotated[
+        str, Meta(description="Python file with more of them, in a dict REASONING_PARSERS")
     ] = ""
     disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
     server_dev_mode: Annotated[

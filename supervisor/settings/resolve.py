@@ -16,10 +16,11 @@ import msgspec
 
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import families
-from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.runtime import generation_config, model_files, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
+from meshlm.runtime.parsers import registry
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import experts, layout, parallel
 
@@ -71,6 +72,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
     try:
         plugins.check_names(os.environ)
         plugins.load_descriptions(os.environ)
+        _check_parsers(config.server)
         _check_backend(config.worker.attention_backend)
         files = model_files.resolve_model(
             config.model.model,
@@ -84,7 +86,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             files.generation, config.model.generation_config, config.model.override_generation_config
         )
         return files, generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
-    except (ModelFilesError, plugins.PluginError) as error:
+    except (ModelFilesError, plugins.PluginError, registry.ParserError) as error:
         raise UsageError(str(error)) from None
 
 
@@ -127,6 +129,15 @@ def _check_quantization(config: MeshConfig, files: model_files.ModelFiles) -> No
         raise UsageError(f"--quantization {asked}: the weights of {files.path} {what}; leave it out")
     if config.worker.compile == "inductor" and spec is not None:
         raise UsageError(f"--compile inductor: it is not there for weights quantised with {found}; use none")
+
+
+def _check_parsers(server: ServerConfig) -> None:
+    """PluginError or ParserError for parsers that are not there."""
+    registry.load(os.environ, server.tool_parser_plugin, server.reasoning_parser_plugin)
+    if server.tool_call_parser:
+        registry.tool_parser(server.tool_call_parser)
+    if server.reasoning_parser:
+        registry.reasoning_parser(server.reasoning_parser)
 
 
 def _check_backend(name: str) -> None:

@@ -87,7 +87,6 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_TOOLS = "--tool-call-parser hermes and llama3_json are there"
 _TLS = "HTTP is not encrypted here; end TLS in a proxy before it (deploy/)"
 _GENERATION = "generation is the only task"
 _MEDIA = "images and sound are not there yet"
@@ -118,11 +117,9 @@ ABSENT = {
     "--lora-dtype": _LORA,
     "--fully-sharded-loras": _LORA,
     "--default-mm-loras": _LORA,
-    "--tool-parser-plugin": _TOOLS,
     "--tool-server": "clients call their tools themselves",
     "--exclude-tools-when-tool-choice-none": "leave the tools out of the request",
     "--reasoning-config": "--reasoning-parser is the setting",
-    "--reasoning-parser-plugin": "--reasoning-parser qwen3 and deepseek_r1 are there",
     "--structured-outputs-config": "structured outputs are not there yet",
     "--guided-decoding-backend": "structured outputs are not there yet",
     "--enable-log-outputs": "answers are never logged",

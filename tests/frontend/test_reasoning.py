@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parsing import USER, asked, body_of
 
-from meshlm.frontend.reasoning import CLOSE, OPEN, Splitter
+from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import PositionLogprobs
+from meshlm.runtime.parsers.reasoning import ReasoningParser
+
+OPEN, CLOSE = "<think>", "</think>"
 
 SAID = [
     ("<think>\nso\n</think>\n\nYes.", "\nso\n", "\n\nYes."),
@@ -28,7 +31,7 @@ SAID = [
 
 
 def split(pieces: list[str]) -> tuple[str, str]:
-    splitter, reasoning, content = Splitter(), "", ""
+    splitter, reasoning, content = Splitter(ReasoningParser()), "", ""
     for piece in pieces:
         more_reasoning, more_content = splitter.push(piece)
         reasoning, content = reasoning + more_reasoning, content + more_content
@@ -141,7 +144,7 @@ DONE = {"role": "assistant", "content": "<think>so</think>Yes"}
     ],
 )
 def test_which_answers_begin_with_reasoning(parser: str, fields: dict[str, object], begins: bool) -> None:
-    server = ServerConfig(reasoning_parser=parser)  # type: ignore[arg-type]
+    server = ServerConfig(reasoning_parser=parser)
     assert asked("chat", body_of("chat", fields), server=server).begins_with_reasoning == begins
     assert not asked("text", json.dumps({"prompt": "x"}).encode(), server=server).begins_with_reasoning
 

@@ -15,14 +15,17 @@ from parsing import asked, body_of
 
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.reasoning import Splitter
-from meshlm.frontend.tool_calls import CLOSE, FINDERS, OPEN, Call
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import Finished
+from meshlm.runtime.parsers.calls import Call
+from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.registry import TOOL_PARSERS
+from meshlm.runtime.parsers.tools.hermes import CLOSE, OPEN
 
 BERN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'
 TIME = '<tool_call>{"name":"time", "arguments": {}}</tool_call>'
 WEATHER, CLOCK = Call("weather", '{"city": "Bärn"}'), Call("time", "{}")
-TOOLS = {"weather", "time"}
+TOOLS: dict[str, Json] = {"weather": {}, "time": {}}
 SAID: list[tuple[str, str, list[Call]]] = [
     ("Hello < you", "Hello < you", []),
     (BERN, "", [WEATHER]),
@@ -69,7 +72,7 @@ SAID: list[tuple[str, str, list[Call]]] = [
 
 
 def found(pieces: list[str], parser: str = "hermes") -> tuple[str, list[Call]]:
-    finder, shown, calls = FINDERS[parser](TOOLS), "", list[Call]()
+    finder, shown, calls = TOOL_PARSERS[parser].finder(TOOLS), "", list[Call]()
     for piece in pieces:
         text, more = finder.push(piece)
         shown, calls = shown + text, calls + more
@@ -110,10 +113,10 @@ def test_llamas_calls_whole_and_by_letter(text: str, content: str, calls: list[C
 
 
 def test_llamas_text_streams() -> None:
-    assert [FINDERS["llama3_json"](TOOLS).push(text)[0] for text in ("Hi", "{")] == ["Hi", ""]
+    assert [TOOL_PARSERS["llama3_json"].finder(TOOLS).push(text)[0] for text in ("Hi", "{")] == ["Hi", ""]
 
 
-@pytest.mark.parametrize("parser", FINDERS)
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @given(
     st.lists(
         st.sampled_from([OPEN, CLOSE, TIME, BERN, NOW, '{"name": "f"}', ";", "<", "tool", " ", "\n", "a"]), max_size=8
@@ -127,7 +130,7 @@ def test_cuts_change_nothing(parser: str, words: list[str], data: st.DataObject)
     assert found(pieces, parser) == found([text], parser)
 
 
-@pytest.mark.parametrize("parser", FINDERS)
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 @given(st.lists(st.sampled_from([OPEN, CLOSE, TIME, NOW, '{"name": "f"}', ";", "<", "%"]), max_size=8))
 def test_no_text_is_lost(parser: str, words: list[str]) -> None:
     """What is shown is the text without its calls, and each call was a whole one."""
@@ -145,14 +148,14 @@ def test_no_text_is_lost(parser: str, words: list[str]) -> None:
 
 def test_the_work_is_linear() -> None:
     """A call of 300,000 pieces took a minute and more; one of 300 takes as long for each of them."""
-    finder = FINDERS["hermes"](TOOLS)
+    finder = TOOL_PARSERS["hermes"].finder(TOOLS)
     pieces = [OPEN, '{"name": "f", "arguments": {"text": "', *["abcdefgh "] * 300_000, '"}}', CLOSE]
     started = time.process_time()
     calls = [call for piece in pieces for call in finder.push(piece)[1]]
     assert len(calls[0].arguments) > 2_700_000
-    assert FINDERS["hermes"](TOOLS).push(OPEN * 100_000 + CLOSE) == (OPEN * 100_000 + CLOSE, [])
-    assert len(FINDERS["llama3_json"](TOOLS).push(NOW * 50_000)[0]) == 0
-    bare = FINDERS["llama3_json"](TOOLS)
+    assert TOOL_PARSERS["hermes"].finder(TOOLS).push(OPEN * 100_000 + CLOSE) == (OPEN * 100_000 + CLOSE, [])
+    assert len(TOOL_PARSERS["llama3_json"].finder(TOOLS).push(NOW * 50_000)[0]) == 0
+    bare = TOOL_PARSERS["llama3_json"].finder(TOOLS)
     bare.push(NOW * 50_000)
     assert len(bare.finish()[1]) == 50_000
     assert time.process_time() - started < 10
@@ -233,7 +236,7 @@ def test_without_a_parser_of_calls_the_reasoning_goes_on() -> None:
 )
 def test_cuts_change_nothing_of_reasoning_with_calls(words: list[str], data: st.DataObject) -> None:
     def split(pieces: list[str]) -> tuple[str, str]:
-        splitter, reasoning, content = Splitter(calls=True), "", ""
+        splitter, reasoning, content = Splitter(ReasoningParser(), TOOL_PARSERS["hermes"], TOOLS), "", ""
         for piece in pieces:
             thought, rest = splitter.push(piece)
             reasoning, content = reasoning + thought, content + rest
@@ -321,7 +324,7 @@ READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
 def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) -> None:
     assert asked("chat", body_of("chat", fields), server=READS).tool_call_parser == ("hermes" if reads else "")
     found = asked("chat", body_of("chat", fields), server=READS)
-    assert found.tool_names == ({"weather"} if reads else set())
+    assert set(found.tools) == ({"weather"} if reads else set())
     assert found.text.keep_special_tokens == ((OPEN, CLOSE) if reads else ())
 
 

@@ -1,21 +1,22 @@
-"""Text that comes in pieces, cut at tags. Pure; used by reasoning.py and tool_calls.py, whose results must not depend on the cuts."""
+"""Text that comes in pieces, cut at tags. Pure; its users' results must not depend on the cuts."""
 
 import re
 
 
 class Lexer:
-    """Finds some tags. They begin with "<", and none is a part of another one. What may begin a tag is held back."""
+    """Finds some tags, of which none is a part of another one. What may begin a tag is held back."""
 
-    __slots__ = ("_held", "_pattern", "_tags")
+    __slots__ = ("_first", "_held", "_pattern", "_tags")
 
     def __init__(self, *tags: str) -> None:
         self._tags, self._held = tags, ""
+        self._first = {tag[0] for tag in tags}
         self._pattern = re.compile("(" + "|".join(map(re.escape, tags)) + ")")
 
     def push(self, piece: str) -> list[str]:
         """Text, tag, text, tag ... text: at the odd places the tags that are complete. Linear in the piece."""
         text = self._held + piece
-        if "<" not in text:
+        if not any(first in text for first in self._first):
             self._held = ""
             return [text]
         found = self._pattern.split(text)

@@ -1,0 +1,142 @@
+"""The parsers by their names for --tool-call-parser and --reasoning-parser: MeshLM's own, and those of plug-ins and files.
+
+The supervisor loads them to check the names, the frontend to use them.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from meshlm.runtime import plugins
+from meshlm.runtime.parsers import reasoning
+from meshlm.runtime.parsers.calls import ToolParser
+from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.tools import (
+    deepseek_v3,
+    deepseek_v31,
+    functiongemma,
+    glm45,
+    granite,
+    granite_20b_fc,
+    hermes,
+    internlm,
+    jamba,
+    kimi_k2,
+    llama3_json,
+    llama4_pythonic,
+    longcat,
+    minimax_m2,
+    mistral,
+    phi4_mini_json,
+    pythonic,
+    qwen3_coder,
+    xlam,
+)
+
+TOOL_PARSERS: dict[str, ToolParser] = {
+    "deepseek_v3": deepseek_v3.PARSER,
+    "deepseek_v31": deepseek_v31.PARSER,
+    "functiongemma": functiongemma.PARSER,
+    "gemma": functiongemma.PARSER,
+    "glm45": glm45.PARSER,
+    "glm47": glm45.PARSER,
+    "granite": granite.PARSER,
+    "granite-20b-fc": granite_20b_fc.PARSER,
+    "granite4": hermes.PARSER,
+    "hermes": hermes.PARSER,
+    "internlm": internlm.PARSER,
+    "jamba": jamba.PARSER,
+    "kimi_k2": kimi_k2.PARSER,
+    "llama3_json": llama3_json.PARSER,
+    "llama4_json": llama3_json.PARSER,
+    "llama4_pythonic": llama4_pythonic.PARSER,
+    "longcat": longcat.PARSER,
+    "minimax": jamba.PARSER,
+    "minimax_m2": minimax_m2.PARSER,
+    "mistral": mistral.PARSER,
+    "phi4_mini_json": phi4_mini_json.PARSER,
+    "pythonic": pythonic.PARSER,
+    "qwen3_coder": qwen3_coder.PARSER,
+    "qwen3_xml": qwen3_coder.PARSER,
+    "xlam": xlam.PARSER,
+}
+REASONING_PARSERS: dict[str, ReasoningParser] = {
+    "deepseek_r1": ReasoningParser(switchable=False),
+    "glm45": ReasoningParser(),
+    "granite": ReasoningParser("Here is my thought process:", "Here is my response:", assumed=False),
+    "mistral": ReasoningParser("[THINK]", "[/THINK]", assumed=False),
+    "qwen3": ReasoningParser(),
+}
+_loaded_files: set[tuple[str, str]] = set()  # with the variable that was read, in this process
+HARMONY = ("openai", "openai_gptoss", "gpt-oss")  # the channels of gpt-oss, which are not read yet
+
+
+class ParserError(Exception):
+    """No such parser, or a file that cannot be used; one line."""
+
+
+def load(environment: Mapping[str, str], tool_file: str, reasoning_file: str) -> None:
+    """Add the parsers of plug-ins and of the files of --tool-parser-plugin and --reasoning-parser-plugin. PluginError, ParserError."""
+    plugins.load(plugins.TOOL_PARSERS, environment, lambda name, found: _add(TOOL_PARSERS, ToolParser, name, found))
+    plugins.load(
+        plugins.REASONING_PARSERS,
+        environment,
+        lambda name, found: _add(REASONING_PARSERS, ReasoningParser, name, found),
+    )
+    _add_file(TOOL_PARSERS, ToolParser, tool_file, "TOOL_PARSERS")
+    _add_file(REASONING_PARSERS, ReasoningParser, reasoning_file, "REASONING_PARSERS")
+
+
+def tool_parser(name: str) -> ToolParser:
+    """The parser of this name. ParserError."""
+    return _named(TOOL_PARSERS, name, "--tool-call-parser")
+
+
+def tags_of_calls(name: str) -> tuple[str, ...]:
+    """The tags of the parser of this name, which the detokenizer must show; none without a parser."""
+    return tool_parser(name).tags if name else ()
+
+
+def reasoning_parser(name: str) -> ReasoningParser:
+    """The parser of this name, or the one that it spells out. ParserError."""
+    return reasoning.between(name) or _named(REASONING_PARSERS, name, "--reasoning-parser")
+
+
+_Parser = TypeVar("_Parser", ToolParser, ReasoningParser)
+
+
+def _named(known: dict[str, _Parser], name: str, flag: str) -> _Parser:
+    if (found := known.get(name)) is not None:
+        return found
+    if name in HARMONY:
+        raise ParserError(f"{flag} {name}: the channels of gpt-oss are not read yet")
+    raise ParserError(f"{flag} {name}: there are {', '.join(sorted(known))}")
+
+
+def _add(known: dict[str, _Parser], kind: type[_Parser], name: str, found: Any) -> None:
+    if not isinstance(found, kind):
+        raise TypeError(f"{kind.__name__} expected, got {type(found).__name__}")
+    if known.get(name, found) != found:
+        raise ValueError(f"there is a parser {name} already")
+    known[name] = found
+
+
+def _add_file(known: dict[str, _Parser], kind: type[_Parser], path: str, variable: str) -> None:
+    """The parsers that a Python file has in a dict of this name."""
+    if not path or (path, variable) in _loaded_files:
+        return
+    try:
+        spec = importlib.util.spec_from_file_location(f"meshlm_plugin_{variable.lower()}", path)
+        if spec is None or spec.loader is None:
+            raise ValueError("it is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = getattr(module, variable, None)
+        if not isinstance(found, dict) or not found:
+            raise ValueError(f"it has no dict {variable} of names and parsers (docs/tool-calling.md)")
+        for name, parser in found.items():
+            _add(known, kind, str(name), parser)
+    except Exception as error:  # a user's file may raise anything, and the user must read whose it is
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ParserError(f"{path}: {what}") from None
+    _loaded_files.add((path, variable))

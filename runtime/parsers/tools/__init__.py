@@ -1,0 +1,1 @@
+"""The formats of tool calls, a module each; ../registry.py names them."""

@@ -1,0 +1,96 @@
+"""Each form of reasoning by example, for any cut of the text, and calls of each format that begin in it."""
+
+import pytest
+from answering import STOP, asking, body, give, whole
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshlm.frontend.reasoning import Splitter
+from meshlm.runtime.parsers.calls import ToolParser
+from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
+
+TOOLS: dict[str, dict[str, object]] = {"time": {}}
+GRANITE = "Here is my thought process:"
+SAID: list[tuple[str, str, str, str]] = [
+    ("deepseek_r1", "hm</think>Yes", "hm", "Yes"),
+    ("qwen3", "<think>\nhm</think>Yes", "\nhm", "Yes"),
+    ("glm45", "<think>hm</think>Yes", "hm", "Yes"),
+    ("mistral", "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+    ("mistral", "Yes [THINK]", "", "Yes [THINK]"),
+    ("mistral", "[THINK]hm", "hm", ""),
+    ("mistral", " [THI", "", " [THI"),
+    ("granite", f"{GRANITE} hm Here is my response: Yes", " hm ", " Yes"),
+    ("granite", "Here is a", "", "Here is a"),
+    ("<a>...</a>", "\n<a>hm</a>Yes</a>", "hm", "Yes</a>"),
+    ("<a>...</a>", "", "", ""),
+]
+NAMES = [*REASONING_PARSERS, "<a>...</a>"]
+# A call without arguments in each format whose calls stand between tags.
+CALLS = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "functiongemma": "<start_function_call>call:time{}<end_function_call>",
+    "glm45": "<tool_call>time</tool_call>",
+    "hermes": '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
+    "internlm": '<|action_start|><|plugin|>{"name": "time", "parameters": {}}<|action_end|>',
+    "jamba": '<tool_calls>[{"name": "time", "arguments": {}}]</tool_calls>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.time:0"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "longcat": '<longcat_tool_call>{"name": "time", "arguments": {}}</longcat_tool_call>',
+    "minimax_m2": '<minimax:tool_call><invoke name="time"></invoke></minimax:tool_call>',
+    "qwen3_coder": "<tool_call><function=time></function></tool_call>",
+}
+
+
+def split(parser: str, pieces: list[str], calls: ToolParser | None = None) -> tuple[str, str]:
+    splitter = Splitter(reasoning_parser(parser), calls, TOOLS)
+    said = [*(splitter.push(piece) for piece in pieces), splitter.finish()]
+    return "".join(thought for thought, _ in said), "".join(content for _, content in said)
+
+
+@pytest.mark.parametrize(("parser", "text", "reasoning", "content"), SAID)
+def test_examples_whole_and_by_letter(parser: str, text: str, reasoning: str, content: str) -> None:
+    assert split(parser, [text]) == split(parser, list(text)) == (reasoning, content)
+
+
+@pytest.mark.parametrize("parser", NAMES)
+@given(st.data())
+def test_cuts_change_nothing_and_no_text_is_lost(parser: str, data: st.DataObject) -> None:
+    form, calls = reasoning_parser(parser), TOOL_PARSERS[data.draw(st.sampled_from(sorted(CALLS)))]
+    own = [form.open, form.close, form.open[:3], form.close[:4], *calls.tags, *CALLS.values(), "%", " ", "\n"]
+    text = "".join(data.draw(st.lists(st.sampled_from(own), max_size=7)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    reasoning, content = split(parser, [text], calls)
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    assert split(parser, pieces, calls) == (reasoning, content)
+    assert (reasoning + content).count("%") == text.count("%")
+
+
+def test_each_format_with_tags_around_calls_is_tried() -> None:
+    around = {TOOL_PARSERS[name].around for name in CALLS}
+    assert {parser.around for parser in TOOL_PARSERS.values() if parser.around} == around
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_a_call_that_begins_in_the_reasoning_ends_it(parser: str) -> None:
+    tags = TOOL_PARSERS[parser].around
+    assert tags is not None
+    spoken = f"I could use {tags[0]} here "
+    ask = asking(True, tool_call_parser=parser, begins_with_reasoning=True, tools=TOOLS)
+    answer, _ = whole(ask)
+    give(answer, 0, [7], f"{spoken}{CALLS[parser]}</think>Yes", STOP)
+    (choice,) = body(answer)["choices"]
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == (spoken, "Yes")
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "time", "arguments": "{}"}]
+    (own,) = [call["id"] for call in message["tool_calls"]]
+    assert (own == "functions.time:0") == (parser == "kimi_k2")
+
+
+def test_ids_of_mistrals_calls_have_nine_letters() -> None:
+    answer, _ = whole(asking(True, tool_call_parser="mistral", tools=TOOLS))
+    give(answer, 0, [7], "[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]time[ARGS]{}", STOP)
+    found = [call["id"] for call in body(answer)["choices"][0]["message"]["tool_calls"]]
+    assert len(set(found)) == 2
+    assert all(len(own) == 9 and own.isalnum() for own in found)
