@@ -36,6 +36,8 @@ from meshlm.protocol.token_edge import AttachTokens, Ended, TokenDeltas
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
 
+ADMIT_AT_ONCE = 16  # choices of a prompt: each is an Admit with the prompt's tokens
+
 
 class Detokenizer(Attempts):
     """See the module docstring."""
@@ -135,19 +137,19 @@ class Detokenizer(Attempts):
         return [request for request in requests if self.by_id.get(request.request_id) is request]
 
     def _encoded(self, event: Encoded) -> list[Effect]:
+        """Admits the first of the prompt's choices. While its job is still in `jobs` the event is to come again for the others."""
         requests = self._waiting(self.jobs.pop(event.job))
         if not requests:
             return []
+        now, later = requests[:ADMIT_AT_ONCE], requests[ADMIT_AT_ONCE:]
         submit = requests[0].submit
+        places = {request_id: place for place, request_id in enumerate(submit.request_ids)}
         try:
             if event.error is not None:
                 raise event.error
             assert event.token_ids is not None
             prompt = checked_prompt(event.token_ids, submit, self.vocab_size, self.max_model_len)
-            sampling = [
-                checked_sampling(submit, submit.request_ids.index(s.request_id), len(prompt), self.max_model_len)
-                for s in requests
-            ]
+            sampling = [checked_sampling(submit, places[s.request_id], len(prompt), self.max_model_len) for s in now]
         except RequestError as error:
             for request in requests:
                 self._forget(request)
@@ -156,12 +158,13 @@ class Detokenizer(Attempts):
                 for frontend, mine in _by_frontend(requests).items()
             ]
         effects: list[Effect] = [
-            Send(frontend, replies.accepted(mine, prompt, self.table))
-            for frontend, mine in _by_frontend(requests).items()
+            Send(frontend, replies.accepted(mine, prompt, self.table)) for frontend, mine in _by_frontend(now).items()
         ]
-        for request, params in zip(requests, sampling, strict=True):
+        for request, params in zip(now, sampling, strict=True):
             request.begin(self.table, prompt, params)
             effects += self._admit(request)
+        if later:
+            self.jobs[event.job] = later
         return effects
 
     # --- tokens ---

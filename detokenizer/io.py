@@ -120,7 +120,10 @@ class DetokenizerApp:
         assert self._mesh is not None
         match effect:
             case Encode(prompt=TokenPrompt()):
-                self._do(self._encode(effect))  # nothing that would take long
+                event = self._encode(effect)  # nothing that would take long
+                self._do(event)
+                if self._core is not None and event.job in self._core.jobs:  # more of its choices wait
+                    self._encoded([event])
             case Encode():
                 self._encode_later(effect)
             case _:
@@ -149,13 +152,17 @@ class DetokenizerApp:
     def _admit_waiting(self) -> None:
         """Admits what waits for ADMIT_FOR_S seconds, and the rest in a later turn of the loop."""
         assert self._mesh is not None
+        assert self._core is not None
         loop = asyncio.get_running_loop()
         until = loop.time() + ADMIT_FOR_S
         try:
             while self._to_admit:
                 event = self._to_admit.popleft()
-                self._waiting_bytes -= self._waiting.pop(event.job)
                 self._do(event)
+                if event.job in self._core.jobs:  # more of its choices wait
+                    self._to_admit.append(event)
+                else:
+                    self._waiting_bytes -= self._waiting.pop(event.job, 0)
                 if loop.time() >= until:
                     break
         finally:

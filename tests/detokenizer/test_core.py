@@ -4,7 +4,7 @@ from array import array
 
 import msgspec
 import pytest
-from journal_bench import F0, F1, S0, Bench, admitted
+from journal_bench import F0, F1, S0, Bench, admits, admitted
 
 from meshlm.detokenizer.aborts import STRANGER_ROWS
 from meshlm.detokenizer.admission import checked_sampling
@@ -13,7 +13,7 @@ from meshlm.protocol.admit_edge import AbortRequests, Refused
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Attach, Rejected, Submit, TextParams, TokenPrompt
+from meshlm.protocol.text_edge import Abort, Accepted, Attach, Rejected, Submit, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Disown
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import Send
@@ -147,3 +147,31 @@ def test_what_passes_the_context_is_refused_or_ends_there() -> None:
     assert (found.max_tokens, found.min_tokens) == (50, 9)
     with pytest.raises(RequestError, match="min_tokens 9 exceeds max_tokens 5"):
         checked_sampling(msgspec.structs.replace(capped, max_tokens=5), 0, 10, 100)
+
+
+def test_the_choices_of_a_prompt_are_admitted_a_few_at_once() -> None:
+    """A hundred of a long prompt were 90 ms in which no other request got a token."""
+    bench = Bench()
+    names = tuple(RequestId(f"r{choice}") for choice in range(40))
+    handles = tuple(Handle(100 + choice) for choice in range(40))
+    submit = Submit(handles, names, TokenPrompt(pack_i32([1])), SamplingParams(seed=5), max_tokens=9)
+    (encode,) = bench.says(F0, submit)
+    assert isinstance(encode, Encode)
+    encoded = Encoded(encode.job, array("i", [1]))
+    told: list[int] = []
+    seeds: list[int] = []
+    sizes: list[int] = []
+    while encode.job in bench.core.jobs:
+        accepted, *effects = bench.event(encoded)
+        assert isinstance(accepted, Send)
+        assert isinstance(accepted.message, Accepted)
+        told += accepted.message.handles
+        found = admits(effects)
+        sizes.append(len(found))
+        seeds += [admit.work.sampling.seed for admit in found]
+        if len(sizes) == 1:
+            assert bench.abort("r39") == []
+            assert bench.abort("r0") != [], "that one is the coordinator's already"
+    assert sizes == [16, 16, 7]
+    assert told == list(handles[:39])
+    assert seeds == [5 + choice for choice in range(39)]
