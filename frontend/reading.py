@@ -3,10 +3,13 @@
 import hashlib
 from typing import Any, NamedTuple
 
+import msgspec
+
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call
+from meshlm.runtime.parsers.reasoning import ReasoningParser
 
 Json = dict[str, Any]
 
@@ -24,17 +27,19 @@ def needed(ask: ParsedRequest) -> bool:
     return ask.begins_with_reasoning or bool(ask.tool_call_parser)
 
 
+def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:
+    """The form of the answer's reasoning, which may have begun in the prompt."""
+    found = registry.reasoning_parser(ask.reasoning_parser)
+    return msgspec.structs.replace(found, assumed=True) if ask.opened_reasoning else found
+
+
 class Reader:
     """One choice. Names of calls are made from the request's, so that they are the same when it is asked again."""
 
     def __init__(self, ask: ParsedRequest, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
         parser = registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
-        self._splitter = (
-            Splitter(registry.reasoning_parser(ask.reasoning_parser), parser, ask.tools)
-            if ask.begins_with_reasoning
-            else None
-        )
+        self._splitter = Splitter(reasoning_parser(ask), parser, ask.tools) if ask.begins_with_reasoning else None
         self._finder = parser.finder(ask.tools) if parser else None
         self._short_ids = parser is not None and parser.short_ids
         self.num_calls = 0  # that were given out

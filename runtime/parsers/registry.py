@@ -83,8 +83,8 @@ def load(environment: Mapping[str, str], tool_file: str, reasoning_file: str) ->
         environment,
         lambda name, found: _add(REASONING_PARSERS, ReasoningParser, name, found),
     )
-    _add_file(TOOL_PARSERS, ToolParser, tool_file, "TOOL_PARSERS")
-    _add_file(REASONING_PARSERS, ReasoningParser, reasoning_file, "REASONING_PARSERS")
+    _add_file(TOOL_PARSERS, ToolParser, tool_file, "--tool-parser-plugin", "TOOL_PARSERS")
+    _add_file(REASONING_PARSERS, ReasoningParser, reasoning_file, "--reasoning-parser-plugin", "REASONING_PARSERS")
 
 
 def tool_parser(name: str) -> ToolParser:
@@ -121,7 +121,7 @@ def _add(known: dict[str, _Parser], kind: type[_Parser], name: str, found: Any) 
     known[name] = found
 
 
-def _add_file(known: dict[str, _Parser], kind: type[_Parser], path: str, variable: str) -> None:
+def _add_file(known: dict[str, _Parser], kind: type[_Parser], path: str, flag: str, variable: str) -> None:
     """The parsers that a Python file has in a dict of this name."""
     if not path or (path, variable) in _loaded_files:
         return
@@ -138,5 +138,5 @@ def _add_file(known: dict[str, _Parser], kind: type[_Parser], path: str, variabl
             _add(known, kind, str(name), parser)
     except Exception as error:  # a user's file may raise anything, and the user must read whose it is
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ParserError(f"{path}: {what}") from None
+        raise ParserError(f"{flag} {path}: {what}") from None
     _loaded_files.add((path, variable))

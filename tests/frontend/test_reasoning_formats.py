@@ -4,8 +4,10 @@ import pytest
 from answering import STOP, asking, body, give, whole
 from hypothesis import given
 from hypothesis import strategies as st
+from parsing import asked, body_of
 
 from meshlm.frontend.reasoning import Splitter
+from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.parsers.calls import ToolParser
 from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
 
@@ -94,3 +96,21 @@ def test_ids_of_mistrals_calls_have_nine_letters() -> None:
     found = [call["id"] for call in body(answer)["choices"][0]["message"]["tool_calls"]]
     assert len(set(found)) == 2
     assert all(len(own) == 9 and own.isalnum() for own in found)
+
+
+def test_a_message_that_is_gone_on_with_in_its_reasoning() -> None:
+    """The opening text stands in the prompt, so the answer has none."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "[THINK]I "}]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    ask = asked("chat", body_of("chat", fields), server=ServerConfig(reasoning_parser="mistral"))
+    answer, _ = whole(
+        asking(
+            True,
+            begins_with_reasoning=ask.begins_with_reasoning,
+            reasoning_parser=ask.reasoning_parser,
+            opened_reasoning=ask.opened_reasoning,
+        )
+    )
+    give(answer, 0, [7], "think[/THINK]Yes", STOP)
+    message = body(answer)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("think", "Yes")
