@@ -207,7 +207,8 @@ class WholeResponse(Response):
             return {"content": self.ask.begins_with + text}
         said = reading.Reader(self.ask, self.request_id, choice.index).push(text, last=True)
         message: Json = {"content": self.ask.begins_with + said.content or None}
-        if self.ask.begins_with_reasoning and self.ask.include_reasoning:
+        may_reason = self.ask.begins_with_reasoning and self.ask.include_reasoning
+        if may_reason and (said.reasoning or reading.reasoning_parser(self.ask).assumed):
             message |= reasoning.fields(said.reasoning)
         if said.calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls]

@@ -114,3 +114,11 @@ def test_a_message_that_is_gone_on_with_in_its_reasoning() -> None:
     give(answer, 0, [7], "think[/THINK]Yes", STOP)
     message = body(answer)["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("think", "Yes")
+
+
+@pytest.mark.parametrize(("parser", "reasoning"), [("mistral", None), ("qwen3", "Yes")])
+def test_an_answer_without_the_opening_text(parser: str, reasoning: str | None) -> None:
+    answer, _ = whole(asking(True, begins_with_reasoning=True, reasoning_parser=parser))
+    give(answer, 0, [7], "Yes", STOP)
+    message = body(answer)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (reasoning, None if reasoning else "Yes")
