@@ -11,7 +11,7 @@ it is here. Instead each step takes its share of the running requests: as many s
 """
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from meshlm.protocol.columns import ints, pack_i32
@@ -72,7 +72,10 @@ class Batching:
         if request.num_reused >= 0:
             self.budget.ended(request.num_prompt - request.num_reused, len(request.tokens) - request.num_prompt)
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
-            self.waiting.remove(request)
+            at = bisect_left(self.waiting, self._key(request), key=self._key)  # thousands may leave together
+            while self.waiting[at] is not request:
+                at += 1
+            del self.waiting[at]
         else:
             self.running.remove(request)
             self._give_back(request)

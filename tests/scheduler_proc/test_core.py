@@ -19,6 +19,7 @@ from meshlm.protocol.token_edge import Disown, LogprobColumns, TokenDeltas
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.limits import MAX_CRASHES
+from meshlm.scheduler_proc.request import Request
 
 
 def test_one_request() -> None:
@@ -361,3 +362,24 @@ def test_a_burst_of_requests_is_reported_once_and_after_the_plan() -> None:
     assert isinstance(told.message, Load)
     assert (told.message.num_running, told.message.num_waiting) == (4, 0)
     assert bench.core.report() == []
+
+
+def test_of_thousands_that_wait_each_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their client left: each was looked for from the beginning of the queue."""
+    bench = Bench(limits(max_num_seqs=1), 64, 4)
+    for handle in range(1, 102):
+        bench.assign(handle, [1, 2, 3], 3)
+    bench.step()
+    compared: list[object] = []
+
+    def equal(one: Request, other: object) -> bool:
+        compared.append(other)
+        return one is other
+
+    monkeypatch.setattr(Request, "__eq__", equal)
+    monkeypatch.setattr(Request, "__hash__", object.__hash__)
+    names = tuple(RequestId(f"r{handle}") for handle in range(101, 1, -1))
+    bench.event(Received(COORDINATOR, LIFE, AbortRequests(names)))
+    assert len(compared) <= len(names)
+    assert bench.core.table.batching is not None
+    assert not bench.core.table.batching.waiting
