@@ -12,11 +12,14 @@ import json
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from urllib.request import Request, urlopen
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import free_port, machine, run_seconds
 
