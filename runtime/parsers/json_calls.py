@@ -135,3 +135,11 @@ _KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", typ
 
 def _list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
+
+
+def named_parameters(found: re.Match[str] | None, parameter: re.Pattern[str], tools: Tools) -> list[Call]:
+    """The call of a body that was found as a name and its parameters, typed by the tool's schema; none where a part does not fit."""
+    written = fields(parameter, found[2]) if found else None
+    if found is None or written is None:
+        return []
+    return [Call(found[1], typed_arguments(written, tools.get(found[1], {})))]

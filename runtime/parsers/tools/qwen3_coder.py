@@ -17,11 +17,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(
 
 def read(body: str, tools: Tools) -> list[Call]:
     """The call of one body: a name, and values with the types of the tool's schema."""
-    found = _BODY.fullmatch(body)
-    written = json_calls.fields(_PARAMETER, found[2]) if found else None
-    if found is None or written is None:
-        return []
-    return [Call(found[1], json_calls.typed_arguments(written, tools.get(found[1], {})))]
+    return json_calls.named_parameters(_BODY.fullmatch(body), _PARAMETER, tools)
 
 
 FORM = TaggedForm(
