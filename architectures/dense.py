@@ -11,7 +11,7 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}  # the same formula
 Norms = tuple[tuple[str, str, str], ...]
-"""Of a layer: Hugging Face's name, llama.cpp's, and the parameter."""
+"""The weights of a layer: Hugging Face's name, llama.cpp's, and the parameter."""
 PRE_NORMS: Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_attention_layernorm", "ffn_norm", "post_norm"),

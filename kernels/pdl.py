@@ -18,5 +18,5 @@ def supported() -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 8 elsewhere (the interpreter)."""
+    """The number of a GPU's multiprocessors; 8 elsewhere (the interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -40,7 +40,7 @@ class KnownRequests(NamedTuple):
     prompts: tuple[Prompt, ...]
 
     def within(self, begin: int, end: int) -> "KnownRequests":
-        """Of tokens begin to end of the step."""
+        """The part of the step that has its tokens begin to end."""
         found = []
         for row, start, first, count in self.prompts:
             low, high = max(first, begin), min(first + count, end)

@@ -59,7 +59,7 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def eplb(self) -> EPLBConfig:
-        """Of --eplb-config. msgspec.DecodeError names a field that cannot be so."""
+        """The fields of --eplb-config. msgspec.DecodeError names a field that cannot be so."""
         return msgspec.json.decode(self.eplb_config, type=EPLBConfig)
 
     @property

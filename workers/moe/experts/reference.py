@@ -77,7 +77,7 @@ class ReferenceExperts:
 
 
 def _values(weight: Tensor, scale: Tensor, scales: ExpertScales) -> Tensor:
-    """Of one expert's weight: a CPU has them already."""
+    """The numbers of one expert's weight: a CPU has them already."""
     return decoded(weight, scale, scales.scheme, scales.dtype) if weight.dtype == FP8 else weight
 
 
