@@ -12,7 +12,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.incarnations import Incarnations
 from meshlm.detokenizer.journal import Journal
-from meshlm.detokenizer.request_state import RequestState, RequestStatus
+from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState, RequestStatus
 from meshlm.protocol.admit_edge import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role
@@ -46,6 +46,8 @@ class Attempts(Journal):
             return self._end(request, FinishReason.STOP)
         if len(request.output_token_ids) >= request.sampling.max_tokens:
             return self._end(request, FinishReason.LENGTH)
+        if request.repeats:
+            return self._end(request, FinishReason.REPETITION, REPETITION_DETECTED)
         return self._ask(request)
 
     def _ask(self, request: RequestState) -> list[Effect]:

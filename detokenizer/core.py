@@ -7,6 +7,7 @@ The journal is what survives a scheduler: prompt, sampling parameters and output
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshlm.detokenizer import replies
 from meshlm.detokenizer.admission import checked_prompt, checked_sampling
@@ -127,7 +128,7 @@ class Detokenizer(Attempts):
             return effects
         self._next_job += 1
         self.jobs[self._next_job] = requests
-        return [*effects, Encode(self._next_job, submit.prompt)]
+        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
@@ -161,7 +162,7 @@ class Detokenizer(Attempts):
             Send(frontend, replies.accepted(mine, prompt, self.table)) for frontend, mine in _by_frontend(now).items()
         ]
         for request, params in zip(now, sampling, strict=True):
-            request.begin(self.table, prompt, params)
+            request.begin(self.table, prompt, replace(params, bad_words_token_ids=event.bad_words))
             effects += self._admit(request)
         if later:
             self.jobs[event.job] = later

@@ -1,7 +1,7 @@
 """Prompts to token ids, in threads: a 2,000-token prompt takes 4 ms, which no running stream should wait for. Called by io.py."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -40,6 +40,16 @@ class Encoder:
                 return self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
+
+    def bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that are these words, at the begin of a text and behind a space; as vLLM chooses them."""
+        found = []
+        for word in words:
+            bare, spaced = self._ids(word.lstrip(), False), self._ids(" " + word.lstrip(), False)
+            found.append(tuple(bare))
+            if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(tuple(spaced))
+        return tuple(ids for ids in dict.fromkeys(found) if ids)
 
     def _ids(self, text: str, add_special_tokens: bool) -> "array[int]":
         # Of the tokenizer's methods only those for batches let go of the interpreter's lock: else all threads would wait for this one.

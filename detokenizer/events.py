@@ -10,10 +10,11 @@ from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
 
 
 class Encoded(Struct, frozen=True):
-    """A prompt's ids, or why there are none."""
+    """A prompt's ids and those of words that may not come, or why there are none."""
 
     job: int
     token_ids: "array[int] | None" = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     error: RequestError | None = None
 
 
@@ -25,6 +26,7 @@ class Encode(Struct, frozen=True):
 
     job: int
     prompt: Prompt
+    bad_words: tuple[str, ...] = ()
 
 
 Effect = Encode | Send

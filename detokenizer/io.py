@@ -119,7 +119,7 @@ class DetokenizerApp:
     def _perform(self, effect: Effect) -> None:
         assert self._mesh is not None
         match effect:
-            case Encode(prompt=TokenPrompt()):
+            case Encode(prompt=TokenPrompt(), bad_words=()):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)
                 if self._core is not None and event.job in self._core.jobs:  # more of its choices wait
@@ -216,7 +216,7 @@ class DetokenizerApp:
         if not self._core.is_wanted(ask.job):  # its client left
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
         try:
-            return Encoded(ask.job, self._encoder.encode(ask.prompt))
+            return Encoded(ask.job, self._encoder.encode(ask.prompt), self._encoder.bad_words(ask.bad_words))
         except RequestError as error:
             return Encoded(ask.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer

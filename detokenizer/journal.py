@@ -84,7 +84,11 @@ class Journal:
     ) -> None:
         finished = Finished(place, reason, stop_reason, len(request.output_token_ids), message, kind, param)
         self._batches[request.frontend].finished.append(finished)
-        if request.submit.retry is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if request.submit.retry is None or reason not in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+            FinishReason.REPETITION,
+        ):
             self._forget(request)
             return
         del self.by_handle[request.handle]

@@ -21,6 +21,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+REPETITION_DETECTED = "repetition_detected"
 NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client is away
 
 
@@ -146,6 +147,12 @@ class RequestState:
         """The text of token number `num_tokens`, as far as it may be shown."""
         return stop.push(text) if num_tokens > self.sampling.min_tokens else text
 
+    @property
+    def repeats(self) -> bool:
+        """Whether its output ends in a pattern that the request does not want."""
+        detection, ids = self.sampling.repetition_detection, self.output_token_ids
+        return detection is not None and len(ids) >= max(1, self.sampling.min_tokens) and detection.ends(ids, 0)
+
     def num_chars(self, table: TokenTable, count: int) -> list[int]:
         """The number of characters that each of the newest tokens brings to the text, stop strings apart."""
         if self.measured is None:
@@ -180,6 +187,8 @@ class RequestState:
 
     def stop_reason(self, ended: Ended) -> str | int | None:
         """vLLM's `stop_reason`: the client's stop token id, None for the model's own end."""
+        if ended.reason is FinishReason.REPETITION:
+            return REPETITION_DETECTED
         stop_ids = (-1, *self.sampling.eos_token_ids)
         if ended.reason is FinishReason.STOP and ended.stop_token_id not in stop_ids:
             return ended.stop_token_id

@@ -23,6 +23,7 @@ def cost_of(ask: ParsedRequest) -> int:
     prompts = sum(map(num_bytes_of, ask.prompts))
     ids = ask.sampling
     listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
+    listed += ID_BYTES * 2 * sum(map(len, ask.text.bad_words))  # a token for each character, and again behind a space
     num_sequences = len(ask.prompts) * ask.num_choices
     return prompts * (1 + ask.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 

@@ -12,10 +12,12 @@ from msgspec import Raw
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt, num_bytes_of
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextParams, TextPrompt, TokenPrompt, num_bytes_of
 
-MAX_LISTED_IDS = 1 << 18  # of logit_bias, allowed_token_ids and stop_token_ids together, times the sequences
-MAX_COPIED_BYTES = 1 << 22  # of stop and cache_salt together, in UTF-8, times the sequences
+MAX_LISTED_IDS = (
+    1 << 18
+)  # of logit_bias, allowed_token_ids, stop_token_ids and logprob_token_ids together, times the sequences
+MAX_COPIED_BYTES = 1 << 22  # of stop, bad_words and cache_salt together, in UTF-8, times the sequences
 # Of one prompt's text, or of a chat's messages, tools and template. A longer context allows more, so much for each of its tokens: a
 # tokenizer takes a hundred times a text's bytes, and seconds for a megabyte.
 MIN_PROMPT_BYTES, BYTES_PER_TOKEN = 1 << 20, 16
@@ -25,7 +27,7 @@ MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is m
 # stream, which its loop writes; of the output tokens of an answer that is kept here until its end.
 MAX_PROMPT_LOGPROBS, MAX_STREAMED_ECHO, MAX_KEPT_LOGPROBS = 1 << 20, 1 << 14, 1 << 22
 
-LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
+LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids")
 
 
 def check_raw(fields: Mapping[str, Raw], resolved: Resolved) -> None:
@@ -71,7 +73,7 @@ def check_lists(lists: Mapping[str, Sized], num_sequences: int) -> None:
 def check(
     prompts: Iterable[Prompt],
     sampling: SamplingParams,
-    stop: tuple[str, ...],
+    text: TextParams,
     cache_salt: str,
     num_sequences: int,
     truncates: bool,
@@ -84,7 +86,7 @@ def check(
         if num_ids * num_sequences > MAX_LISTED_IDS:
             _refuse(name, f"{num_ids} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
     num_bytes = 0
-    for name, texts in (("stop", stop), ("cache_salt", (cache_salt,))):
+    for name, texts in (("stop", text.stop), ("bad_words", text.bad_words), ("cache_salt", (cache_salt,))):
         num_bytes += sum(len(text.encode()) for text in texts)
         if num_bytes * num_sequences > MAX_COPIED_BYTES:
             _refuse(name, f"{num_bytes} bytes for each of {num_sequences} sequences", MAX_COPIED_BYTES)

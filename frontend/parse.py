@@ -11,6 +11,7 @@ from meshlm.frontend import limits, reasoning
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import check_shapes, of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
+    MAX_BAD_WORDS,
     MAX_SEQUENCES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -20,7 +21,7 @@ from meshlm.frontend.schema import (
     StreamOptions,
 )
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 from meshlm.protocol.text_edge import Prompt, TextParams
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Tools
@@ -84,14 +85,16 @@ def completion(
         raise HttpError(400, f"best_of ({generated}) must be at least n ({returned})", "best_of")
     if generated > returned and request.stream:
         raise HttpError(400, "best_of > n cannot be streamed", "best_of")
-    logprobs = -1 if request.logprobs is None else _limited("logprobs", request.logprobs, server, resolved)
+    logprobs = _num_logprobs("logprobs", request.logprobs, request, server, resolved)
     add_special = request.add_special_tokens is not False
     prompt_logprobs = request.prompt_logprobs
-    if request.echo and logprobs >= 0 and prompt_logprobs is None:
-        prompt_logprobs = logprobs
+    if request.echo and request.logprobs is not None and prompt_logprobs is None:
+        prompt_logprobs = request.logprobs
     prompt_only = request.max_tokens == 0
     if prompt_only and not request.echo:
         raise HttpError(400, "max_tokens: must be at least 1; 0 needs echo: true", "max_tokens")
+    if prompt_only and request.logprob_token_ids:
+        raise HttpError(400, "logprob_token_ids: max_tokens 0 has no output token", "logprob_token_ids")
     asked = request.max_tokens or (1 if prompt_only else DEFAULT_COMPLETION_TOKENS)
     return _ask(
         request,
@@ -121,7 +124,8 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     reads_tool_calls = bool(request.tools) and request.tool_choice != "none"
     tools = _check_tools(request.tools or [], server) if reads_tool_calls else {}
     parser = server.tool_call_parser if reads_tool_calls else ""
-    logprobs = _limited("top_logprobs", request.top_logprobs or 0, server, resolved) if request.logprobs else -1
+    num_top = (request.top_logprobs or 0) if request.logprobs else None
+    logprobs = _num_logprobs("top_logprobs", num_top, request, server, resolved)
     asked = request.max_completion_tokens or request.max_tokens
     default = resolved.generation_defaults.get("max_tokens")
     template_kwargs = of_template(_template_kwargs(request), server)
@@ -251,17 +255,19 @@ def _ask(
         "logit_bias": request.logit_bias or {},
         "allowed_token_ids": request.allowed_token_ids or (),
         "stop_token_ids": request.stop_token_ids or (),
+        "logprob_token_ids": request.logprob_token_ids or (),
     }
     limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
-    limits.check(prompts, sampling, stops, salt, num_sequences, bool(truncation), resolved)
+    text = _text_params(request, stops, truncation)
+    limits.check(prompts, sampling, text, salt, num_sequences, bool(truncation), resolved)
     return ParsedRequest(
         prompts=prompts,
         sampling=sampling,
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
-        text=_text_params(request, stops, truncation),
+        text=text,
         max_tokens=max_tokens,
         cap_max_tokens=cap_max_tokens,
         num_choices=num_choices,
@@ -306,6 +312,7 @@ def _text_params(request: Common, stops: tuple[str, ...], truncation: int) -> Te
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         truncate_prompt_tokens=truncation,
         truncation_side=request.truncation_side or "left",
+        bad_words=_bad_words(request.bad_words or []),
     )
 
 
@@ -327,6 +334,16 @@ def _client_names(request: Common) -> dict[str, str]:
     """A chat has messages where the mesh has a prompt, and may have the newer name of max_tokens."""
     newer = getattr(request, "max_completion_tokens", None) is not None
     return {"prompt": "messages", **({"max_tokens": "max_completion_tokens"} if newer else {})}
+
+
+def _num_logprobs(name: str, asked: int | None, request: Common, server: ServerConfig, resolved: Resolved) -> int:
+    """The log-probabilities of each output token: so many of the likeliest, or those of certain tokens; -1: none."""
+    certain = len(set(request.logprob_token_ids or ()))
+    if asked is None:
+        if certain:
+            raise HttpError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
+        return -1
+    return certain or _limited(name, asked, server, resolved)
 
 
 def _limited(name: str, value: int, server: ServerConfig, resolved: Resolved) -> int:
@@ -368,7 +385,30 @@ def _sampling(request: Common, resolved: Resolved, logprobs: int, prompt_logprob
         allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=token_ids("logprob_token_ids", request.logprob_token_ids or [], vocab_size),
+        repetition_detection=_repetition_detection(request),
     )
+
+
+def _repetition_detection(request: Common) -> RepetitionDetection | None:
+    wanted, name = request.repetition_detection, "repetition_detection"
+    if wanted is None or (wanted.max_pattern_size == 0 and wanted.min_pattern_size == 0):
+        return None
+    if wanted.min_pattern_size > wanted.max_pattern_size:
+        raise HttpError(400, f"{name}: min_pattern_size is at most max_pattern_size", name)
+    if wanted.min_count < 2:
+        raise HttpError(400, f"{name}: min_count must be at least 2; one time is no repetition", name)
+    return RepetitionDetection(wanted.max_pattern_size, max(1, wanted.min_pattern_size), wanted.min_count)
+
+
+def _bad_words(words: list[str]) -> tuple[str, ...]:
+    if len(words) > MAX_BAD_WORDS:
+        raise HttpError(400, f"bad_words: {len(words)} words; at most {MAX_BAD_WORDS} are allowed", "bad_words")
+    if not all(1 <= len(word) <= MAX_STOP_LENGTH and word.strip() for word in words):
+        raise HttpError(
+            400, f"bad_words: each must have 1 to {MAX_STOP_LENGTH} characters, not blanks alone", "bad_words"
+        )
+    return tuple(words)
 
 
 def _allowed(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "repetition"]
 
 
 class ChatCompletionResponseChoice(Struct):

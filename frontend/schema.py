@@ -11,6 +11,9 @@ MAX_CHOICES = 128  # per prompt
 MAX_SEQUENCES = 4096  # prompts x choices
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
+MAX_BAD_WORDS = 1024
+MAX_LOGPROB_IDS = 128
+MAX_PATTERN = 1024  # tokens
 MAX_TOKENS = 1 << 30
 MAX_TIMEOUT_S = 1e9
 
@@ -24,8 +27,6 @@ _FUNCTIONS = "not supported; send tools, its newer name"
 NOT_SUPPORTED = {
     **dict.fromkeys(STRUCTURED, "structured outputs are not supported"),
     "use_beam_search": "beam search is not supported",
-    "bad_words": "not supported; logit_bias with -100 bans token ids",
-    "repetition_detection": "not supported; stop, max_tokens and the penalties end or avoid repetition",
     "prompt_embeds": "not supported; a prompt is text or token ids",
     "mm_processor_kwargs": _MEDIA,
     "media_io_kwargs": _MEDIA,
@@ -34,7 +35,6 @@ NOT_SUPPORTED = {
     "kv_transfer_params": _KV_TRANSFER,
     "ec_transfer_params": _KV_TRANSFER,
     "thinking_token_budget": "not supported; max_tokens bounds reasoning and answer together",
-    "logprob_token_ids": "not supported; logprobs of the likeliest tokens are (--max-logprobs -1: of all)",
     "vllm_xargs": "not supported; there are no extensions that would read them",
     "return_token_offsets": f"not supported; {_RENDER}",
     "return_assistant_tokens_mask": f"not supported; {_RENDER}",
@@ -83,6 +83,14 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None  # in each chunk; with include_usage
 
 
+class RepetitionDetection(Struct, frozen=True):
+    """An answer whose last tokens are one pattern of these lengths, min_count times in a row, ends. A max_pattern_size of 0 is off."""
+
+    max_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN)] = 0
+    min_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN)] = 0
+    min_count: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+
+
 class Common(Struct, frozen=True, kw_only=True):
     """The fields that both endpoints take."""
 
@@ -109,6 +117,9 @@ class Common(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
+    repetition_detection: RepetitionDetection | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: as many as the context holds
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Logprobs | None = None

@@ -60,6 +60,7 @@ class FinishReason(Enum):
     STOP = "stop"  # a stop string, a stop token or the model's eos
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the client left, or an operator ended it
+    REPETITION = "repetition"  # its last tokens are a pattern that the request does not want
     ERROR = "error"  # the mesh could not go on; the message says why
 
 

@@ -4,7 +4,28 @@ Built by the frontend from a request body, carried unchanged to the scheduler (s
 the worker (the sampler). Stop *strings* are the detokenizer's: see `TextParams` in `text_edge.py`.
 """
 
+from collections.abc import Sequence
+
 from msgspec import Struct
+
+
+class RepetitionDetection(Struct, frozen=True):
+    """An answer ends where its last tokens are one pattern, min_count times in a row."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def ends(self, tokens: Sequence[int], begin: int) -> bool:
+        """Whether `tokens` end with such a pattern, none of which stands before `begin`."""
+        length, last = len(tokens), tokens[-1]
+        longest = min(self.max_pattern_size, (length - begin) // self.min_count)
+        for size in range(self.min_pattern_size, longest + 1):
+            if tokens[-1 - size] == last:  # nearly always it is not, and nothing is copied
+                first = length - size * self.min_count
+                if tokens[first : length - size] == tokens[first + size :]:
+                    return True
+        return False
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
@@ -31,3 +52,6 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     logprobs: int = -1  # -1: none; k >= 0: the sampled token's and the k most likely
     prompt_logprobs: int = -1  # -1: none; k >= 0, for every prompt token but the first
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`, their number: these tokens' instead of the likeliest
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences whose last token may not follow the rest
+    repetition_detection: RepetitionDetection | None = None

@@ -64,6 +64,7 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int = 0  # keep k prompt tokens; 0: all
     truncation_side: str = "left"  # where it is cut; "right" keeps the first k
+    bad_words: tuple[str, ...] = ()  # the detokenizer makes SamplingParams.bad_words_token_ids of them
 
 
 class Retry(Struct, frozen=True, omit_defaults=True):

@@ -71,6 +71,7 @@ class Request:
         "num_reused",
         "pool",
         "prompt_logprobs",
+        "repetition",
         "row",
         "started_ns",
         "state",
@@ -91,6 +92,7 @@ class Request:
         self.pool = work.task if isinstance(work.task, Pool) else None
         self.max_len = min(self.num_prompt + (0 if self.pool else work.sampling.max_tokens), max_model_len)
         self.stop_ids = _stop_ids(work.sampling.stop_token_ids, work.sampling.eos_token_ids)
+        self.repetition = work.sampling.repetition_detection
         self.state = RequestState.WAITING
         self.story: deque[str] = deque(["arrived"], maxlen=12)
         self.row = Row(-1)

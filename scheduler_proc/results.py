@@ -16,6 +16,12 @@ from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.request_table import RequestTable
 
 
+def _repeats(request: Request) -> bool:
+    """Whether the request ends here, since its output repeats itself."""
+    enough = len(request.tokens) - request.num_prompt >= request.work.sampling.min_tokens
+    return enough and request.repetition is not None and request.repetition.ends(request.tokens, request.num_prompt)
+
+
 class Results:
     """`table` has the requests; they end there."""
 
@@ -68,6 +74,9 @@ class Results:
                 drop(request)
             elif length >= request.max_len:
                 box.ended.append(Ended(row, FinishReason.LENGTH))
+                drop(request)
+            elif request.repetition is not None and _repeats(request):
+                box.ended.append(Ended(row, FinishReason.REPETITION))
                 drop(request)
         load.generation_tokens += len(batch)
         load.live_tokens += len(batch) - num_dead

@@ -251,9 +251,13 @@ class FakeEngine:
         at = 0
         for nth, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
             count = 1 if counts is None else int(counts[nth])
-            width = self._rows.sampling[int(arrays.rows[place])].logprobs
-            if width >= 0:
-                wanted[place] = _columns(token_ids[at : at + count], width, self._vocab_size)
+            sampling = self._rows.sampling[int(arrays.rows[place])]
+            if sampling.logprobs >= 0:
+                found = _columns(token_ids[at : at + count], sampling.logprobs, self._vocab_size)
+                if sampling.logprob_token_ids:
+                    certain = np.array(sampling.logprob_token_ids * count, np.int32)
+                    found = msgspec.structs.replace(found, top_ids=certain.tobytes())
+                wanted[place] = found
             at += count
         return wanted
 

@@ -5,10 +5,18 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.sampling import SamplingParams as WireParams
 from meshlm.protocol.text_edge import TextParams
 
-OF_THE_VOCABULARY = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs")
+OF_THE_VOCABULARY = (
+    "stop_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "logprob_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+)
 MOST_IDS = 1 << 31  # of any vocabulary
 
 
@@ -25,17 +33,35 @@ INTEGERS = (
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
 NOT_SUPPORTED = {
-    "bad_words": "logit_bias with -100 bans token ids",
     "structured_outputs": "structured outputs are not supported",
     "logits_processors": "logits processors are not supported",
-    "logprob_token_ids": "logprobs of the likeliest tokens are there; -1 gives all",
     "flat_logprobs": "logprobs are a dict a position",
     "thinking_token_budget": "max_tokens bounds reasoning and answer together",
-    "repetition_detection": "stop, max_tokens and the penalties end or avoid repetition",
     "extra_args": "there are no extensions that would read them",
     "routed_experts_prompt_start": "the experts of tokens are not returned",
     "skip_reading_prefix_cache": "a prompt's cache_salt keeps it from what others left in the cache",
 }
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """An output ends whose last tokens are one pattern of these lengths, min_count times in a row. Names and limits are vLLM's."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
+            raise ValueError("RepetitionDetectionParams: 0 <= min_pattern_size <= max_pattern_size must hold")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError("RepetitionDetectionParams.min_count: must be at least 2; one time is no repetition")
+
+    def wire(self) -> RepetitionDetection | None:
+        """As the mesh knows it; None where it is off."""
+        if not self.max_pattern_size:
+            return None
+        return RepetitionDetection(self.max_pattern_size, max(1, self.min_pattern_size), self.min_count)
 
 
 @dataclass
@@ -68,13 +94,13 @@ class SamplingParams:
     detokenize: bool = True  # False: outputs have no text
     output_kind: Any = None  # an answer comes when it is complete, whatever is asked for; so does vLLM's `LLM`
     skip_clone: bool = False  # nothing is copied, and nothing changed
-    bad_words: Any = None
+    bad_words: list[str] | None = None
     structured_outputs: Any = None
     logits_processors: Any = None
-    logprob_token_ids: Any = None
+    logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    repetition_detection: RepetitionDetectionParams | None = None
     extra_args: Any = None
     routed_experts_prompt_start: int = 0
     skip_reading_prefix_cache: bool | None = None
@@ -106,6 +132,7 @@ class SamplingParams:
 
     def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
+        certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return WireParams(
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -120,8 +147,10 @@ class SamplingParams:
             eos_token_ids=() if self.ignore_eos else eos,
             logit_bias={token: min(100.0, max(-100.0, bias)) for token, bias in (self.logit_bias or {}).items()},
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            logprobs=_wanted(self.logprobs, vocab_size),
+            logprobs=len(certain) if certain else _wanted(self.logprobs, vocab_size),
             prompt_logprobs=_wanted(self.prompt_logprobs, vocab_size),
+            logprob_token_ids=certain,
+            repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
         )
 
     def check(self, vocab_size: int) -> None:
@@ -146,6 +175,8 @@ class SamplingParams:
             "stop_token_ids": known(self.stop_token_ids),
             "logit_bias": known(self.logit_bias) and not any(map(math.isnan, (self.logit_bias or {}).values())),
             "allowed_token_ids": known(self.allowed_token_ids) and self.allowed_token_ids != [],
+            "bad_words": all(word.strip() for word in self.bad_words or ()),
+            "logprob_token_ids": known(self.logprob_token_ids) and self._fits_logprobs(),
             "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
             "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
             "truncate_prompt_tokens": self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
@@ -164,7 +195,12 @@ class SamplingParams:
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens or 0,
+            bad_words=tuple(self.bad_words or ()),
         )
+
+    def _fits_logprobs(self) -> bool:
+        """As in vLLM: `logprobs` may be left out, or is their number."""
+        return not self.logprob_token_ids or self.logprobs in (None, len(self.logprob_token_ids))
 
 
 def _wanted(logprobs: int | None, vocab_size: int) -> int:

@@ -12,8 +12,8 @@ from meshlm.detokenizer.events import Encode, Encoded
 from meshlm.protocol.admit_edge import AbortRequests, Refused
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, FinishReason, Handle, RequestId
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import Abort, Accepted, Attach, Rejected, Submit, TextParams, TokenPrompt
+from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
+from meshlm.protocol.text_edge import Abort, Accepted, Attach, Rejected, Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Disown
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import Send
@@ -52,6 +52,43 @@ def test_tokens_that_keep_coming_for_nobody_are_disowned() -> None:
     nobody = [Send(S0, Disown(pack_i32([first.work.handle])))]
     quiet: list[object] = [[]] * (STRANGER_ROWS - 1)
     assert told == [*quiet, nobody, *quiet, nobody]
+
+
+def test_an_end_by_repetition_is_known_however_its_scheduler_dies() -> None:
+    """Said by the scheduler, or seen in the tokens where that died before it could say so."""
+    for told in (True, False):
+        bench = Bench()
+        wanted = SamplingParams(repetition_detection=RepetitionDetection(2, 1, 3))
+        submit = Submit((Handle(1),), (RequestId("r"),), TokenPrompt(pack_i32([1])), wanted, TextParams(), 50)
+        (encode,) = bench.says(F0, submit)
+        assert isinstance(encode, Encode)
+        _, admit = bench.event(Encoded(encode.job, array("i", [1])))
+        first = admitted([admit])
+        bench.routed(first, S0)
+        bench.tokens(first, 0, "abcbcbc", end=FinishReason.REPETITION if told else None)
+        assert bench.lost(S0) == []
+        (batch,) = [send.message for send in bench.core.batches()]
+        assert isinstance(batch, TextDeltas)
+        ends = [(end.reason, end.stop_reason, end.num_output_tokens) for end in batch.finished]
+        assert ends == [(FinishReason.REPETITION, "repetition_detected", 7)]
+        assert "".join(batch.texts) == "abcbcbc"
+
+
+def test_bad_words_go_to_the_workers_as_tokens() -> None:
+    bench = Bench()
+    submit = Submit(
+        (Handle(1),),
+        (RequestId("r"),),
+        TokenPrompt(pack_i32([1])),
+        SamplingParams(),
+        TextParams(bad_words=("a", "b")),
+        9,
+    )
+    (encode,) = bench.says(F0, submit)
+    assert isinstance(encode, Encode)
+    assert encode.bad_words == ("a", "b")
+    _, admit = bench.event(Encoded(encode.job, array("i", [1]), bad_words=((0,), (1,))))
+    assert admitted([admit]).work.sampling.bad_words_token_ids == ((0,), (1,))
 
 
 def test_a_refusal_names_the_field() -> None:

@@ -13,7 +13,7 @@ from meshlm.protocol.admit_edge import AbortRequests, Assign, EngineRequest, Giv
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 from meshlm.protocol.step_edge import Reset, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import Disown, LogprobColumns, TokenDeltas
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
@@ -37,6 +37,23 @@ def test_stop_token_ends_and_later_steps_are_dropped() -> None:
     bench.finish()
     assert bench.tokens[1] == expected[: expected.index(expected[4]) + 1]
     assert bench.ended == {1: FinishReason.STOP}
+
+
+def test_repetition_ends_a_request_though_later_steps_are_in_flight() -> None:
+    def end_of(tokens: list[int]) -> int:
+        return next((end for end in range(2, 18) if tokens[end - 1] == tokens[end - 2]), 0)
+
+    first = next(prompt for prompt in range(VOCAB) if end_of(reference([prompt], 20)) > 2)
+    expected, end = reference([first], 20), end_of(reference([first], 20))
+    wanted = RepetitionDetection(max_pattern_size=1, min_count=2)
+    for min_tokens, count, why in ((0, end, FinishReason.REPETITION), (20, 20, FinishReason.LENGTH)):
+        bench = Bench(limits(), 16, 4)
+        params = SamplingParams(max_tokens=20, min_tokens=min_tokens, repetition_detection=wanted)
+        work = EngineRequest(RequestId("r"), Handle(1), pack_i32([first]), params)
+        bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+        bench.finish()
+        assert bench.tokens[1] == expected[:count]
+        assert bench.ended == {1: why}
 
 
 def test_equal_prefix_is_found_and_salt_separates() -> None:

@@ -193,4 +193,5 @@ class DeviceRows:
     def reset(self) -> None:
         """Forget all requests: rows are taken anew."""
         self.table.special.clear()
+        self.table.logprob_token_ids.clear()
         self.pools.clear()

@@ -65,9 +65,14 @@ class TorchHead:
         found = []
         for nth, line in enumerate(np.flatnonzero(widths >= 0).tolist()):
             width, token = int(widths[line]), self.sampled[line : line + 1].long()
-            packed = logprobs.packed(raw[nth : nth + 1], token, width)
+            packed = logprobs.packed(raw[nth : nth + 1], token, width, self._chosen(int(at.rows[line])))
             found.append(Details(packed, [Part(int(places[line]), 0, 1, width)]))
         return found
+
+    def _chosen(self, row: int) -> Tensor | None:
+        """The tokens whose log-probabilities a row wants, int64 [1, width]; None: the likeliest."""
+        ids = self._rows.table.logprob_token_ids.get(row)
+        return None if ids is None else put(np.array([ids], np.int64), self._device)
 
     def warm_up(self) -> None:
         hidden = torch.zeros(self._rows.max_rows, self._model.spec.hidden_size, dtype=self._dtype, device=self._device)

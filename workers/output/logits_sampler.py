@@ -81,8 +81,7 @@ class LogitsSampler:
 
     def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
         self.by_torch(at, self._rows.table)
-        found = self.logprobs(at.rows, places, self._rows.table)
-        return [] if found is None else [found]
+        return self.logprobs(at.rows, places, self._rows.table)
 
     def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
@@ -95,17 +94,39 @@ class LogitsSampler:
             self._rows.tokens[where[0], where[1]] = token_ids
             self.sampled[index] = token_ids
 
-    def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], table: SamplingTable) -> Details | None:
+    def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], table: SamplingTable) -> list[Details]:
         """The log-probabilities of the sampled tokens whose request wants them. rows and places are those of all lines of the step."""
         wanted = np.flatnonzero(table.logprobs[rows] >= 0)
-        if not len(wanted):
-            return None
-        widths = table.logprobs[rows[wanted]].tolist()
-        index = put(wanted, self._device)
+        if not table.logprob_token_ids:
+            return self._logprobs(wanted, rows, places, table)
+        certain = np.array([row in table.logprob_token_ids for row in rows[wanted].tolist()], np.bool_)
+        found = self._logprobs(wanted[~certain], rows, places, table)
+        ids = [table.logprob_token_ids[row] for row in rows[wanted[certain]].tolist()]
+        return found + self._logprobs(wanted[certain], rows, places, table, ids)
+
+    def _logprobs(
+        self,
+        lines: NDArray[np.intp],
+        rows: NDArray[np.int32],
+        places: NDArray[np.int64],
+        table: SamplingTable,
+        ids: list[tuple[int, ...]] | None = None,
+    ) -> list[Details]:
+        """Those of some lines; of the likeliest tokens, or of those that `ids` has for each line."""
+        if not len(lines):
+            return []
+        widths = table.logprobs[rows[lines]].tolist()
+        chosen: Tensor | None = None
+        if ids is not None:
+            padded = np.zeros((len(lines), max(widths)), np.int64)
+            for nth, one in enumerate(ids):
+                padded[nth, : len(one)] = one
+            chosen = put(padded, self._device)
+        index = put(lines, self._device)
         hidden, token_ids = self.hidden[index], self.sampled[index].long()
-        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits)
-        named = zip(places[wanted].tolist(), widths, strict=True)
-        return Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])
+        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen)
+        named = zip(places[lines].tolist(), widths, strict=True)
+        return [Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])]
 
     def one_line(self) -> None:
         """The logits of one line as `by_torch` and log-probabilities make them, by another kernel than `choose`: compiled here."""

@@ -15,8 +15,9 @@ from meshlm.protocol.token_edge import LogprobColumns
 LINES = 64
 
 
-def packed(logits: Tensor, token_ids: Tensor, width: int) -> Tensor:
-    """For logits [p, vocab] and the tokens int64 [p] that came: logprob, rank, and the `width` likeliest (ids, then logprobs).
+def packed(logits: Tensor, token_ids: Tensor, width: int, chosen: Tensor | None = None) -> Tensor:
+    """For logits [p, vocab] and the tokens int64 [p] that came: logprob, rank, and the `width` likeliest (ids, then logprobs), or
+    instead of these the tokens `chosen`, int64 [p, width].
 
     int32 [p, 2 + 2 width] on their device, float32 by its bits: one copy brings all to the host.
     """
@@ -24,18 +25,26 @@ def packed(logits: Tensor, token_ids: Tensor, width: int) -> Tensor:
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1
     parts = [own.view(torch.int32), ranks.int()]
-    if width:
+    if chosen is not None:
+        parts += [chosen.int(), logprobs.gather(1, chosen).view(torch.int32)]
+    elif width:
         top = logprobs.topk(width, dim=-1)
         parts += [top.indices.int(), top.values.view(torch.int32)]
     return torch.cat(parts, dim=1)
 
 
-def in_chunks(hidden: Tensor, token_ids: Tensor, width: int, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+def in_chunks(
+    hidden: Tensor,
+    token_ids: Tensor,
+    width: int,
+    logits_of: Callable[[Tensor], Tensor],
+    chosen: Tensor | None = None,
+) -> Tensor:
     """`packed` of the logits of hidden states [p, hidden], with those of LINES positions in memory at a time."""
-    parts = [
-        packed(logits_of(hidden[begin : begin + LINES]), token_ids[begin : begin + LINES], width)
-        for begin in range(0, len(token_ids), LINES)
-    ]
+    parts = []
+    for begin in range(0, len(token_ids), LINES):
+        some = slice(begin, begin + LINES)
+        parts.append(packed(logits_of(hidden[some]), token_ids[some], width, None if chosen is None else chosen[some]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

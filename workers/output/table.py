@@ -12,17 +12,20 @@ EDITS = 16  # ids of a request whose logits kernels/penalties edits
 
 
 def edits(params: SamplingParams) -> list[tuple[int, float, int]] | None:
-    """Bias and min_tokens as (id, what is added, before which output index), each id once; None where that is not enough."""
+    """Bias, bad words of one token and min_tokens as (id, what is added, before which output index), each id once; None where that
+    is not enough."""
     stops = dict.fromkeys(params.stop_token_ids + params.eos_token_ids) if params.min_tokens else {}
     found = [(token, -np.inf, params.min_tokens) for token in stops]
     found += [(token, bias, ALWAYS) for token, bias in params.logit_bias.items()]
-    if params.allowed_token_ids or len(found) > EDITS or not params.logit_bias.keys().isdisjoint(stops):
+    found += [(word[0], -np.inf, ALWAYS) for word in params.bad_words_token_ids]
+    longer = any(len(word) > 1 for word in params.bad_words_token_ids)
+    if params.allowed_token_ids or longer or len(found) > EDITS or len({token for token, _, _ in found}) < len(found):
         return None
     return found
 
 
 class SamplingTable:
-    """numpy columns of length max_rows. Rows that need a loop (bias, allowed ids, min_tokens) are listed in `special`."""
+    """numpy columns of length max_rows. Rows that need a loop (bias, allowed ids, bad words, min_tokens) are listed in `special`."""
 
     def __init__(self, max_rows: int) -> None:
         self.temperature = np.ones(max_rows, np.float32)
@@ -40,6 +43,7 @@ class SamplingTable:
             max_rows, np.int64
         )  # output index: tokens before it need more than the kernels do
         self.special: dict[int, SamplingParams] = {}
+        self.logprob_token_ids: dict[int, tuple[int, ...]] = {}  # rows that want those of certain tokens
 
     def set(self, row: int, params: SamplingParams) -> None:
         """A request takes this row."""
@@ -56,12 +60,15 @@ class SamplingTable:
         self.penalised[row] = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        always = bool(params.logit_bias or params.allowed_token_ids)
+        always = bool(params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids)
         self.by_torch_until[row] = 0 if edits(params) is not None else ALWAYS if always else params.min_tokens
         if always or params.min_tokens:
             self.special[row] = params
         else:
             self.special.pop(row, None)
+        self.logprob_token_ids.pop(row, None)
+        if params.logprob_token_ids:
+            self.logprob_token_ids[row] = params.logprob_token_ids
 
     def of_prompt(
         self, rows: NDArray[np.int32], starts: NDArray[np.int32], prompt_lens: NDArray[np.int64]

@@ -3,10 +3,12 @@
 from parsing import EOS, USER
 
 from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
 
 TOOL = {"function": {"name": "f"}, "a": 1}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ROUND = {"max_pattern_size": 4, "min_pattern_size": 0, "min_count": 3}
 PARTS = [{"type": "text", "text": "So"}, "be"]
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -76,6 +78,14 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"skip_special_tokens": False}, "text.skip_special_tokens", False),
     ("both", {"spaces_between_special_tokens": False}, "text.spaces_between_special_tokens", False),
     ("both", {"allowed_token_ids": [3, 4]}, "sampling.allowed_token_ids", (3, 4)),
+    ("both", {"bad_words": ["a", " b c"]}, "text.bad_words", ("a", " b c")),
+    ("both", {"bad_words": []}, "text.bad_words", ()),
+    ("text", {"logprobs": 1, "logprob_token_ids": [7, 3, 7]}, "sampling.logprob_token_ids", (7, 3)),
+    ("text", {"logprobs": 0, "logprob_token_ids": [7, 3]}, "sampling.logprobs", 2),
+    ("chat", {"logprobs": True, "logprob_token_ids": [7, 3]}, "logprobs", 2),
+    ("both", {"logprob_token_ids": []}, "sampling.logprob_token_ids", ()),
+    ("both", {"repetition_detection": {}}, "sampling.repetition_detection", None),
+    ("both", {"repetition_detection": ROUND}, "sampling.repetition_detection", RepetitionDetection(4, 1, 3)),
     ("both", {"truncate_prompt_tokens": 5}, "text.truncate_prompt_tokens", 5),
     ("both", {"truncation_side": "right", "truncate_prompt_tokens": 5}, "text.truncation_side", "right"),
     ("both", {}, "text.truncation_side", "left"),
@@ -223,6 +233,13 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "ignore_eos": [None, 2, "yes"],
             "skip_special_tokens": [None, 2, "no"],
             "spaces_between_special_tokens": [None, 2, "no"],
+            "bad_words": [3, [""], [" "], ["a"] * 1025, [5], ["x" * 4097]],
+            "logprob_token_ids": [3, [5], ["a"], [-1]],
+            "repetition_detection": [
+                3,
+                {"max_pattern_size": 4, "min_count": 1},
+                {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2},
+            ],
             "allowed_token_ids": [3, [], ["a"], [-1], [1000], [HUGE]],
             "truncate_prompt_tokens": [0, -2, HUGE, "five"],
             "prompt_logprobs": [-1, -2, 21, HUGE, "one", True],
@@ -369,6 +386,10 @@ BAD_TOGETHER: list[tuple[str, dict[str, object], str]] = [
     ),
     ("chat", {"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
     ("text", {"n": 3, "best_of": 2}, "best_of"),
+    ("text", {"logprobs": 1, "logprob_token_ids": [1000]}, "logprob_token_ids"),
+    ("text", {"logprobs": 1, "logprob_token_ids": [1] * 129}, "logprob_token_ids"),
+    ("text", {"logprobs": 1, "logprob_token_ids": [1], "echo": True, "max_tokens": 0}, "logprob_token_ids"),
+    ("both", {"repetition_detection": {"max_pattern_size": 1025}}, "repetition_detection.max_pattern_size"),
     ("text", {"n": 1, "best_of": 2, "stream": True}, "best_of"),
     ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("chat", {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),

@@ -38,7 +38,7 @@ HISTOGRAMS: dict[str, tuple[float, ...]] = {
     "request_prefill_time_seconds": seconds(REQUEST),
     "request_decode_time_seconds": seconds(REQUEST),
 }
-FINISHED_REASONS = ("stop", "length", "abort", "error")  # and "repetition", of a parameter that MeshLM refuses
+FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 # Finer at their beginning, since small models are faster: vLLM's ends are all there.
 FINER = {
     "inter_token_latency_seconds": 3,

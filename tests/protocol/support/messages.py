@@ -55,6 +55,9 @@ SAMPLING = sampling.SamplingParams(
     allowed_token_ids=(1, 2, 3),
     logprobs=0,
     prompt_logprobs=4,
+    logprob_token_ids=(3, 4),
+    bad_words_token_ids=((5,), (6, 7)),
+    repetition_detection=sampling.RepetitionDetection(8, 2, 3),
 )
 WORK = admit.EngineRequest(
     request_id=RequestId("cmpl-é-0"),
@@ -103,13 +106,13 @@ FULL: tuple[Struct, ...] = (
     text.TextPrompt("Grüße", False),
     text.TokenPrompt(pack_i32([1, -1])),
     CHAT,
-    text.TextParams(("\n\n", "END"), True, False, ("<tool_call>",), False, 512, "right"),
+    text.TextParams(("\n\n", "END"), True, False, ("<tool_call>",), False, 512, "right", ("darn",)),
     text.Submit(
         handles=(Handle(1), Handle(2)),
         request_ids=(RequestId("cmpl-a-0"), RequestId("cmpl-a-1")),
         prompt=CHAT,
         sampling=SAMPLING,
-        text=text.TextParams(("x",), True, False, ("<tool_call>",), False, 1, "right"),
+        text=text.TextParams(("x",), True, False, ("<tool_call>",), False, 1, "right", ("darn",)),
         max_tokens=7,
         cap_max_tokens=True,
         attempt=1,

@@ -30,7 +30,9 @@ ROWS, VOCAB, HIDDEN, LENGTH, CHUNK = 7, 101, 16, 40, 3
 KINDS = [
     SamplingParams(temperature=0.0, seed=1),
     SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
-    SamplingParams(temperature=0.0, logit_bias={17: 0.5, 18: 50.0}, frequency_penalty=60.0),
+    SamplingParams(
+        temperature=0.0, logit_bias={17: 0.5, 18: 50.0}, frequency_penalty=60.0, bad_words_token_ids=((19,),)
+    ),
     SamplingParams(temperature=0.9, top_k=5, seed=4, logprobs=2),
     SamplingParams(temperature=0.0, min_tokens=30, stop_token_ids=(3,), repetition_penalty=1.2, logprobs=0),
     SamplingParams(temperature=1.1, top_p=0.8, presence_penalty=1.0, seed=6),
@@ -83,7 +85,7 @@ class Case:
         n = len(rows)
         return SampleRows(np.array(rows, np.int32), np.full(n, 7), np.full(n, 10), np.full(n, 3))
 
-    def step(self, rows: list[int], places: list[int] | None) -> tuple[list[int], Details | None]:
+    def step(self, rows: list[int], places: list[int] | None) -> tuple[list[int], list[Details]]:
         """Decodes of these rows; the lines at `places` sample (None: all)."""
         lines = list(range(len(rows))) if places is None else places
         columns = (
@@ -158,13 +160,32 @@ def test_logprobs_are_of_raw_logits_and_of_the_final_token(monkeypatch: pytest.M
     case = Case(monkeypatch, CHUNK)
     rows = [6, 3, 0, 4]
     found, details = case.step(rows, None)
-    assert details is not None
-    columns = details.columns()
+    (one,) = details
+    columns = one.columns()
     assert sorted(columns) == [0, 1, 3]
     for place, width in ((0, 4), (1, 2), (3, 0)):
         logits = case.model.logits(case.hidden[rows[place] : rows[place] + 1])
         assert columns[place] == logprobs.columns(logits, torch.tensor([found[place]]), width)
-    assert case.step([0, 1], None)[1] is None
+    assert case.step([0, 1], None)[1] == []
+
+
+def test_logprobs_of_certain_tokens_beside_those_of_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch, CHUNK)
+    wanted = {0: (9, 4, 50), 6: (7,)}
+    for row, ids in wanted.items():
+        case.table.set(row, SamplingParams(temperature=0.0, logprobs=len(ids), logprob_token_ids=ids))
+    rows = [6, 3, 0]
+    found, details = case.step(rows, None)
+    columns = {place: column for one in details for place, column in one.columns().items()}
+    assert columns.keys() == {0, 1, 2}
+    for place, row in enumerate(rows):
+        logprob = case.model.logits(case.hidden[[row]]).log_softmax(-1)[0]
+        ids = np.frombuffer(columns[place].top_ids, np.int32).tolist()
+        assert ids == list(wanted.get(row, logprob.topk(2).indices.tolist()))
+        np.testing.assert_allclose(np.frombuffer(columns[place].top_logprobs, np.float32), logprob[ids], rtol=1e-6)
+        np.testing.assert_allclose(
+            np.frombuffer(columns[place].logprobs, np.float32), logprob[[found[place]]], rtol=1e-6
+        )
 
 
 def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

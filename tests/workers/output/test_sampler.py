@@ -1,5 +1,7 @@
 """The sampler against sort-based references, and the draws' distribution."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.workers.output.draws import uniforms
 from meshlm.workers.output.logprobs import columns
 from meshlm.workers.output.sampler import SampleRows, sample
-from meshlm.workers.output.table import SamplingTable
+from meshlm.workers.output.table import ALWAYS, SamplingTable, edits
 
 VOCAB = 50
 
@@ -126,3 +128,27 @@ def test_prompt_logprobs_are_wanted_as_long_as_prompt_tokens_follow() -> None:
     rows, prompt_lens = np.array([0, 1, 2, 2, 2], np.int32), np.full(5, 10, np.int64)
     starts = np.array([0, 0, 8, 9, 10], np.int32)  # the last token of a prompt is followed by none of it
     assert table.of_prompt(rows, starts, prompt_lens).tolist() == [0, 2]
+
+
+def test_a_bad_word_is_banned_where_its_begin_stands_in_the_output() -> None:
+    """Rows with the same output and other words; a word's begin in the prompt, or across its end, does not count."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 8]] = torch.tensor([5.0, 4.0])
+    history = [1, 2, 3, 4]  # two of the prompt, two of the output
+    banned = [((7,),), ((4, 7),), ((3, 4, 7),), ((5, 7), (3, 4, 7)), ((9,), (4, 7), (4, 8))]
+    free = [((4, 8),), ((3, 7),), ((2, 3, 4, 7),), ((1, 2, 3, 4, 7),), ((7, 4),), ((3, 4, 3, 4, 5, 7),)]
+
+    def drawn(words: Sequence[tuple[tuple[int, ...], ...]]) -> list[int]:
+        params = [SamplingParams(temperature=0, bad_words_token_ids=each) for each in words]
+        return draw(logits.expand(len(words), -1), params, history=[history] * len(words))
+
+    assert drawn(banned) == [8, 8, 8, 8, 0]
+    assert drawn(free) == [7] * len(free)
+
+
+def test_bad_words_of_one_token_are_the_kernels_and_others_torchs() -> None:
+    one, two = SamplingParams(bad_words_token_ids=((7,), (8,))), SamplingParams(bad_words_token_ids=((7, 8),))
+    assert edits(one) == [(7, -np.inf, ALWAYS), (8, -np.inf, ALWAYS)]
+    assert edits(two) is None
+    both = SamplingParams(bad_words_token_ids=((7,),), logit_bias={7: 3.0})
+    assert edits(both) is None  # an id stands once in what the kernels take
