@@ -12,8 +12,8 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.logprobs import pending_after, shown
+from meshlm.runtime.tokenizer_files import LoadedTokenizer, token_bytes
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -30,19 +30,6 @@ class Decoder(Protocol):
         ...
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), reversed."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(256 + index): byte for index, byte in enumerate(rest)})
-    return alphabet
-
-
-# For str.translate: stand-ins become their bytes, anything else what latin-1 does not have.
-_TO_BYTES = {**dict.fromkeys(range(256), 0x100), **{ord(char): byte for char, byte in _byte_alphabet().items()}}
-
-
 class TokenTable:
     """The text of every token that is whole characters, and of the others, a hundredth of them, the bytes."""
 
@@ -52,17 +39,9 @@ class TokenTable:
         self.tokenizer: Tokenizer = tokenizer
         self.special = loaded.special_ids
         size = tokenizer.get_vocab_size(with_added_tokens=True)
-        added = tokenizer.get_added_tokens_decoder()
         self.cut: dict[int, bytes] = {}
         self.text: list[str | None] = [""] * size
-        for index in range(size):
-            token = tokenizer.id_to_token(index)
-            if token is None:
-                continue
-            if index in added or not self.byte_level:
-                data = _plain_bytes(token, index in added)
-            else:
-                data = _alphabet_bytes(token)
+        for index, data in enumerate(token_bytes(loaded)):
             try:
                 self.text[index] = data.decode()
             except UnicodeDecodeError:
@@ -108,21 +87,6 @@ class TokenTable:
     def name(self, token: int) -> str:
         """The vocabulary's own string of a token, such as "Ġthe"; empty where it has none."""
         return self.tokenizer.id_to_token(token) or ""
-
-
-def _alphabet_bytes(token: str) -> bytes:
-    """A byte-level token's bytes. Called for every token of the vocabulary while clients may wait."""
-    try:
-        return token.translate(_TO_BYTES).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()
-
-
-def _plain_bytes(token: str, added: bool) -> bytes:
-    """A SentencePiece or added token's bytes: <0xNN> is a byte, the low line a space."""
-    if not added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.encode() if added else token.replace("▁", " ").encode()
 
 
 class _ByteDecoder:

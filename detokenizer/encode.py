@@ -7,10 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from meshlm.detokenizer.templates import ChatTemplate
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
 REASONING = (
     "reasoning_content",

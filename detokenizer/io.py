@@ -11,13 +11,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from meshlm.detokenizer import replies, tokenizer_files
+from meshlm.detokenizer import replies
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.questions import Question, Questions
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
@@ -30,10 +29,12 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
     num_bytes_of,
 )
+from meshlm.runtime import tokenizer_files
 from meshlm.runtime.deaths import allowed
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal, RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Tick
 from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
 LARGE_BYTES = (

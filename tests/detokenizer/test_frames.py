@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, models
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable, _byte_alphabet
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas
 from meshlm.runtime.events import PeerUp, Received
+from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
 FRONTENDS = [Identity(Role.FRONTEND, index) for index in range(2)]
 SCHEDULER, LIFE = Identity(Role.SCHEDULER), Incarnation(1)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
@@ -20,6 +19,7 @@ from meshlm.protocol.config import ModelConfig, RunConfig
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
+from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import MessageTooLong
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from meshlm.detokenizer import tokenizer_files
 from meshlm.detokenizer.batch import of_prompt, positions
 from meshlm.detokenizer.decode import TokenTable, _ByteDecoder
 from meshlm.detokenizer.encode import Encoder
@@ -25,6 +24,7 @@ from meshlm.protocol.logprobs import num_bytes_of_prompt, positions_of
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import ChatPrompt, PromptLogprobs, Submit, TextPrompt
 from meshlm.protocol.token_edge import LogprobColumns
+from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import ProcessFatal, RequestError
 
 TEXTS = [

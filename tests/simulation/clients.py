@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models
 from meshlm.detokenizer import decode
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stops import StopFinder
-from meshlm.detokenizer.tokenizer_files import LoadedTokenizer
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.io import FrontendApp
 from meshlm.protocol.columns import pack_i32
@@ -30,6 +29,7 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
 )
 from meshlm.runtime.mesh import Mesh
+from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
 
 def _tokenizer() -> LoadedTokenizer:

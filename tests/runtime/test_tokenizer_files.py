@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from meshlm.detokenizer.tokenizer_files import load
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.tokenizer_config import eos_token_id
+from meshlm.runtime.tokenizer_files import load
 
 CORPUS = ["hello world there tool don't you leading"] * 3
 TEXTS = [

@@ -161,3 +161,47 @@ def _add_bos_and_eos(tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[
             ids.append((tokens[index], index))
     if ids:
         tokenizer.post_processor = processors.TemplateProcessing(single=" ".join(pieces), special_tokens=ids)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), reversed."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(rest)})
+    return alphabet
+
+
+# For str.translate: stand-ins become their bytes, anything else what latin-1 does not have.
+_TO_BYTES = {**dict.fromkeys(range(256), 0x100), **{ord(char): byte for char, byte in _byte_alphabet().items()}}
+
+
+def token_bytes(loaded: LoadedTokenizer) -> list[bytes]:
+    """The bytes that each token of the vocabulary stands for, by id; none where an id has no token."""
+    tokenizer = loaded.tokenizer
+    added = tokenizer.get_added_tokens_decoder()
+    found = []
+    for index in range(tokenizer.get_vocab_size(with_added_tokens=True)):
+        token = tokenizer.id_to_token(index)
+        if token is None:
+            found.append(b"")
+        elif index in added or not loaded.byte_level:
+            found.append(_plain_bytes(token, index in added))
+        else:
+            found.append(_alphabet_bytes(token))
+    return found
+
+
+def _alphabet_bytes(token: str) -> bytes:
+    """A byte-level token's bytes. Called for every token of the vocabulary while clients may wait."""
+    try:
+        return token.translate(_TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+def _plain_bytes(token: str, added: bool) -> bytes:
+    """A SentencePiece or added token's bytes: <0xNN> is a byte, the low line a space."""
+    if not added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.encode() if added else token.replace("▁", " ").encode()
