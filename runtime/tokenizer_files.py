@@ -163,7 +163,7 @@ def _add_bos_and_eos(tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[
         tokenizer.post_processor = processors.TemplateProcessing(single=" ".join(pieces), special_tokens=ids)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), reversed."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
@@ -173,7 +173,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 # For str.translate: stand-ins become their bytes, anything else what latin-1 does not have.
-_TO_BYTES = {**dict.fromkeys(range(256), 0x100), **{ord(char): byte for char, byte in _byte_alphabet().items()}}
+_TO_BYTES = {**dict.fromkeys(range(256), 0x100), **{ord(char): byte for char, byte in byte_alphabet().items()}}
 
 
 def token_bytes(loaded: LoadedTokenizer) -> list[bytes]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, models
 
 from meshlm.detokenizer.core import Detokenizer
-from meshlm.detokenizer.decode import TokenTable, _byte_alphabet
+from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -17,12 +17,12 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.token_edge import Ended, First, TokenDeltas
 from meshlm.runtime.events import PeerUp, Received
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
 
 FRONTENDS = [Identity(Role.FRONTEND, index) for index in range(2)]
 SCHEDULER, LIFE = Identity(Role.SCHEDULER), Incarnation(1)
 PIECES = [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:], "é".encode()]
-_LETTERS = {byte: letter for letter, byte in _byte_alphabet().items()}
+_LETTERS = {byte: letter for letter, byte in byte_alphabet().items()}
 _VOCABULARY = {"".join(_LETTERS[byte] for byte in piece): index for index, piece in enumerate(PIECES)}
 TABLE = TokenTable(LoadedTokenizer(Tokenizer(models.WordLevel(_VOCABULARY, "a")), {}, frozenset(), True))
 NUM_STREAMS = 4

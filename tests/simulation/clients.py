@@ -12,7 +12,6 @@ from network import running
 from rolling_hash import pooled_reference
 from tokenizers import Tokenizer, decoders, models
 
-from meshlm.detokenizer import decode
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.frontend.choice import Choice, RowDetails
@@ -29,12 +28,12 @@ from meshlm.protocol.text_edge import (
     TokenPrompt,
 )
 from meshlm.runtime.mesh import Mesh
-from meshlm.runtime.tokenizer_files import LoadedTokenizer
+from meshlm.runtime.tokenizer_files import LoadedTokenizer, byte_alphabet
 
 
 def _tokenizer() -> LoadedTokenizer:
     """Words of two letters; some tokens are but a byte of a character."""
-    letters = {value: key for key, value in decode._byte_alphabet().items()}
+    letters = {value: key for key, value in byte_alphabet().items()}
     words = [bytes([97 + token % 26, 97 + token // 26]) for token in range(VOCAB)]
     for number, byte in enumerate("é€😀".encode()):
         words[10 * number] = bytes([byte])
