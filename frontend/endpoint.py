@@ -1,4 +1,4 @@
-"""Around every route: errors in OpenAI's form, the API key, and what the router refuses. Installed by server.py."""
+"""Around every route: errors in the form of its API, the API key, and what the router refuses. Installed by server.py."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def plain_error(request: Request, error: Exception) -> Response:
     kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
     if error.status_code == 404 and (why := why_not_served(request.url.path)):
         text += f": {why}"
-    body = HttpError(error.status_code, text, kind=kind).body()
+    body = HttpError(error.status_code, text, kind=kind).body(request.url.path)
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
@@ -47,14 +47,14 @@ class Endpoint:
         try:
             response = await self._method(request)
         except HttpError as error:
-            response = Response(error.body(), error.status, error.headers(), "application/json")
+            response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
         except ClientDisconnect:
             return
         except (
             asyncio.CancelledError
         ):  # the server ends, and this one has not: its body has not come, or nobody reads its answer
             stopping = HttpError(503, "this server is stopping", kind="overloaded_error")
-            response = Response(stopping.body(), stopping.status, stopping.headers(), "application/json")
+            response = Response(stopping.body(scope["path"]), stopping.status, stopping.headers(), "application/json")
             with contextlib.suppress(RuntimeError):  # its answer has begun
                 await response(scope, receive, send)  # type: ignore[arg-type]
             return
@@ -63,7 +63,8 @@ class Endpoint:
 
 
 class KeyCheck:
-    """Asks for one of the API keys on every route but the probes, comparing in constant time."""
+    """Asks for one of the API keys on every route but the probes, comparing in constant time. Anthropic's clients send it as
+    X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
 
     def __init__(self, app: Any, keys: tuple[bytes, ...]) -> None:
         self._app, self._keys = app, keys
@@ -71,12 +72,16 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
         if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
             headers = dict(scope["headers"])
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            matches = [hmac.compare_digest(given, key) for key in self._keys]
-            if not any(matches):
+            given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))
+            matches = [key for key in self._keys for one in given if hmac.compare_digest(one, key)]
+            if not matches:
                 error = HttpError(
-                    401, "Unauthorized: send a valid key as 'Authorization: Bearer KEY'", kind="authentication_error"
+                    401,
+                    "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')",
+                    kind="authentication_error",
                 )
-                await Response(error.body(), 401, media_type="application/json")(scope, receive, send)  # type: ignore[arg-type]
+                response = Response(error.body(scope["path"]), 401, media_type="application/json")
+                await response(scope, receive, send)  # type: ignore[arg-type]
                 return
+            scope["meshlm.key"] = matches[0].decode()
         await self._app(scope, receive, send)

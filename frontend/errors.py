@@ -1,4 +1,4 @@
-"""OpenAI's error form."""
+"""Refusals: OpenAI's error form, and Anthropic's for the paths of its API."""
 
 import msgspec
 
@@ -29,7 +29,10 @@ class HttpError(Exception):
     def of(cls, kind: ErrorKind, message: str, param: str = "") -> "HttpError":
         return cls(STATUS[kind], message, param, kind.value)
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """The body of the answer, in the form of the API that `path` belongs to."""
+        if is_anthropic(path):
+            return msgspec.json.encode(anthropic_error(self.message, self.status))
         return msgspec.json.encode(error_object(self.message, self.kind, self.param, self.status))
 
     def headers(self) -> dict[str, str]:
@@ -42,7 +45,7 @@ _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
     **dict.fromkeys(
-        ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/batch"),
+        ("/v1/responses", "/v1/chat/completions/batch"),
         "not supported; POST /v1/chat/completions is what there is",
     ),
     **dict.fromkeys(("/invocations", "/inference/v1/generate"), "not supported; the other POST paths are"),
@@ -85,6 +88,28 @@ NOT_SERVED = {
 def why_not_served(path: str) -> str:
     """Says why a path that vLLM has is not served here; empty for a path that nobody has."""
     return NOT_SERVED.get("/v1/responses" if path.startswith("/v1/responses/") else path, "")
+
+
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+
+
+def anthropic_error(message: str, status: int) -> dict[str, object]:
+    """{"type": "error", "error": {type, message}}."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_object(message: str, kind: str, param: str, status: int) -> dict[str, dict[str, object]]:

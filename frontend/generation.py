@@ -8,7 +8,8 @@ import contextlib
 import random
 import time
 import uuid
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -21,6 +22,7 @@ from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
+from meshlm.frontend.turn import TurnResponse
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.ids import Handle
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
@@ -55,6 +57,21 @@ class Backend(operating.Operates, Protocol):
     async def metrics(self) -> bytes: ...
 
 
+class Form(NamedTuple):
+    """How an endpoint's answers look, whole and streamed. Both are made of the request, its id, when it came, the model's name and what
+    to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
+
+    whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeResponse | TurnResponse]
+    stream: Callable[
+        [parse.ParsedRequest, str, int, str, Callable[[], None], Callable[[bytes], None], retry.Progress | None],
+        StreamResponse | TurnResponse,
+    ]
+    id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
+
+
+OPENAI = Form(WholeResponse, StreamResponse)
+
+
 class Generation:
     """See the module docstring."""
 
@@ -64,7 +81,13 @@ class Generation:
         self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
 
     async def answer(
-        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str, again: retry.IdempotencyKey | None
+        self,
+        request: Request,
+        ask: parse.ParsedRequest,
+        model: str,
+        prefix: str,
+        again: retry.IdempotencyKey | None,
+        form: Form = OPENAI,
     ) -> HttpResponse | None:
         """The answer of one request; None when the client left before its end."""
         backend = self._backend
@@ -73,16 +96,22 @@ class Generation:
         if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
             raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
         if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
-            salt = submits.salt_of(request.headers.get("authorization", ""), ask.cache_salt)
+            salt = submits.salt_of(request.scope.get("meshlm.key", ""), ask.cache_salt)
             ask = ask._replace(cache_salt=salt)
         cost = backend.admit(ask)
         try:
-            return await self._answered(request, ask, model, prefix, again)
+            return await self._answered(request, ask, model, prefix, again, form)
         finally:
             backend.release(cost)
 
     async def _answered(
-        self, request: Request, ask: parse.ParsedRequest, model: str, prefix: str, again: retry.IdempotencyKey | None
+        self,
+        request: Request,
+        ask: parse.ParsedRequest,
+        model: str,
+        prefix: str,
+        again: retry.IdempotencyKey | None,
+        form: Form,
     ) -> HttpResponse | None:
         backend = self._backend
         name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
@@ -91,13 +120,13 @@ class Generation:
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
-        answer: WholeResponse | StreamResponse
+        answer: WholeResponse | StreamResponse | TurnResponse
         has = submits.position(ask, again)
         if ask.stream:
             progress = retry.Progress(has) if has else None
-            answer = StreamResponse(ask, request_id, created, model, end.set, writer.write, progress)
+            answer = form.stream(ask, request_id, created, model, end.set, writer.write, progress)
         else:
-            answer = WholeResponse(ask, request_id, created, model, end.set)
+            answer = form.whole(ask, request_id, created, model, end.set)
         answer.fingerprint = self._fingerprint
         asked: list[tuple[list[Choice], Submit]] = []
         for one in submits.build_each(
@@ -123,7 +152,8 @@ class Generation:
                 if len(asked) > 1:
                     await asyncio.sleep(0)
             if ask.stream:
-                return await self._stream(request, answer, writer, end, shown)  # type: ignore[arg-type]
+                names = [(name.lower().encode(), shown.encode("latin-1", "replace")) for name in form.id_headers]
+                return await self._stream(request, answer, writer, end, names)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
@@ -132,7 +162,7 @@ class Generation:
             # A quarter of a second, for as many as there may be.
             long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
-            return HttpResponse(content, media_type="application/json", headers={"X-Request-Id": shown})
+            return HttpResponse(content, media_type="application/json", headers=dict.fromkeys(form.id_headers, shown))
         except HttpError as error:
             status = error.status
             raise
@@ -141,11 +171,15 @@ class Generation:
             backend.done(answer, started, request.url.path, status)
 
     async def _stream(
-        self, request: Request, answer: StreamResponse, writer: EventWriter, end: asyncio.Event, shown: str
+        self,
+        request: Request,
+        answer: StreamResponse | TurnResponse,
+        writer: EventWriter,
+        end: asyncio.Event,
+        names: list[tuple[bytes, bytes]],
     ) -> HttpResponse | None:
         """Start with the first news, so that a refusal still has its HTTP status."""
-        name = [(b"x-request-id", shown.encode("latin-1", "replace"))]
-        pump = asyncio.ensure_future(_first_then_pump(writer, name))
+        pump = asyncio.ensure_future(_first_then_pump(writer, names))
         try:
             if not await _ended_before_disconnect(request, end):
                 return None
@@ -155,7 +189,7 @@ class Generation:
             with contextlib.suppress(asyncio.CancelledError):
                 await pump
             if not writer.started:
-                await writer.start(name)
+                await writer.start(names)
             if events := answer.last_events():
                 writer.write(events)
             await writer.finish()

@@ -15,7 +15,7 @@ from meshlm.frontend import retry
 from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.errors import HttpError
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 _KEY = retry.KEY.lower().encode()
 _CLOSE = {"Connection": "close"}
 
@@ -39,7 +39,9 @@ class LoadShedder:
                 error = HttpError(503, reason, kind="overloaded_error")
                 # A client that asks before it sends its body may leave it out now, and nobody knows where the next request begins.
                 close = _CLOSE if b"expect" in names else {}
-                response = HttpResponse(error.body(), 503, {**error.headers(), **close}, "application/json")
+                response = HttpResponse(
+                    error.body(scope["path"]), 503, {**error.headers(), **close}, "application/json"
+                )
                 await response(scope, receive, send)
                 if begun := scope.get("extensions", {}).get(EXTENSION, {}).get("begun"):
                     self._refused(time.monotonic() - begun)

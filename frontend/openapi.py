@@ -10,7 +10,6 @@ import msgspec
 
 from meshlm.frontend.operations import EVENTS, Operation, Parameter
 from meshlm.frontend.request_schema import Served, refine
-from meshlm.frontend.response_schema import ErrorResponse
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
 Json = dict[str, Any]
@@ -35,7 +34,7 @@ _REF = "#/components/schemas/{name}"
 
 def document(operations: Sequence[Operation], version: str, keys: bool, served: Served) -> Json:
     """The OpenAPI document. `keys`: all but the probes need one."""
-    structs = {op.body for op in operations} | {op.answers for op in operations} | {ErrorResponse}
+    structs = {kind for op in operations for kind in (op.body, op.answers, op.error)}
     kinds = [kind for kind in structs if isinstance(kind, type)]
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     refine(components, served)
@@ -59,8 +58,9 @@ def document(operations: Sequence[Operation], version: str, keys: bool, served: 
 def _description() -> str:
     refused = "; ".join(f"`{name}`: {why}" for name, why in NOT_SUPPORTED.items())
     return (
-        "The API of OpenAI and vLLM. Fields of theirs that are not supported are refused by name, with status 400, where they ask for "
-        f"something: {refused}. Without effect: {', '.join(f'`{name}`' for name in NEEDLESS)}. Other unknown fields are ignored."
+        "The API of OpenAI and vLLM, and Anthropic's messages. Fields of theirs that are not supported are refused by name, with "
+        f"status 400, where they ask for something: {refused}. Without effect: {', '.join(f'`{name}`' for name in NEEDLESS)}. "
+        "Other unknown fields are ignored."
     )
 
 
@@ -85,7 +85,7 @@ def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool, s
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[op.body]}}}
     found["responses"] = {"200": _success(op, refs)}
     for status in sorted(errors):
-        found["responses"][str(status)] = _error(status, {"application/json": {"schema": refs[ErrorResponse]}})
+        found["responses"][str(status)] = _error(status, {"application/json": {"schema": refs[op.error]}})
     for status in op.plain_errors:
         found["responses"][str(status)]["content"] |= _text(str(op.answers))
     if op.is_open:

@@ -8,6 +8,7 @@ from msgspec import Struct
 from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
 from meshlm.frontend.errors import STATUS
+from meshlm.frontend.messages import schema as anthropic
 from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
@@ -25,7 +26,8 @@ class Parameter(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One route. `answers` is a Struct for JSON, else a content type, "" for none; `errors` are statuses with OpenAI's error body."""
+    """One route. `answers` is a Struct for JSON, else a content type, "" for none; `errors` are statuses whose body is
+    `error`, in the form of the route's API."""
 
     path: str
     handler: str
@@ -38,6 +40,7 @@ class Operation(NamedTuple):
     streams: bool = False
     plain_errors: tuple[int, ...] = ()  # statuses whose body is text
     is_open: bool = False  # needs no key
+    error: type[Struct] = responses.ErrorResponse
 
 
 def _switch(name: str, description: str) -> Parameter:
@@ -45,7 +48,7 @@ def _switch(name: str, description: str) -> Parameter:
 
 
 _ASKS = (400, 404, 413, *STATUS.values())
-_GENERATES = (
+_NAMED = (
     Parameter("X-Request-Id", "header", {"type": "string"}, "Comes back with the answer, and names the request in the logs."),
     Parameter(
         "X-data-parallel-rank", "header", {"type": "string", "pattern": "^[0-9]{1,6}$"}, "The rank that is to serve the request."
@@ -56,8 +59,11 @@ _GENERATES = (
         {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH, "pattern": "^[ -~]*$"},
         "Names the request, so that asked again it goes on instead of beginning anew.",
     ),
-    Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
 )  # fmt: skip
+_GENERATES = (
+    *_NAMED,
+    Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
+)
 _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
 _TRACES = (404, 409, 503, 504)
 _PROBE = "For load balancers; needs no key."
@@ -84,6 +90,28 @@ OPERATIONS = (
         _ASKS,
         _GENERATES,
         streams=True,
+    ),
+    Operation(
+        "/v1/messages",
+        "messages",
+        anthropic.MessagesResponse,
+        "Answer a conversation, by Anthropic's API.",
+        anthropic.MessagesRequest,
+        ("POST",),
+        _ASKS,
+        _NAMED,
+        streams=True,
+        error=anthropic.MessagesErrorResponse,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        "count_tokens",
+        anthropic.CountTokensResponse,
+        "The tokens that a conversation has, by Anthropic's API.",
+        anthropic.CountTokensRequest,
+        ("POST",),
+        _ASKS,
+        error=anthropic.MessagesErrorResponse,
     ),
     Operation(
         "/tokenize",

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from meshlm.frontend.messages import request_schema as anthropic
 from meshlm.frontend.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.runtime.messages import NEED_CONTENT, PARTS
 
@@ -25,6 +26,7 @@ class Served(Struct, frozen=True):
     takes_tools: bool
     takes_templates: bool
     takes_priorities: bool
+    tells_reasoning: bool = False
 
 
 def refine(schemas: Json, served: Served) -> None:
@@ -33,6 +35,13 @@ def refine(schemas: Json, served: Served) -> None:
         name: _fields(served) for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
     }
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
+    of_messages = anthropic.fields(
+        served.names,
+        takes_tools=served.takes_tools,
+        tells_reasoning=served.tells_reasoning,
+        takes_priorities=served.takes_priorities,
+    )
+    refined |= {"MessagesRequest": of_messages, "CountTokensRequest": of_messages}
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]

@@ -24,6 +24,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
 from meshlm.frontend.http import ByteBudget
 from meshlm.frontend.load_shedder import LoadShedder
+from meshlm.frontend.messages import routes as anthropic
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, Operation, served
 from meshlm.frontend.request_schema import Served
@@ -98,6 +99,7 @@ class Routes:
             server.enable_auto_tool_choice,
             server.trust_request_chat_template,
             self._backend.config.scheduler.scheduling_policy == "priority",
+            bool(server.reasoning_parser),
         )
 
     async def health(self, request: Request) -> HttpResponse:
@@ -216,13 +218,40 @@ class Routes:
         ask = parse.chat(body, unknown, resolved, self._backend.config.server)
         return ask, model, self._again(request, raw)
 
+    async def messages(self, request: Request) -> HttpResponse | None:
+        ask, model, again = await self._read(request, self._messages)
+        return await self._generation.answer(request, ask, model, "msg_", again, anthropic.MESSAGES)
+
+    def _messages(self, request: Request, raw: bytes) -> Parsed:
+        resolved, server = self._backend.resolved, self._backend.config.server
+        check = partial(limits.check_raw_texts, resolved=resolved)
+        ask, model = anthropic.read_messages(raw, check, self._longest(), resolved, server)
+        anthropic.check_last_id(request.headers.get(retry.LAST_ID, ""))
+        return ask, self._check_model(model), self._again(request, raw)
+
+    async def count_tokens(self, request: Request) -> HttpResponse | None:
+        ask = await self._read(request, self._count_tokens)
+        self._backend.ignored(ask.unknown_fields, request.url.path)
+        if (reply := await self._ask(request, Tokenize(self._backend.new_handle(), ask.prompts[0], False))) is None:
+            return None
+        assert isinstance(reply, TokenizeReply)
+        count = len(reply.token_ids) // 4
+        return _json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+    def _count_tokens(self, request: Request, raw: bytes) -> parse.ParsedRequest:
+        resolved, server = self._backend.resolved, self._backend.config.server
+        check = partial(limits.check_raw_texts, resolved=resolved)
+        ask, model = anthropic.read_count(raw, check, self._longest(), resolved, server)
+        self._check_model(model)
+        return ask
+
     def _longest(self) -> int:
         """Values that one list of a body may hold."""
         return max(bodies.MAX_IN_LIST, self._backend.resolved.max_model_len)
 
     def _again(self, request: Request, body: bytes) -> retry.IdempotencyKey | None:
         headers = request.headers
-        api_key = headers.get("authorization", "") if self._backend.config.server.api_key else ""
+        api_key = request.scope.get("meshlm.key", "")
         keys, last_id = headers.getlist(retry.KEY), headers.get(retry.LAST_ID, "")
         return retry.read(keys, last_id, request.url.path, api_key, body)
 

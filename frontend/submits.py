@@ -83,9 +83,9 @@ def build_each(
         yield choices, submit
 
 
-def salt_of(authorization: str, cache_salt: str) -> str:
+def salt_of(api_key: str, cache_salt: str) -> str:
     """The salt of the prefixes of one API key: `cached_tokens`, and the time to the first token, tell it nothing of another key's."""
-    digest = hashlib.sha256(b"\0".join((authorization.removeprefix("Bearer ").encode(), cache_salt.encode())))
+    digest = hashlib.sha256(b"\0".join((api_key.encode(), cache_salt.encode())))
     return digest.hexdigest()[:32]
 
 

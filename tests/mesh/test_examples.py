@@ -1,6 +1,7 @@
-"""examples/ do what they say."""
+"""examples/ and the pages of docs/api/ do what they say."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from serving import Serving, serving
 
 pytestmark = pytest.mark.mesh
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGES = [
+    page for page in sorted((EXAMPLES.parent / "docs" / "api").glob("*.md")) if "```python" in page.read_text("utf-8")
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,17 @@ def test_unbreakable_outlives_its_frontend(server: Serving) -> None:
     begun = process.stdout.read(40)
     os.kill(server.pid("frontend"), signal.SIGKILL)
     assert begun + said(process) == expected + "\n"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_programs_run(server: Serving, page: Path) -> None:
+    """Its blocks of Python, one behind the other, as a reader would type them."""
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
+    assert "http://localhost:8000" in program
+    program = program.replace("http://localhost:8000", server.url)
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
 
 
 def test_offline() -> None:

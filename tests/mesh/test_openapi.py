@@ -16,6 +16,7 @@ pytestmark = pytest.mark.mesh
 EXAMPLES = {"post": 15, "get": 2}  # right and wrong ones of a route each
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0, "n": 2, "best_of": 2}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 CHECKED = [
     checks.not_a_server_error,
     checks.status_code_conformance,
@@ -30,7 +31,7 @@ _numbers = itertools.count()
 
 def brief(case: Any) -> None:
     """Few tokens and choices, so that examples are fast. What is wrong stays wrong."""
-    if not isinstance(case.body, dict) or case.path not in GENERATION:
+    if not isinstance(case.body, dict) or case.path not in (*GENERATION, "/v1/messages"):
         return
     for name, most in MOST.items():
         value = case.body.get(name)
@@ -55,6 +56,9 @@ def consistent(case: Any) -> None:
             call["function"]["arguments"] = "{}"
     if body.get("continue_final_message"):
         body["continue_final_message"] = False
+    if case.path in MESSAGES:
+        for name in ("chat_template_kwargs", "tool_choice"):
+            body.pop(name, None)
     if case.path not in GENERATION:
         return
     for name in ("max_tokens", "max_completion_tokens"):

@@ -1,0 +1,67 @@
+"""The routes of Anthropic's API: a body to a chat's request, and from there on the path of every chat. Called by server.py."""
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Raw
+
+from meshlm.frontend import bodies, parse
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.generation import Form
+from meshlm.frontend.messages.format import MessageFormat
+from meshlm.frontend.messages.schema import Conversation, CountTokensRequest, MessagesRequest
+from meshlm.frontend.messages.translate import chat_request, renamed
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.retry import LAST_ID, Progress
+from meshlm.frontend.turn import TurnResponse
+from meshlm.protocol.config import Resolved, ServerConfig
+
+Check = Callable[[Mapping[str, Raw]], None]
+
+
+def read_messages(
+    raw: bytes, check: Check, longest: int, resolved: Resolved, server: ServerConfig
+) -> tuple[ParsedRequest, str]:
+    """POST /v1/messages: what is asked, and the model's name."""
+    body, unknown = bodies.decode(raw, MessagesRequest, check, longest)
+    return _parsed(body, unknown, resolved, server), body.model
+
+
+def read_count(
+    raw: bytes, check: Check, longest: int, resolved: Resolved, server: ServerConfig
+) -> tuple[ParsedRequest, str]:
+    """POST /v1/messages/count_tokens: a request whose prompt is the same."""
+    body, unknown = bodies.decode(raw, CountTokensRequest, check, longest)
+    return _parsed(body, unknown, resolved, server), body.model
+
+
+def _parsed(body: Conversation, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
+    try:
+        ask = parse.chat(chat_request(body, server), unknown, resolved, server)
+    except HttpError as error:
+        raise renamed(error) from None
+    return ask
+
+
+def check_last_id(last_id: str) -> None:
+    """A stream of these begins anew when it is asked for again."""
+    if last_id:
+        raise HttpError(400, f"{LAST_ID}: not supported on this path, whose events have no ids", LAST_ID)
+
+
+def _whole(ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]) -> TurnResponse:
+    return TurnResponse(ask, request_id, created, model, on_end, None, MessageFormat(streams=False))
+
+
+def _stream(
+    ask: ParsedRequest,
+    request_id: str,
+    created: int,
+    model: str,
+    on_end: Callable[[], None],
+    write: Callable[[bytes], None],
+    progress: Progress | None,
+) -> TurnResponse:
+    return TurnResponse(ask, request_id, created, model, on_end, write, MessageFormat(streams=True))
+
+
+MESSAGES = Form(_whole, _stream, ("X-Request-Id", "Request-Id"))

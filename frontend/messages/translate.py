@@ -1,0 +1,250 @@
+"""A body of Anthropic's to the chat request that means the same. Pure; HttpError names the field as Anthropic does.
+
+Called by server.py's routes. Content that is not text is refused by its type.
+"""
+
+import json
+from typing import Any
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.messages.schema import REFUSED, Conversation, MessagesRequest, Thinking
+from meshlm.frontend.schema import ChatRequest
+from meshlm.protocol.config import ServerConfig
+
+Json = dict[str, Any]
+# Claude Code's first system block has another text in each request, which would leave nothing of a prompt in the prefix cache.
+BILLING = "x-anthropic-billing-header"
+# What a chat's refusal calls a field -> its name here.
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+
+def chat_request(request: Conversation, server: ServerConfig) -> ChatRequest:
+    """The same as a chat. What generation alone needs is added where the body is for that."""
+    for field, why in REFUSED.items():
+        if getattr(request, field, None):
+            raise HttpError(400, f"{field}: {why}", field)
+    messages = _system(request.system)
+    for place, message in enumerate(request.messages):
+        messages += _message(message, f"messages.{place}")
+    if not request.messages:
+        raise _wrong("messages", "give at least one message")
+    goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    fields: Json = {
+        "messages": messages,
+        "chat_template_kwargs": _template_kwargs(request),
+        "continue_final_message": goes_on,
+        **_tools(request),
+    }
+    config = request.output_config
+    if config is not None and config.effort is not None:
+        fields["reasoning_effort"] = config.effort
+    if config is not None and config.format is not None:
+        schema = {"name": "answer", "schema": config.format.schema, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(request, MessagesRequest):
+        fields |= _generation(request)
+    _think(request.thinking, fields, server)
+    return ChatRequest(model=request.model, **fields)
+
+
+def _generation(request: MessagesRequest) -> Json:
+    return {
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
+    }
+
+
+def _template_kwargs(request: Conversation) -> Json | None:
+    wanted = dict(request.chat_template_kwargs or {})
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+        wanted.setdefault("enable_thinking", thinks)
+        wanted.setdefault("thinking", thinks)
+    return wanted or None
+
+
+def _think(thinking: Thinking | None, fields: Json, server: ServerConfig) -> None:
+    """What `thinking` asks for beside the template's switches."""
+    if thinking is None:
+        return
+    if thinking.type == "enabled" and not server.reasoning_parser:
+        raise _wrong("thinking", "the server tells no reasoning from an answer (--reasoning-parser)")
+    if thinking.display == "omitted":
+        fields["include_reasoning"] = False
+    if thinking.budget_tokens is not None and thinking.type == "enabled":
+        if "thinking_token_budget" not in ChatRequest.__struct_fields__:
+            text = "not supported; max_tokens bounds reasoning and answer together, type 'adaptive' needs no budget"
+            raise _wrong("thinking.budget_tokens", text)
+        fields["thinking_token_budget"] = thinking.budget_tokens
+
+
+def _system(system: str | list[Json] | None) -> list[Json]:
+    """The system message: the texts of its blocks one behind the other."""
+    if isinstance(system, list):
+        texts = [_text(block, f"system.{place}") for place, block in enumerate(system)]
+    else:
+        texts = [system or ""]
+    text = "".join(text for text in texts if not text.startswith(BILLING))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _message(message: Json, where: str) -> list[Json]:
+    """One message as a chat's: results of tools are messages of their own there."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise _wrong(f"{where}.role", "must be 'user', 'assistant' or 'system'")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise _wrong(f"{where}.content", "must be text or a list of blocks")
+    blocks = []
+    for place, block in enumerate(content):
+        if not (isinstance(block, dict) and isinstance(block.get("type"), str)):
+            raise _wrong(f"{where}.content.{place}", "a block is an object with a type")
+        blocks.append((block, f"{where}.content.{place}"))
+    if role == "assistant":
+        return [_assistant(blocks)]
+    if role == "system":
+        return _system(content)
+    return _user(blocks)
+
+
+def _assistant(blocks: list[tuple[Json, str]]) -> Json:
+    texts, reasoning, calls = list[str](), list[str](), list[Json]()
+    for block, where in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(_text(block, where))
+            case "thinking":
+                reasoning.append(_string(block, "thinking", where))
+            case "redacted_thinking":
+                pass  # nobody can read it
+            case "tool_use":
+                calls.append(_call(block, where))
+            case kind:
+                raise _wrong(where, f"blocks of type {kind[:40]!r} are not supported in a message of role 'assistant'")
+    found: Json = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if reasoning:
+        found["reasoning"] = "".join(reasoning)
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def _call(block: Json, where: str) -> Json:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict | None):
+        raise _wrong(f"{where}.input", "must be an object")
+    function = {"name": _string(block, "name", where), "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
+    found, texts = list[Json](), list[Json]()
+    for block, where in blocks:
+        if block["type"] == "text":
+            texts.append({"type": "text", "text": _text(block, where)})
+            continue
+        if block["type"] != "tool_result":
+            text = f"blocks of type {block['type'][:40]!r} are not supported; those of type 'text' are"
+            raise _wrong(where, text)
+        found += _of_user(texts)
+        texts = []
+        call_id = _string(block, "tool_use_id", where)
+        found.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
+    return found + _of_user(texts)
+
+
+def _of_user(texts: list[Json]) -> list[Json]:
+    if len(texts) == 1:
+        return [{"role": "user", "content": texts[0]["text"]}]
+    return [{"role": "user", "content": texts}] if texts else []
+
+
+def _result(block: Json, where: str) -> str:
+    """A tool's result as text; a chat has no other place to say that it is an error."""
+    content = block.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_text(one, f"{where}.content.{place}") for place, one in enumerate(content))
+    if not isinstance(content, str | None):
+        raise _wrong(f"{where}.content", "must be text or a list of blocks")
+    return f"Error: {content or ''}" if block.get("is_error") else content or ""
+
+
+def _text(block: Any, where: str) -> str:
+    if not (isinstance(block, dict) and block.get("type") == "text"):
+        kind = block.get("type") if isinstance(block, dict) else block
+        raise _wrong(where, f"blocks of type {str(kind)[:40]!r} are not supported; those of type 'text' are")
+    return _string(block, "text", where)
+
+
+def _string(block: Json, name: str, where: str) -> str:
+    if not isinstance(value := block.get(name), str):
+        raise _wrong(f"{where}.{name}", "must be a string")
+    return value
+
+
+def _tools(request: Conversation) -> Json:
+    """tools and tool_choice."""
+    found: Json = {}
+    if request.tools:
+        found["tools"] = [_tool(tool, f"tools.{place}") for place, tool in enumerate(request.tools)]
+    choice = request.tool_choice
+    if choice is None:
+        return found
+    if choice.type in ("any", "tool") and not request.tools:
+        raise _wrong("tool_choice", f"{choice.type!r} needs tools")
+    if choice.type == "tool":
+        names = [tool["function"]["name"] for tool in found["tools"]]
+        if choice.name not in names:
+            raise _wrong("tool_choice.name", f"there is no tool {(choice.name or '')[:40]!r}")
+        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif request.tools:
+        found["tool_choice"] = "required" if choice.type == "any" else choice.type
+    found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return found
+
+
+def _tool(tool: Json, where: str) -> Json:
+    if tool.get("type") not in (None, "custom"):
+        raise _wrong(
+            where, f"tools of type {str(tool['type'])[:40]!r} are not supported; those of the client's own are"
+        )
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise _wrong(f"{where}.input_schema", "must be a JSON schema")
+    if not _string(tool, "name", where):
+        raise _wrong(f"{where}.name", "must not be empty")
+    function = {"name": tool["name"], "parameters": {"type": "object", **schema}}
+    if tool.get("description") is not None:
+        function["description"] = _string(tool, "description", where)
+    if tool.get("strict") is not None:
+        if not isinstance(tool["strict"], bool):
+            raise _wrong(f"{where}.strict", "must be true or false")
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": function}
+
+
+def renamed(error: HttpError) -> HttpError:
+    """A chat's refusal in the words of this API."""
+    name = NAMES.get(error.param, error.param)
+    message = error.message
+    if name != error.param and message.startswith(error.param):
+        message = name + message.removeprefix(error.param)
+    return HttpError(error.status, message, name, error.kind)
+
+
+def _wrong(where: str, text: str) -> HttpError:
+    return HttpError(400, f"{where}: {text}", where.split(".")[0])

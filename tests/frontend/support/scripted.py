@@ -1,0 +1,148 @@
+"""A frontend without a mesh, whose model says what the test wants: for tests with the clients' own packages."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from parsing import RESOLVED
+
+from meshlm.frontend.budget import Budget
+from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.responses import Response
+from meshlm.frontend.server import Routes
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
+from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
+from meshlm.protocol.text_edge import (
+    Accepted,
+    ChatPrompt,
+    Detokenize,
+    DetokenizeReply,
+    Finished,
+    PositionLogprobs,
+    Submit,
+    TextPrompt,
+    Tokenize,
+    TokenizeReply,
+)
+from meshlm.protocol.token_edge import First
+
+NUM_PROMPT, NUM_CACHED = 12, 4
+STOP = Finished(0, FinishReason.STOP)
+
+
+class Scripted:
+    """A Backend. Each request gets `pieces`, one token each, and the end `finished`; `failure` refuses it."""
+
+    version = "1.2"
+
+    def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
+        self.config = MeshConfig(server=server or ServerConfig(), resolved=resolved)
+        self.resolved = resolved
+        self.draws = random.Random(1)
+        self.pieces: Sequence[str] = ("Hello", " you")
+        self.finished = STOP
+        self.failure: tuple[ErrorKind, str, str] | None = None
+        self.logprobs: Sequence[PositionLogprobs] = ()
+        self.go = asyncio.Event()  # the first token waits for it
+        self.go.set()
+        self.submits: list[Submit] = []
+        self.closed: list[Choice] = []
+        self.answers: list[Response] = []
+        self.ignored_fields: tuple[str, ...] = ()
+        self._budget = Budget(1 << 30)
+        self._handle = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.routes = Routes(self)
+        self.app: Any = self.routes.app()
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """The newest request's."""
+        prompt = self.submits[-1].prompt
+        assert isinstance(prompt, ChatPrompt)
+        return prompt
+
+    # --- Backend ---
+
+    def not_ready_reason(self) -> str:
+        return ""
+
+    def blocked(self) -> str:
+        return ""
+
+    def refusal(self, *, attaches: bool) -> str:
+        return ""
+
+    def refused(self, seconds: float) -> None: ...
+
+    async def wait_serving(self) -> str:
+        return ""
+
+    def admit(self, ask: ParsedRequest) -> int:
+        return self._budget.open(ask)
+
+    def release(self, cost: int) -> None:
+        self._budget.close(cost)
+
+    def new_handle(self) -> Handle:
+        self._handle += 1
+        return Handle(self._handle)
+
+    def open(self, choices: list[Choice], submit: Submit) -> None:
+        self.submits.append(submit)
+        for choice in choices:
+            task = asyncio.ensure_future(self._say(choice))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _say(self, choice: Choice) -> None:
+        sink = choice.sink
+        sink.accepted(choice, Accepted((choice.handle,), NUM_PROMPT, b"", "", ""))
+        await self.go.wait()
+        first: First | None = First(NUM_CACHED)
+        for place, piece in enumerate(self.pieces):
+            await asyncio.sleep(0)
+            if choice in self.closed:
+                return
+            logprobs = [self.logprobs[place]] if self.logprobs else None
+            self._row(choice, [place], piece, RowDetails(None, logprobs, None, first))
+            first = None
+        if self.failure is not None:
+            choice.finished = Finished(0, FinishReason.ERROR)
+            sink.failed(choice, *self.failure)
+            return
+        self._row(choice, [], "", RowDetails(self.finished, None, None, first))
+
+    def _row(self, choice: Choice, token_ids: list[int], text: str, details: RowDetails) -> None:
+        choice.token_ids.extend(token_ids)
+        choice.finished = details.finished
+        choice.sink.row(choice, len(token_ids), text, details)
+
+    def close(self, choices: list[Choice]) -> None:
+        self.closed += choices
+
+    async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+        """As many tokens as the messages' JSON has bytes."""
+        assert isinstance(message, Tokenize)
+        assert isinstance(message.prompt, ChatPrompt | TextPrompt)
+        size = len(message.prompt.messages_json) if isinstance(message.prompt, ChatPrompt) else len(message.prompt.text)
+        return TokenizeReply(message.handle, pack_i32([1] * size), max_model_len=self.resolved.max_model_len)
+
+    async def operate(self, action: Any) -> Any:
+        raise HttpError(503, "there are no workers")
+
+    def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None:
+        self.ignored_fields += unknown_fields
+
+    def done(self, answer: Response, started: float, path: str, status: int) -> None:
+        self.answers.append(answer)
+
+    async def load(self) -> int:
+        return 0
+
+    async def metrics(self) -> bytes:
+        return b""
