@@ -21,6 +21,7 @@ from meshlm.supervisor.settings.vllm_flags import did_you_mean, say_repeated, wi
 
 COMMANDS = (
     "serve",
+    "run_batch",
     "launch",
     "scale",
     "status",
@@ -119,12 +120,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"meshlm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
     wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
-    if wanted == "run_batch":
-        raise UsageError(
-            "run-batch is not there; LLM.generate and LLM.chat take lists of prompts, and meshlm serve requests"
-        )
     for name in COMMANDS if wanted not in COMMANDS else (wanted,):
-        if name == "serve":  # the only one that logs
+        if name in ("serve", "run_batch"):  # which log
             import_structlog()
         importlib.import_module(module_of(name)).add_parser(commands)
     return parser

@@ -528,3 +528,29 @@ def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
             assert server.wait(timeout=30) == 0
         finally:
             server.kill()
+
+
+def test_a_batch_with_a_mesh_of_its_own(tmp_path: Path) -> None:
+    """As many as its rows many times over, one of them broken; the mesh ends with the file."""
+    prompts = [[1000 + number] * 9 for number in range(100)]
+    asked = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": prompt, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True},
+        }
+        for number, prompt in enumerate(prompts)
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps(one) for one in asked) + "\nbroken\n")
+    flags = ("--device", "fake", "--max-model-len", "512", "--max-num-seqs", "16")
+    command = [MESHLM, "run-batch", "-i", str(source), "-o", str(out), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "100 requests answered, 1 with an error" in ended.stderr
+    *found, broken = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["custom_id"] for one in found] == [str(number) for number in range(100)]
+    for prompt, one in zip(prompts, found, strict=True):
+        assert one["response"]["body"]["choices"][0]["token_ids"] == reference(prompt, 5)
+    assert (broken["response"]["status_code"], broken["response"]["body"]) == (400, None)

@@ -127,11 +127,6 @@ def test_a_value_that_means_nearly_the_same_is_said(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-def test_a_command_that_is_not_there_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["run-batch", "-i", "x"]) == 2
-    assert capsys.readouterr().err.startswith("meshlm: error: run-batch is not there; LLM.generate")
-
-
 def test_a_flag_that_is_given_twice_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main.run(

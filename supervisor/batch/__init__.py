@@ -1,0 +1,1 @@
+"""`meshlm run-batch`: a file of requests to a file of answers."""

@@ -1,0 +1,159 @@
+"""`meshlm run-batch`: answers a file of requests with a mesh of its own, which ends with it, or by a server that runs.
+
+The mesh is that of `meshlm serve`, with its flags. It listens on this host alone, on a free port and with a key that nobody knows,
+unless --enable-metrics asks for --host and --port.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import setproctitle
+import uvloop
+from msgspec.structs import replace
+from tqdm import tqdm
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.runtime import logs, streams
+from meshlm.supervisor import io
+from meshlm.supervisor.batch import files
+from meshlm.supervisor.batch.run import Counts, Server
+from meshlm.supervisor.batch.run import run as run_lines
+from meshlm.supervisor.cli import serve
+from meshlm.supervisor.cli.display import StartDisplay
+from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.processes import rundir
+from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
+
+LOOPBACK = "127.0.0.1"
+STOP_S = 10.0
+# All work comes at once, nothing idles then, and each answer is in the file.
+ALL_AT_ONCE = {
+    "standby_roles": ["none"],
+    "cudagraph_capture": "start",
+    "prefill_pace": "full",
+    "max_waiting": 1 << 30,
+    "disable_log_requests": True,
+    "retry_window": 600.0,
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests",
+        description="Answer OpenAI's batch files: JSON lines to JSON lines.",
+    )
+    flags.add_flags(parser)
+    parser.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    parser.add_argument("-i", "--input-file", required=True, help="file of requests, or its http(s) address (GET)")
+    parser.add_argument("-o", "--output-file", required=True, help="file for the answers, or its http(s) address (PUT)")
+    parser.add_argument("--output-tmp-dir", help="folder that holds the answers until they are PUT")
+    parser.add_argument(
+        "--enable-metrics", action="store_true", help="serve GET /metrics, and all else, at --host and --port"
+    )
+    parser.add_argument("--url", help=argparse.SUPPRESS)  # vLLM's older name of --host
+    parser.add_argument("--server", help="a server that runs, http://host:port, instead of a mesh of its own")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.server is not None:
+        try:
+            server = Server.of(arguments.server, _key_of(arguments))
+        except ValueError as error:
+            raise UsageError(f"--server {arguments.server}: {error}") from None
+        return _answer(arguments, server)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    config = _config(arguments)
+    if config.run.log_format == "json":
+        streams.json_from_here()
+    layout.check_alone(config)
+    setproctitle.setproctitle("meshlm: supervisor")
+    host = config.server.host
+    with resolve.claim_port(host, config.server.port):
+        config = resolve.resolve(config)
+        base = rundir.base_dir(os.environ)
+        rundir.remove_dead(base)
+        with rundir.taken(base / f"{rundir.LLM_PREFIX}{secrets.token_hex(4)}") as path:
+            config = replace(config, run=replace(config.run, run_dir=str(path)))
+            logs.configure(config.run)
+            display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
+            code: int = uvloop.run(_run(arguments, layout.with_node(config), display))
+            return code
+
+
+def _config(arguments: argparse.Namespace) -> MeshConfig:
+    environment = {**ALL_AT_ONCE, **vllm_env.settings_of(os.environ)}
+    given: dict[str, Any] = vars(arguments)
+    if arguments.enable_metrics and arguments.url:
+        given = {"host": arguments.url, **given}
+    config = flags.build(given, arguments.config, environment)
+    if arguments.enable_metrics:
+        return serve.with_keys(config)
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    return replace(config, server=replace(config.server, host=LOOPBACK, port=port, api_key=(secrets.token_hex(16),)))
+
+
+def _key_of(arguments: argparse.Namespace) -> str:
+    """The key for a server that runs: the flag's or the environment's."""
+    return next(iter(getattr(arguments, "api_key", None) or vllm_env.api_keys(os.environ)), "")
+
+
+async def _run(arguments: argparse.Namespace, config: MeshConfig, display: StartDisplay) -> int:
+    supervisor = io.Supervisor(config, layout.identities(config), display)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop, 0.0)
+    server, ended = config.server, threading.Event()
+    host = LOOPBACK if server.host in ("0.0.0.0", "::", "") else server.host
+    headers = {"Authorization": f"Bearer {server.api_key[0]}"} if server.api_key else {}
+    there = Server(False, host, server.port, "", headers)
+    work: asyncio.Task[int] | None = None
+    try:
+        await supervisor.start()
+        ready = asyncio.ensure_future(supervisor.ready.wait())
+        either: set[asyncio.Future[Any]] = {ready, supervisor.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            work = loop.create_task(asyncio.to_thread(_answer, arguments, there, ended))
+            both: set[asyncio.Future[Any]] = {work, supervisor.ended}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if work is None or not work.done():
+            supervisor.ended.result()
+            raise StartError("the mesh has ended before the batch")
+        return work.result()
+    finally:
+        ended.set()
+        supervisor.stop(0.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(supervisor.ended), STOP_S)
+        await supervisor.close()
+
+
+def _answer(arguments: argparse.Namespace, server: Server, ended: threading.Event | None = None) -> int:
+    """Answers the file, and says how many lines were answered."""
+    with (
+        files.requests(arguments.input_file) as source,
+        files.answers(arguments.output_file, arguments.output_tmp_dir) as out,
+        tqdm(desc="Running batch", unit="req", mininterval=5, disable=None) as bar,
+    ):
+
+        def told(_: Counts) -> None:
+            bar.update()
+
+        counts = run_lines(source, out, server, told, ended)
+    print(
+        f"{counts.answered} requests answered, {counts.failed} with an error: {arguments.output_file}", file=sys.stderr
+    )
+    return 0
