@@ -1,27 +1,39 @@
-"""Model families by the name of their architecture. A plug-in adds its own with `register`."""
+"""Model families by the name of their architecture. A plug-in adds its own with `register`.
+
+A family of our own is imported when a model of it is asked for: a process that serves one model needs one.
+"""
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from meshlm.architectures import (
-    deepseek_v2,
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
 from meshlm.architectures.family import Family, Weight
 from meshlm.protocol.model import ModelSpec
 
-_FAMILIES: dict[str, Family] = {}
+
+class _Module(NamedTuple):
+    """The module of this folder with a family, and what must be known to see whether a .gguf file is for it."""
+
+    name: str
+    gguf_kind: str = ""
+
+
+_OWN = {
+    "LlamaForCausalLM": _Module("llama", "llama"),
+    "MistralForCausalLM": _Module("mistral"),
+    "Qwen2ForCausalLM": _Module("qwen2", "qwen2"),
+    "Qwen3ForCausalLM": _Module("qwen3", "qwen3"),
+    "Gemma2ForCausalLM": _Module("gemma2", "gemma2"),
+    "Gemma3ForCausalLM": _Module("gemma3", "gemma3"),
+    "Phi3ForCausalLM": _Module("phi3"),
+    "MixtralForCausalLM": _Module("mixtral", "llama"),
+    "Qwen2MoeForCausalLM": _Module("qwen2_moe", "qwen2moe"),
+    "Qwen3MoeForCausalLM": _Module("qwen3_moe", "qwen3moe"),
+    "DeepseekV2ForCausalLM": _Module("deepseek_v2", "deepseek2"),
+    "DeepseekV3ForCausalLM": _Module("deepseek_v3"),
+}
+_FAMILIES: dict[str, Family | _Module] = {**_OWN}
 
 
 def register(family: Family) -> None:
@@ -31,52 +43,50 @@ def register(family: Family) -> None:
     _FAMILIES[family.architecture] = family
 
 
+def architectures() -> tuple[str, ...]:
+    """The names of all families."""
+    return tuple(_FAMILIES)
+
+
 def families() -> dict[str, Family]:
-    """All families, by architecture."""
-    return dict(_FAMILIES)
+    """All families, by architecture: this imports each."""
+    return {name: _family(name) for name in list(_FAMILIES)}
 
 
 def family_of(architecture: str) -> Family | None:
     """The family with this name in config.json's `architectures`."""
-    return _FAMILIES.get(architecture)
+    return _family(architecture) if architecture in _FAMILIES else None
 
 
-def gguf_families() -> dict[str, Family]:
-    """Families by general.architecture of .gguf files: of several that llama.cpp calls by one name, the first registered."""
-    found: dict[str, Family] = {}
-    for family in _FAMILIES.values():
-        if family.gguf is not None:
-            found.setdefault(family.gguf.kind, family)
-    return found
+def gguf_kinds() -> tuple[str, ...]:
+    """The values of general.architecture of .gguf files that some family reads."""
+    return tuple(dict.fromkeys(filter(None, map(_gguf_kind, _FAMILIES.values()))))
 
 
 def gguf_family(fields: Mapping[str, Any]) -> Family | None:
     """The family of a file with this metadata: its kind may be that of dense models and of mixtures of experts."""
     kind = fields.get("general.architecture")
-    of_kind = [(family, family.gguf) for family in _FAMILIES.values() if family.gguf and family.gguf.kind == kind]
+    of_kind = [name for name, found in _FAMILIES.items() if kind and _gguf_kind(found) == kind]
     experts = bool(fields.get(f"{kind}.expert_count"))
-    alike = [family for family, described in of_kind if described.experts == experts]
-    return next(iter(alike or [family for family, _ in of_kind]), None)
+    alike = (family for family in map(_family, of_kind) if family.gguf and family.gguf.experts == experts)
+    return next(alike, _family(of_kind[0]) if of_kind else None)
 
 
 @cache
 def weights_of(spec: ModelSpec) -> dict[str, Weight]:
     """All tensors of a model, by Hugging Face's names."""
-    return {weight.name: weight for weight in _FAMILIES[spec.architecture].weights(spec)}
+    return {weight.name: weight for weight in _family(spec.architecture).weights(spec)}
 
 
-for _module in (
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    gemma2,
-    gemma3,
-    phi3,
-    mixtral,
-    qwen2_moe,
-    qwen3_moe,
-    deepseek_v2,
-    deepseek_v3,
-):
-    register(_module.FAMILY)
+def _family(architecture: str) -> Family:
+    found = _FAMILIES[architecture]
+    if isinstance(found, _Module):
+        family: Family = import_module(f"meshlm.architectures.{found.name}").FAMILY
+        _FAMILIES[architecture] = found = family
+    return found
+
+
+def _gguf_kind(found: Family | _Module) -> str:
+    if isinstance(found, _Module):
+        return found.gguf_kind
+    return found.gguf.kind if found.gguf else ""

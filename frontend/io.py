@@ -98,7 +98,9 @@ class FrontendApp:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
         try:
-            registry.load(os.environ, mesh.config.server.tool_parser_plugin, mesh.config.server.reasoning_parser_plugin)
+            server = mesh.config.server
+            if not registry.is_own(server.tool_call_parser, server.reasoning_parser):
+                registry.load(os.environ, server.tool_parser_plugin, server.reasoning_parser_plugin)
         except (PluginError, registry.ParserError) as error:
             raise ProcessFatal(str(error)) from None
         self._tracker.num_detokenizers = mesh.config.server.detokenizers

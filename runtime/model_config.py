@@ -12,7 +12,7 @@ from typing import Any
 from meshlm.architectures import config_keys
 from meshlm.architectures.config_values import shown
 from meshlm.architectures.family import Family
-from meshlm.architectures.registry import families
+from meshlm.architectures.registry import architectures, family_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 
@@ -49,11 +49,10 @@ def _family(config: dict[str, Any], path: Path) -> Family:
     names = list(dict.fromkeys(map(str, given if isinstance(given, list) else [given])))
     if len(names) > 1:
         raise ModelFilesError(f"{path}: config.json names several architectures ({', '.join(names)}); it must name one")
-    known = families()
-    if not names or names[0] not in known:
-        name = names[0] if names else "none"
-        raise ModelFilesError(f"{path}: architecture {name} is not supported; supported: {', '.join(known)}")
-    family = known[names[0]]
+    family = family_of(names[0]) if names else None
+    if family is None:
+        name, known = names[0] if names else "none", ", ".join(architectures())
+        raise ModelFilesError(f"{path}: architecture {name} is not supported; supported: {known}")
     kind = config.get("model_type")
     if kind is not None and kind != family.model_type:
         raise ModelFilesError(

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime import chat_templates, checkpoint_files, gguf_files, model_config, tokenizer_config
+from meshlm.runtime import chat_templates, checkpoint_files, gguf_files, gguf_model, model_config, tokenizer_config
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.generation_config import GenerationConfig, of_model
 from meshlm.runtime.json_files import read_json, read_text
@@ -135,7 +135,7 @@ def _from_hub(model: str, revision: str, download_dir: str) -> Path:
 
 
 def _from_gguf(path: Path, name: str) -> ModelFiles:
-    spec, fields, notes = gguf_files.read_spec(path)
+    spec, fields, notes = gguf_model.read_spec(path)
     eos = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return ModelFiles(
         name=Path(name).name,

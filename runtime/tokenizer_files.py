@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from meshlm.runtime import tokenizer_config
+from meshlm.runtime import gguf_files, tokenizer_config
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 
 # Pre-tokenizer patterns by GGUF's `tokenizer.ggml.pre`, as the models' own tokenizer.json have them.
@@ -76,8 +76,6 @@ def _decoder_json(tokenizer: Tokenizer) -> str:
 
 
 def _from_gguf(path: Path) -> LoadedTokenizer:
-    from meshlm.runtime import gguf_files  # with all families of models, which nothing else needs here
-
     try:
         fields = gguf_files.read_header(path, lambda name: name.startswith("tokenizer.")).fields
     except gguf_files.GGUFError as error:

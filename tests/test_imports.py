@@ -77,8 +77,42 @@ def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
         begin = "from meshlm.supervisor.cli.main import main; main(['serve', '--help'])"
     heavy = {"torch", "triton", "numpy", "transformers", "openai", "httpx", "rich"}
     if name != "supervisor":  # which needs them to resolve the model; a worker imports what its device needs
-        heavy.add("meshlm.architectures")
+        heavy |= {"meshlm.architectures", "importlib.metadata"}
     found = f"print(sorted({heavy} & {{name for name, module in sys.modules.items() if module}}))"
     script = f"import atexit, os, sys; atexit.register(lambda: {found}); {begin}"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.endswith("\n[]\n"), done.stdout[-500:]
+
+
+@pytest.mark.parametrize(
+    ("statement", "folder", "loaded"),
+    [
+        (
+            "from meshlm.architectures import registry; registry.family_of('Gemma2ForCausalLM')",
+            "architectures",
+            {"gemma2"},
+        ),
+        (
+            "from meshlm.architectures import registry; registry.gguf_family({'general.architecture': 'llama'})",
+            "architectures",
+            {"llama"},
+        ),
+        (
+            "from meshlm.runtime.parsers import registry; registry.tool_parser('pythonic')",
+            "runtime.parsers.tools",
+            {"pythonic"},
+        ),
+        ("import meshlm.frontend.main", "runtime.parsers.tools", set()),
+        ("import meshlm.supervisor.settings.resolve", "architectures", set()),
+    ],
+)
+def test_of_many_kinds_the_one_asked_for_is_imported(statement: str, folder: str, loaded: set[str]) -> None:
+    kinds = {
+        path.stem
+        for path in (ROOT / folder.replace(".", "/")).glob("*.py")
+        if re.search(r"^(FAMILY|PARSER)\b", path.read_text(), re.M)
+    }
+    assert len(kinds) > 8
+    script = f"import sys; {statement}; print(*(name for name in sys.modules if name.startswith('meshlm.{folder}.')))"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True, cwd="/")
+    assert {name.rpartition(".")[2] for name in done.stdout.split()} & kinds == loaded

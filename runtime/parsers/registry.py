@@ -4,62 +4,74 @@ The supervisor loads them to check the names, the frontend to use them.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
 from typing import Any, TypeVar
 
 from meshlm.runtime import plugins
 from meshlm.runtime.parsers import reasoning
 from meshlm.runtime.parsers.calls import ToolParser
 from meshlm.runtime.parsers.reasoning import ReasoningParser
-from meshlm.runtime.parsers.tools import (
-    deepseek_v3,
-    deepseek_v31,
-    functiongemma,
-    glm45,
-    granite,
-    granite_20b_fc,
-    hermes,
-    internlm,
-    jamba,
-    kimi_k2,
-    llama3_json,
-    llama4_pythonic,
-    longcat,
-    minimax_m2,
-    mistral,
-    phi4_mini_json,
-    pythonic,
-    qwen3_coder,
-    xlam,
-)
 
-TOOL_PARSERS: dict[str, ToolParser] = {
-    "deepseek_v3": deepseek_v3.PARSER,
-    "deepseek_v31": deepseek_v31.PARSER,
-    "functiongemma": functiongemma.PARSER,
-    "gemma": functiongemma.PARSER,
-    "glm45": glm45.PARSER,
-    "glm47": glm45.PARSER,
-    "granite": granite.PARSER,
-    "granite-20b-fc": granite_20b_fc.PARSER,
-    "granite4": hermes.PARSER,
-    "hermes": hermes.PARSER,
-    "internlm": internlm.PARSER,
-    "jamba": jamba.PARSER,
-    "kimi_k2": kimi_k2.PARSER,
-    "llama3_json": llama3_json.PARSER,
-    "llama4_json": llama3_json.PARSER,
-    "llama4_pythonic": llama4_pythonic.PARSER,
-    "longcat": longcat.PARSER,
-    "minimax": jamba.PARSER,
-    "minimax_m2": minimax_m2.PARSER,
-    "mistral": mistral.PARSER,
-    "phi4_mini_json": phi4_mini_json.PARSER,
-    "pythonic": pythonic.PARSER,
-    "qwen3_coder": qwen3_coder.PARSER,
-    "qwen3_xml": qwen3_coder.PARSER,
-    "xlam": xlam.PARSER,
-}
+
+class ToolParsers(MutableMapping[str, ToolParser]):
+    """Parsers by name. One of our own is given by its module in parsers/tools, which is imported when the parser is asked for."""
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self._found: dict[str, ToolParser | str] = dict(modules)
+
+    def __getitem__(self, name: str) -> ToolParser:
+        found = self._found[name]
+        if isinstance(found, str):
+            parser: ToolParser = import_module(f"meshlm.runtime.parsers.tools.{found}").PARSER
+            self._found[name] = found = parser
+        return found
+
+    def __setitem__(self, name: str, parser: ToolParser) -> None:
+        self._found[name] = parser
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers(
+    {
+        "deepseek_v3": "deepseek_v3",
+        "deepseek_v31": "deepseek_v31",
+        "functiongemma": "functiongemma",
+        "gemma": "functiongemma",
+        "glm45": "glm45",
+        "glm47": "glm45",
+        "granite": "granite",
+        "granite-20b-fc": "granite_20b_fc",
+        "granite4": "hermes",
+        "hermes": "hermes",
+        "internlm": "internlm",
+        "jamba": "jamba",
+        "kimi_k2": "kimi_k2",
+        "llama3_json": "llama3_json",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "llama4_pythonic",
+        "longcat": "longcat",
+        "minimax": "jamba",
+        "minimax_m2": "minimax_m2",
+        "mistral": "mistral",
+        "phi4_mini_json": "phi4_mini_json",
+        "pythonic": "pythonic",
+        "qwen3_coder": "qwen3_coder",
+        "qwen3_xml": "qwen3_coder",
+        "xlam": "xlam",
+    }
+)
 REASONING_PARSERS: dict[str, ReasoningParser] = {
     "deepseek_r1": ReasoningParser(switchable=False),
     "glm45": ReasoningParser(),
@@ -87,6 +99,12 @@ def load(environment: Mapping[str, str], tool_file: str, reasoning_file: str) ->
     _add_file(REASONING_PARSERS, ReasoningParser, reasoning_file, "--reasoning-parser-plugin", "REASONING_PARSERS")
 
 
+def is_own(tool_parser: str, reasoning_parser: str) -> bool:
+    """Whether these names, where they are not empty, are those of MeshLM's own parsers: `load` would bring nothing for them."""
+    own = reasoning_parser in ("", *REASONING_PARSERS) or reasoning.between(reasoning_parser) is not None
+    return own and tool_parser in ("", *TOOL_PARSERS)
+
+
 def tool_parser(name: str) -> ToolParser:
     """The parser of this name. ParserError."""
     return _named(TOOL_PARSERS, name, "--tool-call-parser")
@@ -105,7 +123,7 @@ def reasoning_parser(name: str) -> ReasoningParser:
 _Parser = TypeVar("_Parser", ToolParser, ReasoningParser)
 
 
-def _named(known: dict[str, _Parser], name: str, flag: str) -> _Parser:
+def _named(known: MutableMapping[str, _Parser], name: str, flag: str) -> _Parser:
     if (found := known.get(name)) is not None:
         return found
     if name in HARMONY:
@@ -113,7 +131,7 @@ def _named(known: dict[str, _Parser], name: str, flag: str) -> _Parser:
     raise ParserError(f"{flag} {name}: there are {', '.join(sorted(known))}")
 
 
-def _add(known: dict[str, _Parser], kind: type[_Parser], name: str, found: Any) -> None:
+def _add(known: MutableMapping[str, _Parser], kind: type[_Parser], name: str, found: Any) -> None:
     if not isinstance(found, kind):
         raise TypeError(f"{kind.__name__} expected, got {type(found).__name__}")
     if known.get(name, found) != found:
@@ -121,7 +139,7 @@ def _add(known: dict[str, _Parser], kind: type[_Parser], name: str, found: Any) 
     known[name] = found
 
 
-def _add_file(known: dict[str, _Parser], kind: type[_Parser], path: str, flag: str, variable: str) -> None:
+def _add_file(known: MutableMapping[str, _Parser], kind: type[_Parser], path: str, flag: str, variable: str) -> None:
     """The parsers that a Python file has in a dict of this name."""
     if not path or (path, variable) in _loaded_files:
         return

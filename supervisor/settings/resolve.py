@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from meshlm.architectures.family import Family
-from meshlm.architectures.registry import families
+from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.runtime import generation_config, model_files, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
@@ -37,7 +37,8 @@ def resolve(config: MeshConfig) -> MeshConfig:
     files, generation = _read_files(config)
     for note in (*files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
-    device, family = _device(config), families()[files.spec.architecture]
+    device, family = _device(config), family_of(files.spec.architecture)
+    assert family is not None  # its files were read with it
     _check_flags(config, files, device, family)
     limit = files.spec.max_position_embeddings
     max_model_len = config.model.max_model_len or limit

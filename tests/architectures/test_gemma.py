@@ -7,7 +7,7 @@ import pytest
 from model_folders import CONFIG, folder_with
 
 from meshlm.architectures.family import GGUFMetadata
-from meshlm.architectures.registry import gguf_families
+from meshlm.architectures.registry import gguf_family
 from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_config import parse_config
@@ -127,7 +127,8 @@ def gguf_spec(kind: str, **fields: Any) -> ModelSpec:
         **fields,
     }
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (100, 64)} | {f"blk.{n}": (1,) for n in range(99)}
-    family = gguf_families()[kind]
+    family = gguf_family({"general.architecture": kind})
+    assert family is not None
     assert family.gguf is not None
     named = {f"{kind}.{key}": value for key, value in least.items()}
     return family.gguf.spec(GGUFMetadata(kind, named, shapes, ()), family.architecture)

@@ -5,7 +5,15 @@ import torch
 from tiny_models import spec_of
 
 from meshlm.architectures import registry
-from meshlm.architectures.registry import families, gguf_families, register, weights_of
+from meshlm.architectures.registry import (
+    architectures,
+    families,
+    family_of,
+    gguf_family,
+    gguf_kinds,
+    register,
+    weights_of,
+)
 from meshlm.protocol.model import MLASpec
 from meshlm.workers.distributed.shard import WHOLE
 from meshlm.workers.models.registry import model_class
@@ -23,7 +31,23 @@ def test_a_family_that_is_added_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     register(families()["LlamaForCausalLM"]._replace(architecture="OtherForCausalLM"))
     assert "OtherForCausalLM" in families()
     assert len(weights_of(spec_of(architecture="OtherForCausalLM"))) == 12
-    assert gguf_families()["llama"].architecture == "LlamaForCausalLM"
+    assert gguf_family({"general.architecture": "llama"}) is families()["LlamaForCausalLM"]
+    assert gguf_family({"general.architecture": "llama", "llama.expert_count": 8}) is families()["MixtralForCausalLM"]
+    assert gguf_family({"general.architecture": "other"}) is None
+
+
+def test_what_is_said_of_a_family_before_its_module_is_imported() -> None:
+    assert tuple(families()) == architectures()
+    assert {name: family.architecture for name, family in families().items()} == {
+        name: name for name in architectures()
+    }
+    kinds = tuple(dict.fromkeys(family.gguf.kind for family in families().values() if family.gguf))
+    unread = dict(registry._OWN)
+    assert {name: module.gguf_kind for name, module in unread.items()} == {
+        name: family.gguf.kind if family.gguf else "" for name, family in families().items() if name in unread
+    }
+    assert gguf_kinds() == kinds
+    assert family_of("NobodyForCausalLM") is None
 
 
 @pytest.mark.parametrize("architecture", families())

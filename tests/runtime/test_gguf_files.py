@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.gguf_files import READABLE_TYPES, GGUFError, read_header, read_spec
+from meshlm.runtime.gguf_files import GGUFError, read_header
+from meshlm.runtime.gguf_model import READABLE_TYPES, read_spec
 from meshlm.runtime.model_files import resolve_model
 from meshlm.workers.layers.rope import rope_table
 

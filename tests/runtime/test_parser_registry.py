@@ -16,6 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "tool-calling.md"
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_loaded", set())
+    plugins._installed.cache_clear()
     monkeypatch.setattr(registry, "_loaded_files", set())
     monkeypatch.setattr(registry, "TOOL_PARSERS", dict(registry.TOOL_PARSERS))
     monkeypatch.setattr(registry, "REASONING_PARSERS", dict(registry.REASONING_PARSERS))
@@ -53,6 +54,7 @@ def test_a_package_brings_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (info / "entry_points.txt").write_text(
         "[meshlm.tool_parsers]\nmine = parsers_of_a_package:OWN\n[meshlm.reasoning_parsers]\nmine = parsers_of_a_package:THINK\n"
     )
+    plugins._installed.cache_clear()
     registry.load({}, "", "")
     assert registry.tool_parser("mine").tags == ("<call>", "</call>")
     assert registry.reasoning_parser("mine").close == "</reason>"

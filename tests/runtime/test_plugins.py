@@ -17,6 +17,7 @@ FAMILY = "from meshlm.architectures.llama import FAMILY as LLAMA\nFAMILY = LLAMA
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_loaded", set())
+    plugins._installed.cache_clear()
     monkeypatch.setattr(registry, "_FAMILIES", families())
 
 
