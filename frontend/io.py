@@ -3,29 +3,28 @@
 import asyncio
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterator
 
 from msgspec import Struct
 
 from meshlm import __version__
-from meshlm.frontend import http, request_metrics, submits
+from meshlm.frontend import request_metrics, submits
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
-from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.http_listener import HttpListener, Listener
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.questions import Questions
 from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
-from meshlm.frontend.server import Routes
 from meshlm.protocol.control_edge import (
     AskStats,
     MeshStats,
     OpenRequests,
     QueueFull,
+    RankStats,
     Refuse,
     Shutdown,
 )
@@ -73,9 +72,8 @@ class FrontendApp:
         self._stats = MeshStats(False, "starting")
         self._questions = Questions()
         self._operations: AskedOperations | None = None
-        self._server: http.Server | None = None
-        self._listener: socket.socket | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._listener: Listener | None = None
+        self._is_stopping = False
         self._draining = False
         self._refusing = False  # meshlm drain
         self._queue_full = False  # by the coordinator's word
@@ -116,24 +114,28 @@ class FrontendApp:
         self._metrics = metrics.Metrics(self.resolved.served_names[0], self.resolved.max_model_len, engines)
         self._exposition = metrics.exposition
         server = mesh.config.server
+        self._listener = self._make_listener()
         try:
-            sock = http.listen(server.host, server.port)
+            await self._listener.start()
         except OSError as error:
             raise ProcessFatal(f"--host {server.host} --port {server.port}: {error.strerror}") from None
-        self._listener = sock
-        timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
-        routes = Routes(self)
-        self._server = http.make_server(routes.app(), timeouts, routes.unsent)
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
-        self._serving.add_done_callback(self._served)
+        assert self._listener.serving is not None
+        self._listener.serving.add_done_callback(self._served)
         self._tick()
         return {"listening on": f"{server.host}:{server.port}"}
+
+    def _make_listener(self) -> Listener:
+        if not self.config.server.grpc:
+            return HttpListener(self)
+        from meshlm.frontend.grpc.listener import GrpcListener  # an extra, and 40 ms
+
+        return GrpcListener(self)
 
     def _served(self, serving: "asyncio.Task[None]") -> None:
         """Ends the process when its server ends: it would be alive and do nothing."""
         error = None if serving.cancelled() else serving.exception()
-        if self._mesh is not None and not (self._server is not None and self._server.should_exit and error is None):
-            self._mesh.fatal(f"the HTTP server ended: {error or 'nobody asked it to'}")
+        if self._mesh is not None and (error is not None or not self._is_stopping):
+            self._mesh.fatal(f"the server ended: {error or 'nobody asked it to'}")
 
     def _tick(self) -> None:
         assert self._mesh is not None
@@ -324,6 +326,11 @@ class FrontendApp:
         ranks = sum(rank.num_running + rank.num_waiting for rank in self._stats.ranks)
         return max(self.num_open, self._stats.num_held + ranks)
 
+    async def rank_stats(self) -> tuple[RankStats, ...]:
+        """The figures of each rank as of now, as far as the mesh tells them."""
+        await self.fresh_stats()
+        return self._stats.ranks
+
     async def fresh_stats(self) -> None:
         """Wait until this frontend has the mesh's figures as of now, FRESH_S at most; one question at a time."""
         assert self._mesh is not None
@@ -395,8 +402,8 @@ class FrontendApp:
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, or leave them to other frontends; wait for the open ones."""
-        if self._handing_over and self._server is not None:
-            await http.hand_over(self._server, self._listener, limit_s)
+        if self._handing_over and self._listener is not None:
+            await self._listener.hand_over(limit_s)
             return
         self._draining = True
         self._news.set()
@@ -411,6 +418,6 @@ class FrontendApp:
         if not self._handing_over:
             self._send(self._tracker.end_all(STOPPING))
             self._questions.fail(HttpError.of(ErrorKind.OVERLOADED, STOPPING))
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=6)
+        if self._listener is not None:
+            self._is_stopping = True
+            await self._listener.stop()

@@ -10,6 +10,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
+    grpc: Annotated[
+        bool, Meta(description="the port speaks gRPC (vllm.grpc.engine) in the place of HTTP; needs meshlm[grpc]")
+    ] = False
     api_key: Annotated[
         tuple[str, ...], Meta(description="clients must send one of these as Bearer token", extra={"repeat": True})
     ] = ()

@@ -115,4 +115,5 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     server = supervisor.config.server
     host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "") else server.host
     host = f"[{host}]" if ":" in host else host
-    display.line(f"ready: http://{host}:{server.port}/v1   (Ctrl-C stops)")
+    address = f"{host}:{server.port} (gRPC)" if server.grpc else f"http://{host}:{server.port}/v1"
+    display.line(f"ready: {address}   (Ctrl-C stops)")

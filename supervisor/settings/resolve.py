@@ -6,6 +6,7 @@ Torch is not imported here: `meshlm serve` must answer a wrong flag at once.
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import socket
 import sys
@@ -95,6 +96,8 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
     """UsageError for flags that do not fit each other, the device or the model."""
     if config.server.enable_auto_tool_choice and not config.server.tool_call_parser:
         raise UsageError("--enable-auto-tool-choice: needs --tool-call-parser")
+    if config.server.grpc and not importlib.util.find_spec("smg_grpc_proto"):
+        raise UsageError("--grpc: its packages are not installed; pip install 'meshlm[grpc]'")
     if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)

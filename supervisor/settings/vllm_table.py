@@ -130,7 +130,6 @@ ABSENT = {
     "--skip-tokenizer-init": "prompts may be token ids, and return_token_ids gives the answer's",
     "--enable-prompt-embeds": "a prompt is text or token ids",
     "--uds": "--host and --port are where it listens; put a proxy before it for a Unix socket",
-    "--grpc": "HTTP is what is spoken",
     "--speculative-config": _SPECULATION,
     "--kv-transfer-config": "KV transfer between meshes is not there yet",
     "--kv-events-config": "KV events are not published",

@@ -221,8 +221,7 @@ async def test_a_server_that_ends_by_itself_ends_the_process(error: OSError | No
 
     for asked in (True, False):
         app, mesh = started()
-        server: Any = SimpleNamespace(should_exit=asked)
-        app._server = server
+        app._is_stopping = asked
         serving = asyncio.ensure_future(serve())
         await asyncio.wait({serving})
         app._served(serving)

@@ -99,11 +99,11 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[Serving]:
-    """A mesh that is ready."""
+def serving(*flags: str, says: str = "ready: http") -> Iterator[Serving]:
+    """A mesh that is ready: it says so."""
     server = Serving(*flags)
     try:
-        server.wait_for("ready: http")
+        server.wait_for(says)
         yield server
     finally:
         server.stop()

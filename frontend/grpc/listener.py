@@ -1,0 +1,124 @@
+"""The port of a frontend with --grpc: the service, health for probes, and reflection. Owned by io.py, as http_listener.py is."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from meshlm.frontend.generation import Backend
+from meshlm.frontend.grpc.servicer import NAME, Servicer
+
+HEALTH_S = 0.5  # how often readiness is looked at
+STOP_S = 2.0  # for calls that ended to be read
+OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Message, Message]"  # types of its stubs, not of the library
+
+
+class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Asks for one of the API keys in the call's metadata, `authorization: Bearer KEY`, comparing in constant time."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler":
+        if handler_call_details.method.startswith(OPEN_SERVICES):
+            return await continuation(handler_call_details)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        handler = await continuation(handler_call_details)
+        return handler if any(matches) or handler is None else _refusing(handler)
+
+
+def _refusing(handler: "Handler") -> "Handler":
+    """A handler of the same kind that ends every call."""
+
+    async def unary(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+        text = "send a valid key as metadata 'authorization: Bearer KEY'"
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    async def stream(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+        await unary(request, context)
+        yield Message()
+
+    codecs = {
+        "request_deserializer": handler.request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
+    if handler.request_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    else:
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    return make(stream if handler.response_streaming else unary, **codecs)
+
+
+class GrpcListener:
+    """Serves until `stop`. OSError when the port cannot be had."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        server = backend.config.server
+        self._server = grpc.aio.server(
+            interceptors=[KeyCheck(server.api_key)] if server.api_key else [],
+            options=[
+                ("grpc.so_reuseport", 1),  # several frontends share the port
+                ("grpc.max_receive_message_length", server.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # routers ping idle connections
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        self._health = health.aio.HealthServicer()
+        self.serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        server = self._backend.config.server
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(Servicer(self._backend), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        address = (
+            f"[{server.host}]:{server.port}" if ":" in server.host else f"{server.host or '0.0.0.0'}:{server.port}"
+        )
+        try:
+            self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(0, str(error)) from None
+        await self._server.start()
+        self.serving = asyncio.get_running_loop().create_task(self._tell_health())
+
+    async def _tell_health(self) -> None:
+        """Keeps grpc.health.v1 true: of the server as a whole (it lives), and of the service (requests are served)."""
+        await self._health.set("", SERVING)
+        while True:
+            ready = not (self._backend.not_ready_reason() or self._backend.blocked())
+            await self._health.set(NAME, SERVING if ready else NOT_SERVING)
+            await asyncio.sleep(HEALTH_S)
+
+    async def hand_over(self, limit_s: float) -> None:
+        """Leaves new connections to the other listeners of the port; waits for the open calls, `limit_s` at most."""
+        await self._server.stop(limit_s)
+
+    async def stop(self) -> None:
+        if self.serving is not None:
+            self.serving.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(STOP_S)

@@ -1,0 +1,237 @@
+"""The methods of vllm.grpc.engine.VllmEngine. A call is submitted to the mesh as an HTTP request is (submits.py); errors get gRPC's
+status. Made by listener.py."""
+
+import asyncio
+import datetime
+import hashlib
+import io
+import time
+import uuid
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as service
+
+from meshlm.frontend import operating, parse, submits
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.generation import Backend
+from meshlm.frontend.grpc import requests
+from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.protocol.operations import ResetPrefixCache
+
+NAME = "vllm.grpc.engine.VllmEngine"
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}  # by HTTP's; others are INTERNAL
+# Files of a tokenizer, and what a router that has no model's folder needs beside it.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+)
+TOKENIZER_CHUNK = 1 << 20  # bytes
+Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
+
+
+async def refuse(context: "Context", error: HttpError) -> None:
+    """Ends the call with the error's status and text."""
+    await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
+
+
+class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
+    """See the module docstring."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._started = time.monotonic()
+        self._open: dict[str, GrpcResponse] = {}  # by the client's request id
+
+    # --- generation ---
+
+    async def Generate(self, request: pb.GenerateRequest, context: "Context") -> AsyncIterator[pb.GenerateResponse]:
+        """Streams chunks and the end of each choice, or with stream false the ends alone."""
+        backend = self._backend
+        try:
+            ask = requests.generation(request, backend.resolved, backend.config.server)
+            rank = requests.dp_rank(request)
+            if reason := backend.refusal(attaches=False) or await backend.wait_serving():
+                raise HttpError(503, reason, kind="overloaded_error")
+            cost = backend.admit(ask)
+            try:
+                async for message in self._answers(ask, request.request_id or uuid.uuid4().hex, rank):
+                    yield message
+            finally:
+                backend.release(cost)
+        except HttpError as error:
+            await refuse(context, error)
+
+    async def _answers(self, ask: parse.ParsedRequest, name: str, rank: int) -> AsyncIterator[pb.GenerateResponse]:
+        backend, news = self._backend, asyncio.Event()
+        if name in self._open:
+            raise HttpError(409, f"request_id: {name} is running", "request_id")
+        model, started, status = backend.resolved.served_names[0], time.monotonic(), 200
+        answer = GrpcResponse(ask, f"grpc-{name}", int(time.time()), model, news.set)
+        asked = list(submits.build_each(answer, ask, backend.new_handle, rank, draws=backend.draws))
+        self._open[name] = answer
+        try:
+            for choices, submit in asked:
+                backend.open(choices, submit)
+            while True:
+                await news.wait()
+                news.clear()
+                is_over = answer.is_over
+                for message in answer.take():
+                    yield message
+                if answer.error is not None:
+                    raise answer.error
+                if is_over:
+                    return
+        except HttpError as error:
+            status = error.status
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            status = 499
+            raise
+        finally:
+            del self._open[name]
+            backend.close(answer.choices)
+            backend.done(answer, started, f"{NAME}/Generate", status)
+
+    async def Abort(self, request: pb.AbortRequest, context: "Context") -> pb.AbortResponse:
+        """Ends calls of this process by their request ids; unknown ones have ended."""
+        for name in request.request_ids:
+            if (answer := self._open.get(name)) is not None:
+                answer.abort()
+        return pb.AbortResponse()
+
+    async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
+        await refuse(context, HttpError(404, "generation is the only task"))
+        raise AssertionError("abort raises")
+
+    # --- the server ---
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: "Context") -> pb.HealthCheckResponse:
+        reason = self._backend.not_ready_reason() or self._backend.blocked()
+        return pb.HealthCheckResponse(healthy=not reason, message=reason or "Health")
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: "Context") -> common.FlushCacheResponse:
+        try:
+            done = await self._backend.operate(ResetPrefixCache(False))
+        except HttpError as error:
+            return common.FlushCacheResponse(success=False, message=error.message)
+        return common.FlushCacheResponse(success=not done.error, message=done.error)
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: "Context") -> common.ProfileResponse:
+        if named := [field.name for field, _ in request.ListFields()]:
+            text = f"{', '.join(named)}: set when the server starts (--profiler-dir)"
+            await refuse(context, HttpError(400, text))
+        return await self._profile(context, start=True)
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: "Context") -> common.ProfileResponse:
+        return await self._profile(context, start=False)
+
+    async def _profile(self, context: "Context", *, start: bool) -> common.ProfileResponse:
+        try:
+            found = await operating.profile(self._backend, start=start)
+        except HttpError as error:
+            await refuse(context, error)
+        return common.ProfileResponse(success=True, message=", ".join(found["paths"]))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: "Context") -> pb.GetModelInfoResponse:
+        resolved = self._backend.resolved
+        defaults = {key: value for key, value in resolved.generation_defaults.items() if key != "max_tokens"}
+        return pb.GetModelInfoResponse(
+            model_path=resolved.model_path,
+            is_generation=True,
+            max_context_length=resolved.max_model_len,
+            vocab_size=resolved.spec.vocab_size,
+            served_model_name=resolved.served_names[0],
+            tokenizer_path=resolved.tokenizer_path,
+            architectures=[resolved.spec.architecture],
+            eos_token_ids=resolved.eos_token_ids,
+            max_req_input_len=resolved.max_model_len,
+            default_sampling_params_json=msgspec.json.encode(defaults).decode() if defaults else "",
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: "Context") -> pb.GetServerInfoResponse:
+        config, resolved = self._backend.config, self._backend.resolved
+        return pb.GetServerInfoResponse(
+            active_requests=len(self._open),
+            uptime_seconds=time.monotonic() - self._started,
+            server_type="vllm-grpc",  # routers choose by it which service they call
+            data_parallel_size=config.parallel.data_parallel_size,
+            kv_cache_dtype=config.cache.kv_cache_dtype,
+            block_size=config.cache.block_size,
+            model_dtype=f"torch.{resolved.dtype}",
+            max_num_seqs=resolved.max_num_seqs,
+            engine_reasoning_parser=config.server.reasoning_parser,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: "Context") -> pb.GetLoadsResponse:
+        stats = await self._backend.rank_stats()
+        wanted = request.dp_rank if request.HasField("dp_rank") else None
+        loads = [
+            pb.SchedulerLoad(
+                dp_rank=rank.dp_rank,
+                num_running_reqs=rank.num_running,
+                num_waiting_reqs=rank.num_waiting,
+                num_total_reqs=rank.num_running + rank.num_waiting,
+                token_usage=rank.kv_cache_usage,
+                cache_hit_rate=rank.prefix_cache_hits / max(1, rank.prefix_cache_queries),
+                max_running_requests=self._backend.resolved.max_num_seqs,
+            )
+            for rank in stats
+            if wanted in (None, rank.dp_rank)
+        ]
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        return pb.GetLoadsResponse(timestamp=now, version=self._backend.version, dp_rank_count=len(loads), loads=loads)
+
+    async def GetTokenizer(
+        self, request: common.GetTokenizerRequest, context: "Context"
+    ) -> AsyncIterator[common.GetTokenizerChunk]:
+        """Streams a zip archive of the tokenizer's files, in pieces; the last one has its SHA-256."""
+        path = Path(self._backend.resolved.tokenizer_path)
+        if path.suffix == ".gguf":
+            text = f"the tokenizer is inside {path.name}; start with --tokenizer FOLDER to hand one out"
+            await refuse(context, HttpError(409, text))
+        archive = await asyncio.to_thread(_zipped, path)
+        pieces = [archive[begin : begin + TOKENIZER_CHUNK] for begin in range(0, len(archive), TOKENIZER_CHUNK)]
+        digest = hashlib.sha256(archive).hexdigest()
+        for place, piece in enumerate(pieces):
+            yield common.GetTokenizerChunk(data=piece, sha256=digest if place == len(pieces) - 1 else "")
+
+    async def SubscribeKvEvents(
+        self, request: common.SubscribeKvEventsRequest, context: "Context"
+    ) -> AsyncIterator[common.KvEventBatch]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the KV cache's events are not published")
+        yield common.KvEventBatch()
+
+
+def _zipped(path: Path) -> bytes:
+    """The same bytes each time: a router compares archives by their digest."""
+    packed, folder = io.BytesIO(), path if path.is_dir() else path.parent
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in TOKENIZER_FILES:
+            if (path := folder / name).is_file():
+                archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return packed.getvalue()

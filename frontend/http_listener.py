@@ -1,0 +1,49 @@
+"""The port of a frontend: the HTTP server with its routes. Owned by io.py."""
+
+import asyncio
+import socket
+from typing import Protocol
+
+from meshlm.frontend import http
+from meshlm.frontend.connection import Timeouts
+from meshlm.frontend.generation import Backend
+from meshlm.frontend.server import Routes
+
+
+class Listener(Protocol):
+    """The open port of a frontend, by HTTP or gRPC (grpc/listener.py). `serving` ends when it does."""
+
+    serving: "asyncio.Task[None] | None"
+
+    async def start(self) -> None: ...
+    async def hand_over(self, limit_s: float) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class HttpListener:
+    """Serves until `stop`. OSError when the port cannot be had."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._server: http.Server | None = None
+        self._socket: socket.socket | None = None
+        self.serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        server = self._backend.config.server
+        self._socket = http.listen(server.host, server.port)
+        timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
+        routes = Routes(self._backend)
+        self._server = http.make_server(routes.app(), timeouts, routes.unsent)
+        self.serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+
+    async def hand_over(self, limit_s: float) -> None:
+        """Leaves new connections to the other listeners of the port; waits for the open ones, `limit_s` at most."""
+        if self._server is not None:
+            await http.hand_over(self._server, self._socket, limit_s)
+
+    async def stop(self) -> None:
+        """Open requests may still be read for a moment."""
+        if self._server is not None and self.serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self.serving}, timeout=6)

@@ -1,0 +1,134 @@
+"""`meshlm serve --grpc`: the service that routers call, by gRPC's own client, with kills."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from fake_answers import reference
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from serving import Serving, serving
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from waiting import until
+
+pytestmark = pytest.mark.mesh
+
+KEY = (("authorization", "Bearer secret"),)
+LIMIT_S = 60
+NAME = "vllm.grpc.engine.VllmEngine"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    flags = ("--device", "fake", "--max-model-len", "4096", "--api-key", "secret", "--fake-step-ms", "4")
+    with serving("--grpc", *flags, says="(gRPC)") as found:
+        yield found
+
+
+@pytest.fixture
+def channel(server: Serving) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as found:
+        yield found
+
+
+@pytest.fixture
+def stub(channel: Any) -> Any:
+    return vllm_engine_pb2_grpc.VllmEngineStub(channel)
+
+
+def asking(prompt: list[int], count: int, **more: Any) -> pb.GenerateRequest:
+    params = pb.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, n=more.pop("n", 1))
+    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=prompt), sampling_params=params, **more)
+
+
+def generate(stub: Any, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return list(stub.Generate(request, metadata=KEY, timeout=LIMIT_S))
+
+
+def test_whole_and_streamed_answers(stub: Any) -> None:
+    prompt = list(range(300, 320))
+    (message,) = generate(stub, asking(prompt, 20))
+    assert list(message.complete.output_ids) == reference(prompt, 20)
+    assert (message.complete.finish_reason, message.complete.prompt_tokens) == ("length", 20)
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for message in generate(stub, asking(prompt, 20, n=2, stream=True)):
+        if message.HasField("chunk"):
+            streamed[message.chunk.index] += message.chunk.token_ids
+    assert streamed == {0: reference(prompt, 20), 1: reference(prompt, 20)}
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler", "detokenizer"])
+def test_a_kill_loses_no_token(server: Serving, stub: Any, role: str) -> None:
+    prompt = [700, 701, *role.encode()]
+    found: list[int] = []
+    killed = False
+    for message in stub.Generate(asking(prompt, 300, stream=True), metadata=KEY, timeout=LIMIT_S):
+        found += message.chunk.token_ids
+        if len(found) >= 30 and not killed:
+            killed = True
+            os.kill(server.pid(role), signal.SIGKILL)
+    assert found == reference(prompt, 300)
+
+
+def test_calls_are_ended(server: Serving, stub: Any) -> None:
+    """By Abort, and by a client that leaves."""
+    call = stub.Generate(asking([5], 4000, stream=True, request_id="long"), metadata=KEY, timeout=LIMIT_S)
+    next(call)
+    with pytest.raises(grpc.RpcError, match="request_id: long is running"):
+        generate(stub, asking([5], 1, request_id="long"))
+    stub.Abort(pb.AbortRequest(request_ids=["long", "unknown"]), metadata=KEY)
+    *_, last = call
+    assert last.complete.finish_reason == "abort"
+    call = stub.Generate(asking([5], 4000, stream=True), metadata=KEY, timeout=LIMIT_S)
+    next(call)
+    call.cancel()
+    until(lambda: not stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=KEY).active_requests)
+    until(lambda: not stub.GetLoads(pb.GetLoadsRequest(), metadata=KEY).loads[0].num_total_reqs)
+
+
+def test_refusals_have_their_status(stub: Any) -> None:
+    refused = [
+        (grpc.StatusCode.INVALID_ARGUMENT, "prompt", asking([1] * 5000, 1)),
+        (grpc.StatusCode.INVALID_ARGUMENT, "X-data-parallel-rank", asking([1], 1, data_parallel_rank=9)),
+        (grpc.StatusCode.INVALID_ARGUMENT, "media_refs", asking([1], 1, media_refs=pb.MediaRefs())),
+    ]
+    for code, text, request in refused:
+        with pytest.raises(grpc.RpcError) as caught:
+            generate(stub, request)
+        error: Any = caught.value
+        assert error.code() is code, error.details()
+        assert text in error.details()
+    for metadata in ((), (("authorization", "Bearer wrong"),)):
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            list(stub.Generate(asking([1], 1), metadata=metadata))
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            stub.HealthCheck(pb.HealthCheckRequest(), metadata=metadata)
+
+
+def test_probes_and_tools_find_their_services(server: Serving, stub: Any, channel: Any) -> None:
+    """Health needs no key; reflection names what there is."""
+    health = health_pb2_grpc.HealthStub(channel)
+    serving_now = health_pb2.HealthCheckResponse.SERVING
+    for name in ("", NAME):
+        until(lambda name=name: health.Check(health_pb2.HealthCheckRequest(service=name)).status == serving_now)
+    assert stub.HealthCheck(pb.HealthCheckRequest(), metadata=KEY).healthy
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, metadata=KEY)
+    assert NAME in [one.name for one in answer.list_services_response.service]
+
+
+def test_the_server_describes_itself(stub: Any) -> None:
+    model = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=KEY)
+    assert (model.max_context_length, model.vocab_size, model.is_generation) == (4096, 49152, True)
+    assert stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=KEY).server_type == "vllm-grpc"
+    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=KEY).success
+    with pytest.raises(grpc.RpcError, match="--tokenizer FOLDER"):
+        list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), metadata=KEY))
+    with pytest.raises(grpc.RpcError, match="--profiler-dir"):
+        stub.StartProfile(common_pb2.StartProfileRequest(), metadata=KEY)
+    with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+        list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=KEY))
