@@ -11,8 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from meshlm.frontend.generation import Backend
-from meshlm.frontend.grpc.servicer import NAME, Servicer
+from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
 
 HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
@@ -74,7 +73,7 @@ def _refusing(handler: "Handler") -> "Handler":
 class GrpcListener:
     """Serves until `stop`. OSError when the port cannot be had."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         server = backend.config.server
         self._server = grpc.aio.server(

@@ -10,7 +10,7 @@ import uuid
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import grpc
 import msgspec
@@ -24,6 +24,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend
 from meshlm.frontend.grpc import requests
 from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.protocol.control_edge import RankStats
 from meshlm.protocol.operations import ResetPrefixCache
 
 NAME = "vllm.grpc.engine.VllmEngine"
@@ -53,6 +54,12 @@ TOKENIZER_CHUNK = 1 << 20  # bytes
 Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
 
 
+class GrpcBackend(Backend, Protocol):
+    """The part of the process (io.py) that the service uses."""
+
+    async def rank_stats(self) -> tuple[RankStats, ...]: ...
+
+
 async def refuse(context: "Context", error: HttpError) -> None:
     """Ends the call with the error's status and text."""
     await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
@@ -61,7 +68,7 @@ async def refuse(context: "Context", error: HttpError) -> None:
 class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     """See the module docstring."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         self._started = time.monotonic()
         self._open: dict[str, GrpcResponse] = {}  # by the client's request id

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -114,7 +115,8 @@ def test_probes_and_tools_find_their_services(server: Serving, stub: Any, channe
     health = health_pb2_grpc.HealthStub(channel)
     serving_now = health_pb2.HealthCheckResponse.SERVING
     for name in ("", NAME):
-        until(lambda name=name: health.Check(health_pb2.HealthCheckRequest(service=name)).status == serving_now)
+        asked_of = health_pb2.HealthCheckRequest(service=name)
+        until(partial(lambda request: health.Check(request).status == serving_now, asked_of))
     assert stub.HealthCheck(pb.HealthCheckRequest(), metadata=KEY).healthy
     asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
     (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, metadata=KEY)
