@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -37,9 +38,17 @@ class Encoder:
             case TokenPrompt():
                 return array("i", prompt.token_ids)
             case TextPrompt():
-                return self._ids(prompt.text, prompt.add_special_tokens)
+                return self._infilled(prompt) if prompt.suffix else self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
+
+    def _infilled(self, prompt: TextPrompt) -> "array[int]":
+        begin = array("i")
+        if prompt.add_special_tokens:  # those that the tokenizer puts before any text
+            plain, whole = self._ids("a", False), self._ids("a", True)
+            begin = whole[: next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)]
+        prefix, suffix = self._ids(prompt.text, False), self._ids(prompt.suffix, False)
+        return infilled(prefix, suffix, begin, self._tokenizer.token_to_id)
 
     def bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The sequences of tokens that are these words, at the begin of a text and behind a space; as vLLM chooses them."""

@@ -77,8 +77,8 @@ def completion(
     request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig
 ) -> ParsedRequest:
     """POST /v1/completions."""
-    if request.suffix:
-        raise HttpError(400, "suffix is not supported", "suffix")
+    if request.suffix and (request.echo or request.truncate_prompt_tokens):
+        raise HttpError(400, "suffix: goes with neither echo nor truncate_prompt_tokens", "suffix")
     returned = request.n or 1
     generated = request.best_of or returned
     if generated < returned:
@@ -101,7 +101,9 @@ def completion(
         unknown,
         resolved,
         server,
-        prompts=of_completion(request.prompt, add_special, resolved, bool(request.truncate_prompt_tokens)),
+        prompts=of_completion(
+            request.prompt, add_special, resolved, bool(request.truncate_prompt_tokens), request.suffix or ""
+        ),
         max_tokens=_at_most(resolved.max_output_tokens, asked),
         num_choices=generated,
         num_returned=returned,

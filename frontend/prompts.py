@@ -28,8 +28,10 @@ def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def of_completion(prompt: Any, add_special: bool, resolved: Resolved, truncates: bool = False) -> list[Prompt]:
-    """Text, token ids, or a list of either."""
+def of_completion(
+    prompt: Any, add_special: bool, resolved: Resolved, truncates: bool = False, suffix: str = ""
+) -> list[Prompt]:
+    """Text, token ids, or a list of either; text that a suffix follows."""
     if prompt is None:
         raise HttpError(400, "prompt: this field is required", "prompt")
     many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int | float))
@@ -42,15 +44,17 @@ def of_completion(prompt: Any, add_special: bool, resolved: Resolved, truncates:
     items.reverse()
     found = []
     while items:  # each is freed when it is read: to free millions of numbers at once takes as long as to make them
-        found.append(_prompt(items.pop(), add_special, resolved.spec.vocab_size))
+        found.append(_prompt(items.pop(), add_special, resolved.spec.vocab_size, suffix))
     return found
 
 
-def _prompt(item: Any, add_special: bool, vocab_size: int) -> Prompt:
+def _prompt(item: Any, add_special: bool, vocab_size: int, suffix: str) -> Prompt:
     if isinstance(item, str):
         if not item:
             raise HttpError(400, "prompt: must not be empty", "prompt")
-        return TextPrompt(item, add_special)
+        return TextPrompt(item, add_special, suffix)
+    if suffix:
+        raise HttpError(400, "suffix: needs a prompt of text", "suffix")
     if isinstance(item, list) and item and (ids := _whole_numbers(item)) is not None:
         if min(ids) < 0 or max(ids) >= vocab_size:
             token_ids("prompt", ids, vocab_size)  # names the first one

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.frontend.messages import request_schema as anthropic
-from meshlm.frontend.schema import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
+from meshlm.frontend.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.runtime.messages import NEED_CONTENT, PARTS
 
 Json = dict[str, Any]
@@ -47,11 +47,14 @@ def refine(schemas: Json, served: Served) -> None:
             properties = schemas[name]["properties"]
             properties.update({field: schema for field, schema in fields.items() if field in properties})
     if "ChatRequest" in schemas:
-        _describe(schemas["ChatRequest"], "stream_options needs stream: true; top_logprobs needs logprobs: true.")
+        _describe(
+            schemas["ChatRequest"],
+            "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true.",
+        )
     if "CompletionRequest" in schemas:
         schemas["CompletionRequest"]["required"] = ["prompt"]
-        text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n."
-        _describe(schemas["CompletionRequest"], text)
+        text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n"
+        _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
     if "TokenizeRequest" in schemas:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:
@@ -87,7 +90,8 @@ def _fields(served: Served) -> Json:
         ),
         "prompt_logprobs": _up_to(served.max_logprobs),
         "top_logprobs": _up_to(served.max_logprobs),
-        "suffix": {"enum": ["", None]},
+        "bad_words": _or_null({"type": "array", "items": {**stop, "pattern": "[!-~]"}, "maxItems": MAX_BAD_WORDS}),
+        "logprob_token_ids": _or_null({**_ids(served, 0), "maxItems": MAX_LOGPROB_IDS}),
     }
     if not served.takes_priorities:
         found["priority"] = {"const": 0}

@@ -17,6 +17,7 @@ class TextPrompt(Struct, frozen=True, tag="text"):
 
     text: str
     add_special_tokens: bool = True
+    suffix: str = ""  # what comes behind the answer, for models that fill in the middle; empty: nothing is known of it
 
 
 class TokenPrompt(Struct, frozen=True, tag="tokens"):
@@ -45,7 +46,8 @@ def num_bytes_of(prompt: Prompt) -> int:
     match prompt:
         case TokenPrompt(token_ids=ids):
             return len(ids)
-        case TextPrompt(text=text):
+        case TextPrompt(text=text, suffix=suffix):
+            text += suffix
             return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         case ChatPrompt():
             lists = len(prompt.messages_json) + len(prompt.tools_json) + len(prompt.template_kwargs_json)

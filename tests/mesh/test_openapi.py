@@ -77,8 +77,13 @@ def consistent(case: Any) -> None:
         "timeout",
     ):  # a template may fail on any, and a short time is an error
         body.pop(name, None)
+    if body.get("repetition_detection"):
+        body["repetition_detection"] = {"max_pattern_size": 4, "min_count": 2}
+    if body.get("logprob_token_ids"):
+        body["logprobs"] = True if case.path == "/v1/chat/completions" else 1
     if case.path == "/v1/completions":
         body.pop("max_completion_tokens", None)
+        body.pop("suffix", None)  # this model cannot fill in the middle
 
 
 def statuses(operation: Any, mode: GenerationMode, url: str) -> set[int]:

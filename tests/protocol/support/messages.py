@@ -103,7 +103,7 @@ RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
     # frontend <-> detokenizer
-    text.TextPrompt("Grüße", False),
+    text.TextPrompt("Grüße", False, "Ende"),
     text.TokenPrompt(pack_i32([1, -1])),
     CHAT,
     text.TextParams(("\n\n", "END"), True, False, ("<tool_call>",), False, 512, "right", ("darn",)),
