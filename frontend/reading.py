@@ -8,7 +8,7 @@ import msgspec
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
 from meshlm.runtime.parsers import registry
-from meshlm.runtime.parsers.calls import Call
+from meshlm.runtime.parsers.calls import Call, Finder, Part
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 
 Json = dict[str, Any]
@@ -38,49 +38,69 @@ class Reader:
 
     def __init__(self, ask: ParsedRequest, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
-        parser = registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
-        self._splitter = Splitter(reasoning_parser(ask), parser, ask.tools) if ask.begins_with_reasoning else None
-        self._finder = parser.finder(ask.tools) if parser else None
-        self._short_ids = parser is not None and parser.short_ids
+        self._parser = registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
+        self._finder: Finder | None = None
+        self._splitter: Splitter | None = None
+        if ask.begins_with_reasoning:
+            self._splitter = Splitter(reasoning_parser(ask), self._parser, ask.tools)
+        else:
+            self._begin_content()
+        self._short_ids = self._parser is not None and self._parser.short_ids
+        self._num_begun = 0  # calls of the model's
         self.num_calls = 0  # that were given out
 
     @property
     def plain(self) -> bool:
         """Whether all that follows is content."""
-        return self._finder is None and (self._splitter is None or self._splitter.closed)
+        return self._finder is None and self._splitter is None
 
     def push(self, text: str, *, last: bool) -> Said:
         """More text; `last`: none follows."""
-        thought, content, calls = "", text, list[Call]()
+        thought, parts = "", list[Part]()
         if self._splitter is not None:
-            thought, content = self._splitter.push(text)
+            thought, parts, text = self._splitter.push(text)
             if last:
-                more_thought, more_content = self._splitter.finish()
-                thought, content = thought + more_thought, content + more_content
+                more, more_parts, rest = self._splitter.finish()
+                thought, parts, text = thought + more, parts + more_parts, text + rest
+            if last or self._splitter.closed:
+                self._begin_content(self._splitter.finder)
+                self._splitter = None
         if self._finder is not None:
-            content, calls = self._finder.push(content)
-            if last:
-                rest, more = self._finder.finish()
-                content, calls = content + rest, calls + more
-        return Said(
-            thought if self._ask.include_reasoning else "", content, [self._call(call) for call in self._fewer(calls)]
-        )
+            parts += self._finder.push(text)
+            parts += self._finder.finish() if last else []
+        else:
+            parts.append(text)
+        return self._said(thought if self._ask.include_reasoning else "", parts)
 
-    def _fewer(self, calls: list[Call]) -> list[Call]:
-        """parallel_tool_calls: false is one call."""
-        return calls if self._ask.parallel_tool_calls else calls[: max(0, 1 - self.num_calls)]
+    def _begin_content(self, finder: Finder | None = None) -> None:
+        """`finder` goes on with a call that began in the reasoning."""
+        self._finder = finder
+        if finder is None and self._parser is not None:
+            self._finder = self._parser.finder(self._ask.tools)
 
-    def _call(self, call: Call) -> Json:
-        own = call.id or self._new_id()
-        found = {
-            "index": self.num_calls,
-            "id": own,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
+    def _said(self, thought: str, parts: list[Part]) -> Said:
+        """In OpenAI's form; parallel_tool_calls: false is one call."""
+        content, calls = list[str](), dict[int, Json]()
+        for part in parts:
+            if isinstance(part, str):
+                content.append(part)
+                continue
+            self._num_begun += bool(part.name)
+            index = self._num_begun - 1
+            if index and not self._ask.parallel_tool_calls:
+                continue
+            if part.name:
+                calls[index] = self._beginning(part, index)
+            elif index not in calls:
+                calls[index] = {"index": index, "function": {"arguments": ""}}
+            calls[index]["function"]["arguments"] += part.arguments
+        return Said(thought, "".join(content), list(calls.values()))
+
+    def _beginning(self, call: Call, index: int) -> Json:
         self.num_calls += 1
-        return found
+        own = call.id or self._new_id(index)
+        return {"index": index, "id": own, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
-    def _new_id(self) -> str:
-        digest = hashlib.sha256(f"{self._name}-{self.num_calls}".encode()).hexdigest()[:16]
+    def _new_id(self, index: int) -> str:
+        digest = hashlib.sha256(f"{self._name}-{index}".encode()).hexdigest()[:16]
         return digest[:9] if self._short_ids else f"chatcmpl-tool-{digest}"

@@ -1,10 +1,11 @@
 """Tool calls and what finds them in an answer's text: the types that all formats of tools/ share. Pure.
 
-A call is given out when it is complete. What does not read as a call stays text, so nothing of an answer is lost. What is given out
-after some text is a function of that text alone, however it is cut into pieces, and the work is linear in it.
+A call is given out as it is written: its name when that is known and its arguments begin, then the arguments piece by piece. What does
+not begin as a call stays text, so nothing of an answer is lost. What is given out after some text is a function of that text alone,
+however it is cut into pieces.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -13,21 +14,29 @@ Tools = Mapping[str, Mapping[str, Any]]  # of each tool that the request names: 
 
 
 class Call(Struct, frozen=True):
-    """One call; `arguments` is a JSON object as text, with the values as the model wrote them."""
+    """The beginning of a call, with the arguments that came with it; without a name more arguments of the call before."""
 
     name: str
-    arguments: str
+    arguments: str  # a part of a JSON object as text, with the values as the model wrote them
     id: str = ""  # the model's own, where its template must find it again
+
+
+Part = str | Call  # of an answer: content, or what belongs to a call
 
 
 class Finder(Protocol):
     """One answer, piece by piece."""
 
-    def push(self, piece: str) -> tuple[str, list[Call]]:
-        """Takes the next text; gives the content that may be shown, and the calls that are complete."""
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun that has not ended."""
         ...
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def push(self, piece: str) -> list[Part]:
+        """Takes the next text; gives the content that may be shown and what it brings of calls, in order."""
+        ...
+
+    def finish(self) -> list[Part]:
         """The rest, when no text follows."""
         ...
 
@@ -37,5 +46,18 @@ class ToolParser(Struct, frozen=True):
 
     finder: Callable[[Tools], Finder]  # makes that of one answer
     tags: tuple[str, ...] = ()  # what may be a special token of the model's, which its decoder must show the finder
-    around: tuple[str, str] | None = None  # the tags around calls: such calls may begin before the reasoning ends
+    ends_reasoning: bool = False  # tags tell calls from other text, so one may begin before the reasoning ends
     short_ids: bool = False  # a call's id has nine letters and digits, as Mistral's templates demand
+
+
+def joined(parts: Iterable[Part]) -> tuple[str, list[Call]]:
+    """The content of these parts, and their calls with all of their arguments."""
+    content, calls = list[str](), list[tuple[Call, list[str]]]()
+    for part in parts:
+        if isinstance(part, str):
+            content.append(part)
+        elif part.name or not calls:
+            calls.append((part, [part.arguments]))
+        else:
+            calls[-1][1].append(part.arguments)
+    return "".join(content), [Call(call.name, "".join(texts), call.id) for call, texts in calls]

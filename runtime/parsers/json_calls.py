@@ -1,145 +1,161 @@
-"""Calls that are written in JSON: one, a list, several one after the other. Pure; used by the formats of tools/."""
+"""Calls that are written in JSON: one, a list, several one after the other; and arguments in JSON behind a name. Pure."""
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Struct
 
-from meshlm.runtime.parsers.calls import Call, Tools
+from meshlm.runtime.parsers.scan import Sink, Steps
+from meshlm.runtime.parsers.streamed_calls import Answer, Body
 
-BETWEEN = " \t\r\n;"  # what may stand between calls
-
-
-class _Written(Struct):
-    """A call as a model writes it; other keys say nothing that a client is told, such as "type": "function"."""
-
-    name: str
-    arguments: Raw | UnsetType = UNSET
-    parameters: Raw | UnsetType = UNSET
+_BEFORE_FIRST, _BETWEEN = re.compile(r"[\s\[]*"), re.compile(r"[\s\[,;]*")
+_SCALAR = re.compile(r'[^\s,{}\[\]":]*')
 
 
-def read_call(text: str) -> Call | None:
-    """The call that this JSON is: it has a name and arguments, an object or one as text."""
-    try:
-        found = msgspec.json.decode(text.strip(), type=_Written)
-        given = found.parameters if found.arguments is UNSET else found.arguments
-        if given is UNSET or not found.name:
-            return None
-        arguments = bytes(given).decode()
-        if arguments.startswith('"'):
-            arguments = msgspec.json.decode(arguments, type=str)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-    return call_of(found.name, arguments)
+class Keys(Struct, frozen=True):
+    """What a form calls the parts of a call; other keys say nothing that a client is told, such as "type": "function"."""
+
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    known_only: bool = False  # other JSON may look the same, so a call is one of a tool that the request names
 
 
-def call_of(name: str, arguments: str, call_id: str = "") -> Call | None:
-    """The call of this name, if there is one and the arguments are a JSON object."""
-    try:
-        msgspec.json.decode(arguments, type=dict[str, Raw])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-    return Call(name, arguments, call_id) if name else None
+DEFAULT = Keys()
 
 
-def one(body: str, tools: Tools) -> list[Call]:
-    """A body that is one call."""
-    call = read_call(body)
-    return [call] if call is not None else []
+def calls(keys: Keys = DEFAULT, *, before: str = "", in_list: bool = False) -> Body:
+    """A body of calls, one after the other and in lists, with blanks, "," or ";" between. `before` is a tag that stands before them."""
+
+    def body(answer: Answer) -> Steps[None]:
+        if before:
+            yield from answer.blanks()
+            if not (yield from answer.take(before)):
+                return
+        found, lists = False, in_list
+        while True:
+            answer.hold()
+            between = yield from answer.run(_BETWEEN if found else _BEFORE_FIRST)
+            if not (yield from _call(answer, keys)):
+                answer.back()
+                break
+            answer.drop()
+            found, lists = True, lists or "[" in between
+        if found and lists:
+            yield from _close_list(answer)
+
+    return body
 
 
-def several(text: str, tools: Tools) -> list[Call]:
-    """A text of calls, one after the other and in lists, with blanks or ";" between. None where anything else stands there."""
-    calls, decoder, at = list[Call](), json.JSONDecoder(), _skip(text, 0)
-    while at < len(text):
-        try:
-            _, end = decoder.raw_decode(text, at)
-            value = text[at:end]
-            given = [value] if value[0] != "[" else _items(value)
-        except (ValueError, msgspec.DecodeError, RecursionError):
-            return []
-        for written in given:
-            call = read_call(written)
-            if call is None:
-                return []
-            calls.append(call)
-        at = _skip(text, end)
-    return calls
+def _close_list(answer: Answer) -> Steps[None]:
+    answer.hold()
+    yield from answer.blanks()
+    if (yield from answer.take("]")):
+        answer.drop()
+    else:
+        answer.back()
 
 
-def _items(text: str) -> list[str]:
-    return [bytes(item).decode() for item in msgspec.json.decode(text, type=list[Raw])]
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in BETWEEN:
-        at += 1
-    return at
-
-
-def fields(pattern: re.Pattern[str], text: str) -> dict[str, str] | None:
-    """Names and values where the pattern, again and again, is the whole of the text and no name comes twice; else None."""
-    found, at = dict[str, str](), 0
-    while match := pattern.match(text, at):
-        if match[1].strip() in found:
-            return None
-        found[match[1].strip()] = match[2]
-        at = match.end()
-    return None if text[at:].strip() else found
-
-
-def typed_arguments(written: Mapping[str, str], schema: Mapping[str, Any]) -> str:
-    """The arguments of a call that were written without types: each gets what its JSON schema allows, else it is a string."""
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, dict) else {}
-    return msgspec.json.encode({name: typed(text, known.get(name)) for name, text in written.items()}).decode()
-
-
-def typed(text: str, schema: Any) -> Raw | str | bool | None:
-    """One value: the JSON that the text is where the schema takes its type, else the text."""
-    kinds, bare = _kinds(schema), text.strip()
-    if "null" in kinds and bare.lower() in ("null", "none"):
-        return None
-    if "boolean" in kinds and bare.lower() in ("true", "false"):
-        return bare.lower() == "true"
-    try:
-        value = msgspec.json.decode(bare)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return text
-    found = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}.get(type(value), "")
-    return Raw(bare.encode()) if found in kinds or (found == "integer" and "number" in kinds) else text
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema takes; one without any word of them takes objects and arrays beside strings."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kinds, todo = set[str](), [schema]
-    for _ in range(100):  # a client's schema may be without end; what lies below is taken as text
-        if not todo:
+def _call(answer: Answer, keys: Keys) -> Steps[bool]:
+    """The call that begins here; False: there is none, and nothing was given out."""
+    if not (yield from answer.take("{")):
+        return False
+    reading = _Reading(answer, keys)
+    while True:
+        yield from answer.blanks()
+        if (yield from answer.take("}")):
             break
-        now = todo.pop()
-        kind = now.get("type")
-        kinds.update(name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
-        kinds.update(_KIND_OF[type(value)] for value in _list(now.get("enum")) if type(value) in _KIND_OF)
-        for name in ("anyOf", "oneOf", "allOf"):
-            todo += [other for other in _list(now.get(name)) if isinstance(other, Mapping)]
-    return kinds or {"object", "array"}
+        if not (yield from reading.pair()):
+            return reading.begun
+        yield from answer.blanks()
+        if not (yield from answer.take(",")):
+            if (yield from answer.take("}")):
+                break
+            return reading.begun
+    reading.begin()
+    answer.end()
+    return reading.begun
 
 
-_KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+class _Reading:
+    """The pairs of one call. It begins when both its name and its arguments are there, whichever comes first."""
+
+    def __init__(self, answer: Answer, keys: Keys) -> None:
+        self._answer, self._keys = answer, keys
+        self._name: str | None = None
+        self._held: list[str] | None = None  # arguments that stand before the name
+        self.begun = False
+
+    def pair(self) -> Steps[bool]:
+        """One key and its value; False where there is none, or the value is no part of a call."""
+        answer, keys = self._answer, self._keys
+        key = yield from answer.json_string()
+        if key is None:
+            return False
+        yield from answer.blanks()
+        if not (yield from answer.take(":")):
+            return False
+        yield from answer.blanks()
+        if key in keys.names and self._name is None:
+            self._name = yield from answer.json_string()
+            known = self._name in answer.tools or not keys.known_only
+            return bool(self._name) and known
+        if key in keys.arguments and not self.begun and self._held is None:
+            return (yield from self._arguments())
+        return (yield from self._skip())
+
+    def _arguments(self) -> Steps[bool]:
+        """An object, or one as text."""
+        answer = self._answer
+        as_text = yield from answer.take('"')
+        if as_text:
+            yield from answer.blanks()
+        if not (yield from answer.ahead("{")):
+            return False
+        self._held = list[str]()
+        sink: Sink = self._held.append
+        if self._name is not None:
+            self.begin()
+            sink = answer.add
+        if as_text:
+            yield from answer.json_text(sink)
+            return True
+        return (yield from answer.json.value(answer, sink))
+
+    def begin(self) -> None:
+        """Begin the call, if there is one."""
+        if self._name is not None and self._held is not None and not self.begun:
+            self._answer.begin(self._name)
+            self._answer.add("".join(self._held))
+            self.begun = True
+
+    def _skip(self) -> Steps[bool]:
+        answer, sign = self._answer, (yield from self._answer.next())
+        if sign == '"':
+            answer.at += 1
+            yield from answer.json_text(_ignore)
+            return True
+        if sign and sign in "{[":
+            return (yield from answer.json.value(answer, _ignore))
+        return bool((yield from answer.run(_SCALAR)))
 
 
-def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
+def _ignore(text: str) -> None:
+    """Takes text that nobody needs."""
 
 
-def named_parameters(found: re.Match[str] | None, parameter: re.Pattern[str], tools: Tools) -> list[Call]:
-    """The call of a body that was found as a name and its parameters, typed by the tool's schema; none where a part does not fit."""
-    written = fields(parameter, found[2]) if found else None
-    if found is None or written is None:
-        return []
-    return [Call(found[1], typed_arguments(written, tools.get(found[1], {})))]
+def named(head: Callable[[Answer], Steps[tuple[str, str]]], *, behind: str = "") -> Body:
+    """A body whose `head` says a call's name and id ("" if it has none) before the arguments. `behind` may stand after them."""
+
+    def body(answer: Answer) -> Steps[None]:
+        name, call_id = yield from head(answer)
+        if not name:
+            return
+        yield from answer.blanks()
+        if not (yield from answer.ahead("{")):
+            return
+        answer.begin(name, call_id)
+        whole = yield from answer.json.value(answer, answer.add)
+        if whole and behind:
+            yield from answer.take(behind)
+
+    return body

@@ -31,12 +31,9 @@ SAID = [
 
 
 def split(pieces: list[str]) -> tuple[str, str]:
-    splitter, reasoning, content = Splitter(ReasoningParser()), "", ""
-    for piece in pieces:
-        more_reasoning, more_content = splitter.push(piece)
-        reasoning, content = reasoning + more_reasoning, content + more_content
-    more_reasoning, more_content = splitter.finish()
-    return reasoning + more_reasoning, content + more_content
+    splitter = Splitter(ReasoningParser())
+    said = [*(splitter.push(piece) for piece in pieces), splitter.finish()]
+    return "".join(thought.reasoning for thought in said), "".join(thought.rest for thought in said)
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content"), SAID)

@@ -5,10 +5,11 @@ from answering import STOP, asking, body, give, whole
 from hypothesis import given
 from hypothesis import strategies as st
 from parsing import asked, body_of
+from tool_formats import SAME_AS
 
 from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
-from meshlm.runtime.parsers.calls import ToolParser
+from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
 
 TOOLS: dict[str, dict[str, object]] = {"time": {}}
@@ -41,19 +42,25 @@ CALLS = {
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     "longcat": '<longcat_tool_call>{"name": "time", "arguments": {}}</longcat_tool_call>',
     "minimax_m2": '<minimax:tool_call><invoke name="time"></invoke></minimax:tool_call>',
+    "granite": '<|tool_call|>[{"name": "time", "arguments": {}}]',
+    "granite-20b-fc": '<function_call>{"name": "time", "arguments": {}}',
+    "mistral": "[TOOL_CALLS]time[ARGS]{}",
+    "phi4_mini_json": 'functools[{"name": "time", "arguments": {}}]',
     "qwen3_coder": "<tool_call><function=time></function></tool_call>",
 }
 
 
-def split(parser: str, pieces: list[str], calls: ToolParser | None = None) -> tuple[str, str]:
+def split(parser: str, pieces: list[str], calls: ToolParser | None = None) -> tuple[str, str, list[Call]]:
+    """The reasoning, the content, and calls that begin in the reasoning."""
     splitter = Splitter(reasoning_parser(parser), calls, TOOLS)
     said = [*(splitter.push(piece) for piece in pieces), splitter.finish()]
-    return "".join(thought for thought, _ in said), "".join(content for _, content in said)
+    content, found = joined([part for thought in said for part in thought.parts])
+    return "".join(thought.reasoning for thought in said), content + "".join(thought.rest for thought in said), found
 
 
 @pytest.mark.parametrize(("parser", "text", "reasoning", "content"), SAID)
 def test_examples_whole_and_by_letter(parser: str, text: str, reasoning: str, content: str) -> None:
-    assert split(parser, [text]) == split(parser, list(text)) == (reasoning, content)
+    assert split(parser, [text]) == split(parser, list(text)) == (reasoning, content, [])
 
 
 @pytest.mark.parametrize("parser", NAMES)
@@ -63,22 +70,21 @@ def test_cuts_change_nothing_and_no_text_is_lost(parser: str, data: st.DataObjec
     own = [form.open, form.close, form.open[:3], form.close[:4], *calls.tags, *CALLS.values(), "%", " ", "\n"]
     text = "".join(data.draw(st.lists(st.sampled_from(own), max_size=7)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
-    reasoning, content = split(parser, [text], calls)
+    reasoning, content, found = split(parser, [text], calls)
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    assert split(parser, pieces, calls) == (reasoning, content)
-    assert (reasoning + content).count("%") == text.count("%")
+    assert split(parser, pieces, calls) == (reasoning, content, found)
+    said = reasoning + content + "".join(call.arguments for call in found)
+    assert said.count("%") == text.count("%")
 
 
-def test_each_format_with_tags_around_calls_is_tried() -> None:
-    around = {TOOL_PARSERS[name].around for name in CALLS}
-    assert {parser.around for parser in TOOL_PARSERS.values() if parser.around} == around
+def test_each_format_with_tags_is_tried() -> None:
+    assert set(CALLS) | set(SAME_AS) >= {name for name, parser in TOOL_PARSERS.items() if parser.ends_reasoning}
 
 
 @pytest.mark.parametrize("parser", CALLS)
 def test_a_call_that_begins_in_the_reasoning_ends_it(parser: str) -> None:
-    tags = TOOL_PARSERS[parser].around
-    assert tags is not None
-    spoken = f"I could use {tags[0]} here "
+    """Its tag may also be spoken of, and the closing tag of the reasoning that follows it is nobody's."""
+    spoken = f"I could use {CALLS[parser][:12]} here "
     ask = asking(True, tool_call_parser=parser, begins_with_reasoning=True, tools=TOOLS)
     answer, _ = whole(ask)
     give(answer, 0, [7], f"{spoken}{CALLS[parser]}</think>Yes", STOP)
@@ -88,6 +94,15 @@ def test_a_call_that_begins_in_the_reasoning_ends_it(parser: str) -> None:
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "time", "arguments": "{}"}]
     (own,) = [call["id"] for call in message["tool_calls"]]
     assert (own == "functions.time:0") == (parser == "kimi_k2")
+
+
+def test_a_closing_tag_in_the_arguments_of_such_a_call_is_theirs() -> None:
+    ask = asking(True, tool_call_parser="hermes", begins_with_reasoning=True, tools=TOOLS)
+    answer, _ = whole(ask)
+    give(answer, 0, [7], 'hm <tool_call>{"name": "time", "arguments": {"a": "</think>"}}</tool_call></think>Yes', STOP)
+    message = body(answer)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm ", "Yes")
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "</think>"}'
 
 
 def test_ids_of_mistrals_calls_have_nine_letters() -> None:

@@ -17,7 +17,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import Finished
-from meshlm.runtime.parsers.calls import Call
+from meshlm.runtime.parsers.calls import Call, joined
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
 from meshlm.runtime.parsers.tools.hermes import CLOSE, OPEN
@@ -41,6 +41,14 @@ SAID: list[tuple[str, str, list[Call]]] = [
         '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
         [],
     ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>!',
+        "!",
+        [Call("f", '{"a": 1}')],
+    ),  # a bracket is missing
+    ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>!', "", [Call("f", '{"a": "</tool_call>!')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>!', "!", [Call("f", '{"a": ')]),
+    (f'<tool_call>{{"arguments": {{"a": 1}}, "name": "f"}}{CLOSE}', "", [Call("f", '{"a": 1}')]),
     (
         '<tool_call>{"name": "f", "arguments": "3"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "3"}</tool_call>',
@@ -72,12 +80,8 @@ SAID: list[tuple[str, str, list[Call]]] = [
 
 
 def found(pieces: list[str], parser: str = "hermes") -> tuple[str, list[Call]]:
-    finder, shown, calls = TOOL_PARSERS[parser].finder(TOOLS), "", list[Call]()
-    for piece in pieces:
-        text, more = finder.push(piece)
-        shown, calls = shown + text, calls + more
-    text, more = finder.finish()
-    return shown + text, calls + more
+    finder = TOOL_PARSERS[parser].finder(TOOLS)
+    return joined([part for piece in pieces for part in finder.push(piece)] + finder.finish())
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), SAID)
@@ -90,13 +94,13 @@ LLAMA: list[tuple[str, str, list[Call]]] = [
     ('{"name": "weather", "parameters": {"city": "Bärn"}}', "", [WEATHER]),
     (f'\n<|python_tag|>{{"name": "weather", "arguments": {{"city": "Bärn"}}}}; {NOW}\n', "", [WEATHER, CLOCK]),
     (NOW + NOW, "", [CLOCK, CLOCK]),
-    (f"{NOW} and so on", f"{NOW} and so on", []),
+    (f"{NOW} and so on", " and so on", [CLOCK]),
     (f"I say {NOW}", f"I say {NOW}", []),
     ('{"type": "function", "name": "time", "parameters": {}}', "", [CLOCK]),
     ('{"name": "time"}', '{"name": "time"}', []),
     ('{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
     ('{"name": "Alice", "parameters": {"age": 30}}', '{"name": "Alice", "parameters": {"age": 30}}', []),
-    (f'{NOW};{{"name": "Alice", "parameters": {{}}}}', f'{NOW};{{"name": "Alice", "parameters": {{}}}}', []),
+    (f'{NOW};{{"name": "Alice", "parameters": {{}}}}', ';{"name": "Alice", "parameters": {}}', [CLOCK]),
     ('{"name": "time", "parameters": 1}', '{"name": "time", "parameters": 1}', []),
     ('{"a": 1}', '{"a": 1}', []),
     ('{"name": "ti', '{"name": "ti', []),
@@ -113,7 +117,7 @@ def test_llamas_calls_whole_and_by_letter(text: str, content: str, calls: list[C
 
 
 def test_llamas_text_streams() -> None:
-    assert [TOOL_PARSERS["llama3_json"].finder(TOOLS).push(text)[0] for text in ("Hi", "{")] == ["Hi", ""]
+    assert [TOOL_PARSERS["llama3_json"].finder(TOOLS).push(text) for text in ("Hi", "{")] == [["Hi"], []]
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
@@ -136,28 +140,22 @@ def test_no_text_is_lost(parser: str, words: list[str]) -> None:
     """What is shown is the text without its calls, and each call was a whole one."""
     text = "".join(words)
     shown, calls = found([text], parser)
-    if parser == "llama3_json":
-        assert (shown, len(calls)) in ((text, 0), ("", text.count(NOW)))
-        return
     assert set(calls) <= {CLOCK}
     assert shown.count("%") == text.count("%")
     assert shown.count('{"name": "f"}') == text.count('{"name": "f"}')
-    assert len(text) - len(shown) <= len(calls) * len(f"{OPEN}{NOW}{CLOSE}")
+    assert len(text) - len(shown) <= len(calls) * len(f"{OPEN}{NOW}{CLOSE};")
     assert (shown == text) == (not calls)
 
 
 def test_the_work_is_linear() -> None:
     """A call of 300,000 pieces took a minute and more; one of 300 takes as long for each of them."""
-    finder = TOOL_PARSERS["hermes"].finder(TOOLS)
     pieces = [OPEN, '{"name": "f", "arguments": {"text": "', *["abcdefgh "] * 300_000, '"}}', CLOSE]
     started = time.process_time()
-    calls = [call for piece in pieces for call in finder.push(piece)[1]]
-    assert len(calls[0].arguments) > 2_700_000
-    assert TOOL_PARSERS["hermes"].finder(TOOLS).push(OPEN * 100_000 + CLOSE) == (OPEN * 100_000 + CLOSE, [])
-    assert len(TOOL_PARSERS["llama3_json"].finder(TOOLS).push(NOW * 50_000)[0]) == 0
-    bare = TOOL_PARSERS["llama3_json"].finder(TOOLS)
-    bare.push(NOW * 50_000)
-    assert len(bare.finish()[1]) == 50_000
+    assert len(found(pieces)[1][0].arguments) > 2_700_000
+    assert found([OPEN * 100_000 + CLOSE]) == (OPEN * 100_000 + CLOSE, [])
+    assert len(found([NOW * 50_000], "llama3_json")[1]) == 50_000
+    held = "".join([OPEN, '{"arguments": {"text": "', *["abcdefgh "] * 300_000, '"}, "name": "f"}', CLOSE])
+    assert found([held]) == found([held[at : at + 9] for at in range(0, len(held), 9)]) == (held, [])
     assert time.process_time() - started < 10
 
 
@@ -218,8 +216,7 @@ def test_a_call_that_begins_in_the_reasoning_ends_it(
         choices = streamed_choices(pieces, begins_with_reasoning=True)
         assert "".join(choice["delta"].get("reasoning", "") for choice in choices) == reasoning
         assert "".join(choice["delta"].get("content", "") for choice in choices) == (content or "")
-        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-        assert [call["function"]["name"] for call in calls] == names
+        assert [call["function"]["name"] for call in put_together(choices)] == names
         assert choices[-1]["finish_reason"] == ("tool_calls" if names else "stop")
 
 
@@ -230,34 +227,46 @@ def test_without_a_parser_of_calls_the_reasoning_goes_on() -> None:
 
 @given(
     st.lists(
-        st.sampled_from([OPEN, CLOSE, TIME, "</think>", "<think>", '{"name": "f"}', "<", "tool", "a"]), max_size=8
+        st.sampled_from([OPEN, CLOSE, TIME, "</think>", "<think>", '{"name": "f"}', "<", "tool", "%"]), max_size=8
     ),
     st.data(),
 )
 def test_cuts_change_nothing_of_reasoning_with_calls(words: list[str], data: st.DataObject) -> None:
-    def split(pieces: list[str]) -> tuple[str, str]:
-        splitter, reasoning, content = Splitter(ReasoningParser(), TOOL_PARSERS["hermes"], TOOLS), "", ""
-        for piece in pieces:
-            thought, rest = splitter.push(piece)
-            reasoning, content = reasoning + thought, content + rest
-        thought, rest = splitter.finish()
-        return reasoning + thought, content + rest
+    def split(pieces: list[str]) -> tuple[str, str, list[Call]]:
+        splitter = Splitter(ReasoningParser(), TOOL_PARSERS["hermes"], TOOLS)
+        said = [*(splitter.push(piece) for piece in pieces), splitter.finish()]
+        content, calls = joined([part for thought in said for part in thought.parts])
+        return "".join(thought.reasoning for thought in said), content + "".join(t.rest for t in said), calls
 
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    reasoning, content = split(pieces)
-    assert (reasoning, content) == split([text])
-    assert (reasoning + content).count("a") == text.count("a")
-    assert (reasoning + content).count("tool") == text.count("tool")
+    reasoning, content, calls = split(pieces)
+    assert (reasoning, content, calls) == split([text])
+    assert (reasoning + content).count("%") == text.count("%")
+    assert (reasoning + content).count("f") == text.count("f")
 
 
-def streamed_choices(pieces: list[str], **fields: object) -> list[dict[str, Any]]:
-    answer, events, _ = streamed(asking(True, tool_call_parser="hermes", **fields))
+def streamed_choices(pieces: list[str], parser: str = "hermes", **fields: object) -> list[dict[str, Any]]:
+    answer, events, _ = streamed(asking(True, **{"tool_call_parser": parser, **fields}))
     for piece in pieces:
         give(answer, 0, [7], piece)
     give(answer, 0, [2], "", STOP)
     return [chunk["choices"][0] for chunk in chunks(events, True)][1:]
+
+
+def put_together(choices: list[dict[str, Any]]) -> list[Json]:
+    """The calls of a stream, as OpenAI's clients put them together: each part goes to the call of its index."""
+    calls = list[Json]()
+    for part in (part for choice in choices for part in choice["delta"].get("tool_calls", ())):
+        if part["index"] == len(calls):
+            assert set(part) == {"index", "id", "type", "function"}
+            assert set(part["function"]) == {"name", "arguments"}
+            calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+        else:
+            assert part == {"index": len(calls) - 1, "function": {"arguments": part["function"]["arguments"]}}
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return calls
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -265,9 +274,7 @@ def test_streamed_answers(size: int) -> None:
     text = f"I look.\n{BERN}\n{TIME}"
     choices = streamed_choices([text[at : at + size] for at in range(0, len(text), size)])
     assert "".join(choice["delta"].get("content", "") for choice in choices) == "I look.\n"
-    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "time")]
-    assert [call["id"] for call in calls] == [call["id"] for call in said(text)["message"]["tool_calls"]]
+    assert put_together(choices) == said(text)["message"]["tool_calls"]
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "tool_calls"]
 
 
@@ -301,7 +308,24 @@ def test_reasoning_can_be_left_out_beside_calls() -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
 
 
-def test_nothing_is_sent_while_a_call_is_written() -> None:
+def test_arguments_are_sent_as_they_come() -> None:
+    """The name and the id first, then each part of the arguments, also where the model writes parameters between tags."""
+
+    def parts(pieces: list[str], parser: str) -> list[Any]:
+        deltas = [choice["delta"] for choice in streamed_choices(pieces, parser=parser)]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [set(call) for call in calls] == [{"index", "id", "type", "function"}] + [{"index", "function"}] * (
+            len(calls) - 1
+        )
+        return [tuple(call["function"].values()) for call in calls]
+
+    pieces = ['<tool_call>{"name": "weather", "arguments"', ': {"ci', 'ty": "B', 'ärn"', "}}", "</tool_call>"]
+    assert parts(pieces, "hermes") == [("weather", '{"ci'), ('ty": "B',), ('ärn"',), ("}",)]
+    pieces = ["<function=weather>\n", "<parameter=city>\nB", "är", "n\n", "</parameter>\n", "</function>"]
+    assert parts(pieces, "qwen3_coder") == [("weather", '{"city":"B'), ("är",), ("n",), ('"}',)]
+
+
+def test_nothing_is_sent_while_it_is_not_known_to_be_a_call() -> None:
     assert [choice["delta"] for choice in streamed_choices(["Hi", "<tool_", 'call>{"na', "x"])] == [
         {"content": "Hi"},
         {"content": '<tool_call>{"nax'},  # it was none

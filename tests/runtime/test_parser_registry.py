@@ -6,7 +6,7 @@ import pytest
 
 from meshlm.runtime import plugins
 from meshlm.runtime.parsers import registry
-from meshlm.runtime.parsers.calls import Call
+from meshlm.runtime.parsers.calls import Call, joined
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import ParserError
 
@@ -37,7 +37,7 @@ def test_the_files_of_the_documentation_work(tmp_path: Path) -> None:
     for _ in range(2):  # once in a process
         registry.load({}, str(calls), str(thoughts))
     finder = registry.tool_parser("mine").finder({})
-    assert finder.push('a<call>{"name": "f", "arguments": {}}</call>') == ("a", [Call("f", "{}")])
+    assert joined(finder.push('a<call>{"name": "f", "arguments": {}}</call>')) == ("a", [Call("f", "{}")])
     assert registry.reasoning_parser("mine") == ReasoningParser("<reason>", "</reason>", assumed=False)
 
 
@@ -49,7 +49,7 @@ def test_a_package_brings_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parsers\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text("[meshlm.tool_parsers]\nother = parsers_of_a_package:FORM\n")
-    with pytest.raises(plugins.PluginError, match=r"plug-in other \(parsers 1.2.*ToolParser expected, got TaggedForm"):
+    with pytest.raises(plugins.PluginError, match=r"plug-in other \(parsers 1.2.*ToolParser expected, got Form"):
         registry.load({}, "", "")
     (info / "entry_points.txt").write_text(
         "[meshlm.tool_parsers]\nmine = parsers_of_a_package:OWN\n[meshlm.reasoning_parsers]\nmine = parsers_of_a_package:THINK\n"

@@ -1,23 +1,23 @@
 """DeepSeek V3 and R1: between tags of their own "function", the name, and the arguments as a block of JSON."""
 
-import re
-
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import Call, ToolParser, Tools
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
+from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
+from meshlm.runtime.parsers.tags import Tags
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 OPEN, SEPARATOR, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-TAGS = (BEGIN, END, OPEN, SEPARATOR, CLOSE)
-_BODY = re.compile(r"\s*(?:function)?\s*<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
+_LINE = Tags("\n```json\n")
 
 
-def read(body: str, tools: Tools) -> list[Call]:
-    """The call of one body."""
-    found = _BODY.fullmatch(body)
-    call = json_calls.call_of(found[1].strip(), found[2]) if found else None
-    return [call] if call is not None else []
+def head(answer: Answer) -> Steps[tuple[str, str]]:
+    """The type of the call, which is always a function, and its name."""
+    kind, separator = yield from answer.upto(Tags(SEPARATOR))
+    if not separator or kind.strip() not in ("", "function"):
+        return "", ""
+    name, _ = yield from answer.upto(_LINE)
+    return name.strip(), ""
 
 
-FORM = TaggedForm(read, opens=(OPEN,), close=CLOSE, wrappers=(BEGIN, END))
-PARSER = ToolParser(lambda tools: TaggedCalls(FORM, tools), tags=TAGS, around=(BEGIN, END))
+FORM = Form(json_calls.named(head, behind="\n```"), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
+PARSER = parser(FORM, SEPARATOR)

@@ -1,17 +1,17 @@
 """DeepSeek V3.1: between the tags of V3 the name and the arguments."""
 
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import Call, ToolParser, Tools
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
-from meshlm.runtime.parsers.tools.deepseek_v3 import BEGIN, CLOSE, END, OPEN, SEPARATOR, TAGS
+from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
+from meshlm.runtime.parsers.tags import Tags
+from meshlm.runtime.parsers.tools.deepseek_v3 import BEGIN, CLOSE, END, OPEN, SEPARATOR
 
 
-def read(body: str, tools: Tools) -> list[Call]:
-    """The call of one body."""
-    name, separator, arguments = body.partition(SEPARATOR)
-    call = json_calls.call_of(name.strip(), arguments.strip()) if separator else None
-    return [call] if call is not None else []
+def head(answer: Answer) -> Steps[tuple[str, str]]:
+    """The call's name."""
+    name, _ = yield from answer.upto(Tags(SEPARATOR))
+    return name.strip(), ""
 
 
-FORM = TaggedForm(read, opens=(OPEN,), close=CLOSE, wrappers=(BEGIN, END))
-PARSER = ToolParser(lambda tools: TaggedCalls(FORM, tools), tags=TAGS, around=(BEGIN, END))
+FORM = Form(json_calls.named(head), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
+PARSER = parser(FORM, SEPARATOR)

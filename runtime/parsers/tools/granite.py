@@ -1,9 +1,6 @@
 """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]` of Granite 3, whose versions differ in the tag."""
 
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import ToolParser
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
+from meshlm.runtime.parsers.streamed_calls import Form, parser
 
-OPENS = ("<|tool_call|>", "<tool_call>")
-FORM = TaggedForm(json_calls.several, opens=OPENS)
-PARSER = ToolParser(lambda tools: TaggedCalls(FORM, tools), tags=OPENS)
+PARSER = parser(Form(json_calls.calls(), opens=("<|tool_call|>", "<tool_call>")))

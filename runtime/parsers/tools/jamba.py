@@ -1,9 +1,6 @@
-"""`<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>` of Jamba; MiniMax-M1 writes one call a line there."""
+"""`<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>` of Jamba and Hunyuan; MiniMax-M1 writes one call a line there."""
 
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import ToolParser
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
+from meshlm.runtime.parsers.streamed_calls import Form, parser
 
-OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
-FORM = TaggedForm(json_calls.several, opens=(OPEN,), close=CLOSE)
-PARSER = ToolParser(lambda tools: TaggedCalls(FORM, tools), tags=(OPEN, CLOSE), around=(OPEN, CLOSE))
+PARSER = parser(Form(json_calls.calls(), opens=("<tool_calls>",), closes=("</tool_calls>",)))

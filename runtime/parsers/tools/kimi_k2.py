@@ -3,23 +3,21 @@
 import re
 
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import Call, ToolParser, Tools
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
+from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
+from meshlm.runtime.parsers.tags import Tags
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, SEPARATOR, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _ID = re.compile(r"(?:functions\.)?(.+):\d+")
 
 
-def read(body: str, tools: Tools) -> list[Call]:
-    """The call of one body, with the model's id: its template shows it again beside the tool's answer."""
-    written, separator, arguments = body.partition(SEPARATOR)
+def head(answer: Answer) -> Steps[tuple[str, str]]:
+    """The call's name, and the model's id: its template shows it again beside the tool's answer."""
+    written, _ = yield from answer.upto(Tags(SEPARATOR))
     found = _ID.fullmatch(written.strip())
-    call = json_calls.call_of(found[1], arguments.strip(), found[0]) if found and separator else None
-    return [call] if call is not None else []
+    return (found[1], found[0]) if found else ("", "")
 
 
-FORM = TaggedForm(read, opens=(OPEN,), close=CLOSE, wrappers=(BEGIN, END))
-PARSER = ToolParser(
-    lambda tools: TaggedCalls(FORM, tools), tags=(BEGIN, END, OPEN, SEPARATOR, CLOSE), around=(BEGIN, END)
-)
+FORM = Form(json_calls.named(head), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
+PARSER = parser(FORM, SEPARATOR)

@@ -3,21 +3,32 @@
 import re
 
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import Call, ToolParser, Tools
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
+from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-# Between the name and the arguments a model may write the call's id; vLLM, too, gives the client one of its own.
-_NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_NAME, _ID = re.compile(r"[^\s\[{]*"), re.compile(r"\w*")
 
 
-def read(body: str, tools: Tools) -> list[Call]:
+def head(answer: Answer) -> Steps[tuple[str, str]]:
+    """The call's name. Between it and the arguments a model may write an id; vLLM, too, gives the client one of its own."""
+    name = yield from answer.run(_NAME)
+    yield from answer.blanks()
+    if (yield from answer.take(CALL_ID)):
+        yield from answer.run(_ID)
+    yield from answer.take(ARGS)
+    return name, ""
+
+
+_listed, _named = json_calls.calls(), json_calls.named(head)
+
+
+def body(answer: Answer) -> Steps[None]:
     """The calls of either form."""
-    if named := _NAMED.fullmatch(body):
-        call = json_calls.call_of(named[1], named[2].strip())
-        return [call] if call is not None else []
-    return json_calls.several(body, tools)
+    yield from answer.blanks()
+    is_json = yield from answer.ahead("[", "{")
+    yield from (_listed if is_json else _named)(answer)
 
 
-FORM = TaggedForm(read, opens=(OPEN,), inner=(ARGS, CALL_ID))
-PARSER = ToolParser(lambda tools: TaggedCalls(FORM, tools), tags=(OPEN, ARGS, CALL_ID), short_ids=True)
+FORM = Form(body, opens=(OPEN,))
+PARSER = parser(FORM, ARGS, CALL_ID, short_ids=True)

@@ -2,7 +2,7 @@
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.calls import ToolParser
-from meshlm.runtime.parsers.tagged_calls import TaggedCalls, TaggedForm
+from meshlm.runtime.parsers.streamed_calls import Form, parser
 
-FORM = TaggedForm(json_calls.several, opens=("functools[",), prefix="[")
-PARSER = ToolParser(lambda tools: TaggedCalls(FORM, tools), tags=())
+_FORM = parser(Form(json_calls.calls(in_list=True), opens=("functools[",)))
+PARSER = ToolParser(_FORM.finder, ends_reasoning=True)  # its tag is plain text

@@ -130,7 +130,8 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
         (f"[TOOL_CALLS]weather[ARGS]{BERN}[TOOL_CALLS]time[ARGS]{NOW}", "", [CITY, CLOCK]),
         (f"[TOOL_CALLS]weather{HARD} So.", " So.", [HARD_CITY]),
         (f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{BERN}", "", [CITY]),
-        ('[TOOL_CALLS]weather[ARGS]{"city": "B', '[TOOL_CALLS]weather[ARGS]{"city": "B', []),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "B', "", [Call("weather", '{"city": "B')]),
+        ("[TOOL_CALLS]weather[ARGS]no", "[TOOL_CALLS]weather[ARGS]no", []),
     ],
     "deepseek_v3": [
         (f"Hm.{DS}{_v3('weather', BERN)}\n{_v3('time', NOW)}{DS_END}", "Hm.", [CITY, CLOCK]),
@@ -150,7 +151,8 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
             [Call("weather", BERN, "functions.weather:0"), Call("time", NOW, "functions.time:1")],
         ),
         (f"{KIMI}{_kimi('weather', 0, HARD)}{KIMI_END} So.", " So.", [Call("weather", HARD, "functions.weather:0")]),
-        (f"{KIMI}{_kimi('weather', 0, '{')}", f"{KIMI}{_kimi('weather', 0, '{')}", []),
+        (f"{KIMI}{_kimi('weather', 0, '{')}", "", [Call("weather", "{", "functions.weather:0")]),
+        (f"{KIMI}{_kimi('weather', 0, 'no')}", f"{KIMI}{_kimi('weather', 0, 'no')}", []),
     ],
     "qwen3_coder": [
         (f"Hm.\n{_qwen('weather', _of_qwen('city', 'Bärn'))}\n{_qwen('time')}\n", "Hm.\n", [COMPACT, CLOCK]),
@@ -158,7 +160,7 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
         (_qwen("weather", *(_of_qwen(*pair) for pair in NULLS)), "", [NULLS_CALL]),
         (f"{_qwen('weather', _of_qwen('city', HARD_VALUE))} So.", " So.", [MINI_HARD]),
         ("<function=time>\n</function>", "", [CLOCK]),  # without the outer tags
-        ("<function=time>\n<parameter=a>", "<function=time>\n<parameter=a>", []),
+        ("<function=time>\n<parameter=a>", "", [Call("time", '{"a":"')]),
         ("<function=time>\n", "<function=time>\n", []),  # arguments may be missing
         (_qwen("time", "what?"), _qwen("time", "what?"), []),
     ],
@@ -194,7 +196,8 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
             " So.",
             [Call("f", '{"a":{"b":["{x:\\"<end_function_call>"]}}')],
         ),
-        ("<start_function_call>call:f{a:no}", "<start_function_call>call:f{a:no}", []),
+        ("<start_function_call>call:f{a:no}", "", [Call("f", '{"a":"no"}')]),
+        ("<start_function_call>call:f(a)", "<start_function_call>call:f(a)", []),
     ],
     "llama3_json": [
         (f'<|python_tag|>{{"name": "weather", "parameters": {BERN}}}; {JSON_NOW}', "", [CITY, CLOCK]),
@@ -220,7 +223,7 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("[weather(city=open('x'))]", "[weather(city=open('x'))]", []),
         ("[weather(city=1e999)]", "[weather(city=1e999)]", []),
         ("[1] says", "[1] says", []),
-        ("[weather(city='B", "[weather(city='B", []),
+        ("[weather(city='B", "", [Call("weather", '{"city":"B')]),
         ("[" * 100_000, "[" * 100_000, []),
         ("[time(" + "-" * 100_000 + "1)]", "[time(" + "-" * 100_000 + "1)]", []),
     ],
