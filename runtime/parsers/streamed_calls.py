@@ -75,7 +75,7 @@ class StreamedCalls:
         self._form = form
         self._answer = Answer(tools, json, self._begun)
         self._unclosed = False  # a call has ended whose closing tag may still come
-        # Blanks and wrappers at the beginning, since a call or a wrapper: nobody's if a call follows, and behind a call if the end does.
+        # Blanks and wrappers at the beginning or since a call or wrapper: nobody's if a call follows, and behind one if the end does.
         self._pending: tuple[bool, list[str]] | None = False, []
         self._steps = self._read()
 
