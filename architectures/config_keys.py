@@ -17,7 +17,7 @@ HONOURED = words("""
     head_dim max_position_embeddings rms_norm_eps hidden_act tie_word_embeddings attention_bias mlp_bias
     rope_theta rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings
     sliding_window use_sliding_window max_window_layers layer_types
-    temperature top_p top_k min_p repetition_penalty max_new_tokens
+    temperature top_p top_k min_p repetition_penalty max_new_tokens is_matryoshka matryoshka_dimensions
 """)
 NEEDLESS = words("""
     is_llama_config _name_or_path transformers_version transformers.js_config use_cache pretraining_tp return_dict

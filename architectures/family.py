@@ -89,3 +89,5 @@ class Family(NamedTuple):
     float16: bool = True  # whether its numbers fit
     compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)
     model: str = "meshlm.workers.models.decoder:Decoder"  # module and class that compute it
+    rename: Callable[[str], str] | None = None  # of a file's tensor, to the name that `weights` has
+    unread: str = ""  # a regular expression for renamed tensors that other tasks need

@@ -33,7 +33,21 @@ _OWN = {
     "DeepseekV2ForCausalLM": _Module("deepseek_v2", "deepseek2"),
     "DeepseekV3ForCausalLM": _Module("deepseek_v3"),
 }
-_FAMILIES: dict[str, Family | _Module] = {**_OWN}
+_CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
+_OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)
+_VECTORS = {
+    **{
+        f"{name.removesuffix(_CAUSAL)}{suffix}": _Module(found.name)
+        for name, found in _OWN.items()
+        for suffix in ("Model", _SEQUENCE, _TOKENS)
+    },
+    **dict.fromkeys(("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"), _Module("qwen2")),
+    **{f"Bert{suffix}": _Module("bert") for suffix in _OF_ENCODERS},
+    **{f"{stem}{suffix}": _Module("roberta") for stem in ("Roberta", "XLMRoberta") for suffix in _OF_ENCODERS},
+    **{f"ModernBert{suffix}": _Module("modernbert") for suffix in _OF_ENCODERS},
+}
+"""Models that give vectors of texts: decoders without their output projection (sequence.py), and encoders."""
+_FAMILIES: dict[str, Family | _Module] = {**_OWN, **_VECTORS}
 
 
 def register(family: Family) -> None:
@@ -81,8 +95,12 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
 def _family(architecture: str) -> Family:
     found = _FAMILIES[architecture]
     if isinstance(found, _Module):
-        family: Family = import_module(f"meshlm.architectures.{found.name}").FAMILY
-        _FAMILIES[architecture] = found = family
+        module = import_module(f"meshlm.architectures.{found.name}")
+        several: tuple[Family, ...] = getattr(module, "FAMILIES", ()) or (module.FAMILY,)
+        if architecture in _VECTORS and architecture not in [family.architecture for family in several]:
+            several = import_module("meshlm.architectures.sequence").vector_families(module.FAMILY)
+        found = next(family for family in several if family.architecture == architecture)
+        _FAMILIES[architecture] = found
     return found
 
 

@@ -59,7 +59,15 @@ class Latent(KeepsAll, frozen=True, tag="latent"):
     rotary: int
 
 
-KVSpec = FullAttention | SlidingWindow | Latent
+class EncoderOnly(KeepsAll, frozen=True, tag="encoder"):
+    """Tokens see one another within the step that computes their whole prompt, and nothing of them is kept."""
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """See KeepsAll."""
+        return 0
+
+
+KVSpec = FullAttention | SlidingWindow | Latent | EncoderOnly
 
 
 class KVGroup(Struct, frozen=True):
@@ -73,6 +81,8 @@ class KVGroup(Struct, frozen=True):
 
 def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
     """The KVSpec of each layer: what its attention sees."""
+    if model.encoder_only:
+        return [EncoderOnly()] * model.num_hidden_layers
     if model.mla is not None:
         return [Latent(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim)] * model.num_hidden_layers
     sliding = model.sliding_layers or (model.sliding_window > 0,) * model.num_hidden_layers
@@ -138,4 +148,5 @@ def longest_request(
 def tokens_held(groups: Sequence[KVGroup], memory: int, num_tokens: int) -> int:
     """Tokens of requests of `num_tokens` each that decode side by side within `memory` bytes."""
     pages = memory // groups[0].page_bytes
-    return pages * num_tokens // pages_of([group.spec for group in groups], groups[0].block_size, num_tokens)
+    held = pages_of([group.spec for group in groups], groups[0].block_size, num_tokens)
+    return pages * num_tokens // held if held else 0

@@ -80,8 +80,22 @@ class MLASpec(Struct, frozen=True, kw_only=True):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+class HeadSpec(Struct, frozen=True, kw_only=True):
+    """A classifier of pooled states: products, each but the last followed by its function and perhaps a layer norm."""
+
+    num_labels: int
+    layers: int = 1  # products; those before the last keep the hidden size
+    bias: tuple[bool, ...] = (False,)  # of each product
+    act: str = ""  # between them: tanh, gelu, relu
+    norm: bool = False  # behind the first product's function
+    activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # that makes scores of logits
+    token_ids: tuple[
+        int, ...
+    ] = ()  # the output projection's rows of these tokens are the classifier's; two: their difference
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
-    """The shape of a decoder-only transformer. Field names are Hugging Face's."""
+    """The shape of a transformer. Field names are Hugging Face's."""
 
     architecture: str
     vocab_size: int
@@ -111,6 +125,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     moe: MoESpec | None = None
     num_nextn_predict_layers: int = 0  # that a checkpoint has behind the last, and that are not loaded
     mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent
+    encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
+    type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
+    position_offset: int = 0  # of an encoder: the row of the position table that the first token gets
+    norm_bias: bool = False  # of an encoder: layer norms have a bias
+    head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
 
     def has_experts(self, layer: int) -> bool:
         """Whether a mixture of experts stands in the place of this layer's MLP."""

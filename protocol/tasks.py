@@ -1,4 +1,4 @@
-"""The task of a request: text that goes on, or one vector of its prompt."""
+"""The task of a request: text that goes on, or vectors of its prompt."""
 
 from enum import Enum
 
@@ -15,12 +15,27 @@ class PoolKind(Enum):
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all tokens'
     CLS = "cls"  # the first token's, which models that look both ways are trained to read from
+    ALL = "all"  # every token's own: one vector for each
 
 
-class Pool(Struct, frozen=True, tag="pool"):
-    """One vector of float32 for the prompt, as it comes (not normalised), and no output token. It ends with FinishReason.STOP."""
+class PoolHead(Enum):
+    """What the model makes of pooled states."""
+
+    NONE = "none"  # nothing: the states as they are
+    EMBED = "embed"  # sentence-transformers' Dense modules, where the model has some; the activation is the norm 1
+    CLASSIFY = "classify"  # the classifier's logits; the activation is the softmax or sigmoid that goes with them
+
+
+class Pool(Struct, frozen=True, tag="pool", omit_defaults=True):
+    """A vector of float32 for the prompt, or for each of its tokens, and no output token. It ends with FinishReason.STOP."""
 
     kind: PoolKind
+    head: PoolHead = PoolHead.NONE
+    activation: bool = False
+    dimensions: int = (
+        0  # of an embedding that is cut before its activation (Kusupati et al. 2022, "Matryoshka"); 0: all
+    )
+    second_from: int = 0  # the place of the second text of a pair, whose tokens are of type 1; 0: there is none
 
     @property
     def needs_all_tokens(self) -> bool:

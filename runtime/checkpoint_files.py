@@ -22,6 +22,7 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _NEEDLESS = re.compile(
     r"(model\.)?((layers\.\d+\.(self_attn|attn|attention)\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)"
     r"|layers\.\d+\.(self_attn|attn|attention)\.(masked_)?bias)"
+    r"|(\w+\.)?embeddings\.(position_ids|token_type_ids)"
 )
 _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer.*|scheduler.*|scaler|rng_state.*|adapter_model.*|random_states.*)\.(bin|pt|safetensors)"

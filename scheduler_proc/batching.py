@@ -266,7 +266,7 @@ class Batching:
     def _bytes_of_step(self, request: Request) -> int:
         """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
         if request.pool is not None:
-            return self._pooled_bytes
+            return self._pooled_bytes * (request.num_prompt if request.pool.kind is PoolKind.ALL else 1)
         return sizes.of_token(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:

@@ -23,14 +23,15 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
     resolved, parallel = config.resolved, config.parallel
     if resolved is None:
         raise ProcessFatal("the configuration is not resolved")
+    whole = resolved.spec.encoder_only  # its prompts are computed in one step, and nothing of them is kept
     return Limits(
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         async_depth=config.scheduler.async_depth,
-        chunked_prefill=config.scheduler.enable_chunked_prefill,
+        chunked_prefill=config.scheduler.enable_chunked_prefill and not whole,
         even_prefill=config.scheduler.prefill_pace == "even",
-        prefix_caching=config.cache.enable_prefix_caching,
+        prefix_caching=config.cache.enable_prefix_caching and not whole,
         by_priority=config.scheduler.scheduling_policy == "priority",
         num_workers=parallel.workers_per_rank,
         first_worker=index * parallel.workers_per_rank,

@@ -72,6 +72,8 @@ class StepInputs:
         None  # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     )
 
+    token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
+
     @property
     def device(self) -> torch.device:
         return self.input_ids.device

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.kv import SlidingWindow, make_groups, spec_of_layers
+from meshlm.protocol.kv import EncoderOnly, FullAttention, SlidingWindow, make_groups, spec_of_layers
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
@@ -58,8 +58,9 @@ def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
         states.append(state)
     vectors = _vectors(np.array(states, np.uint64))
-    found = {PoolKind.LAST: vectors[-1], PoolKind.MEAN: vectors.sum(0) / len(tokens), PoolKind.CLS: vectors[0]}[kind]
-    return [float(value) for value in found.astype(np.float32)]
+    mean = vectors.sum(0) / len(tokens)
+    kinds = {PoolKind.LAST: vectors[-1], PoolKind.MEAN: mean, PoolKind.CLS: vectors[0], PoolKind.ALL: vectors}
+    return [float(value) for value in kinds[kind].astype(np.float32).flatten()]
 
 
 def _vectors(states: U64) -> NDArray[np.float64]:
@@ -100,7 +101,8 @@ class FakeEngine:
         memory, drafts = config.cache.kv_cache_memory, config.worker.fake_drafts
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
         layer_bytes = per_token // resolved.spec.num_hidden_layers
-        groups = make_groups(spec_of_layers(resolved.spec), block_size, layer_bytes, resolved.max_model_len)
+        kinds = [FullAttention() if isinstance(one, EncoderOnly) else one for one in spec_of_layers(resolved.spec)]
+        groups = make_groups(kinds, block_size, layer_bytes, resolved.max_model_len)
         specs = tuple(group.spec for group in groups)
         num_blocks = kv_capacity.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
         self.facts = EngineFacts(
@@ -115,6 +117,7 @@ class FakeEngine:
             specs,
         )
         self._so_far = np.zeros((resolved.max_num_seqs, VECTOR_BYTES // 4))  # the vectors of prompts, by row
+        self._lines: dict[int, NDArray[np.float64]] = {}  # of those that want one of each token
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
@@ -193,9 +196,12 @@ class FakeEngine:
                     self._so_far[row] += vectors.sum(0)
                 case PoolKind.CLS if pooling.is_first:
                     self._so_far[row] = vectors[0]
+                case PoolKind.ALL:
+                    self._lines[row] = np.concatenate((self._lines[row], vectors)) if pooling.start else vectors
             if pooling.is_last:
                 divisor = pooling.num_prompt if pooling.kind is PoolKind.MEAN else 1
-                found[pooling.place] = (self._so_far[row] / divisor).astype(np.float32).tobytes()
+                of_row = self._lines[row] if pooling.kind is PoolKind.ALL else self._so_far[row] / divisor
+                found[pooling.place] = of_row.astype(np.float32).tobytes()
         return found
 
     def _draft(self, plan: StepPlan) -> I32 | None:

@@ -156,7 +156,7 @@ def make_caches(
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On the CPU, pages that are not touched yet cost nothing: numpy asks for them with calloc, torch fills them."""
-    if device.type == "cpu":
+    if device.type == "cpu" and 0 not in shape:
         flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(flat).view(dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -35,11 +35,15 @@ class Pooling(NamedTuple):
 
     place: int  # in the batch
     row: int
-    kind: PoolKind
+    task: Pool
     begin: int  # its tokens in the step's flat arrays
     end: int
     start: int  # the position of the first of them
     num_prompt: int
+
+    @property
+    def kind(self) -> PoolKind:
+        return self.task.kind
 
     @property
     def is_first(self) -> bool:
@@ -53,19 +57,21 @@ class Pooling(NamedTuple):
     @property
     def takes_states(self) -> bool:
         """Whether this step's hidden states are part of the vector, or the step gives it."""
-        return self.is_last or self.kind is PoolKind.MEAN or (self.kind is PoolKind.CLS and self.is_first)
+        return (
+            self.is_last or self.kind in (PoolKind.MEAN, PoolKind.ALL) or (self.kind is PoolKind.CLS and self.is_first)
+        )
 
 
-def pooling(kinds: dict[int, PoolKind], rows: I32, starts: I32, counts: I32, num_prompt: NDArray[Any]) -> list[Pooling]:
-    """The rows of a step that want a vector; few steps have any. kinds: by row, of all rows that want one."""
-    if not kinds:
+def pooling(tasks: dict[int, Pool], rows: I32, starts: I32, counts: I32, num_prompt: NDArray[Any]) -> list[Pooling]:
+    """The rows of a step that want a vector; few steps have any. tasks: by row, of all rows that want one."""
+    if not tasks:
         return []
     ends = np.cumsum(counts)
     found = []
     for place, row in enumerate(rows.tolist()):
-        if (kind := kinds.get(row)) is not None:
+        if (task := tasks.get(row)) is not None:
             end, count = int(ends[place]), int(counts[place])
-            found.append(Pooling(place, row, kind, end - count, end, int(starts[place]), int(num_prompt[row])))
+            found.append(Pooling(place, row, task, end - count, end, int(starts[place]), int(num_prompt[row])))
     return found
 
 
@@ -81,7 +87,7 @@ class RowTable:
         self.blocks = np.zeros((max_rows, self.max_blocks, num_groups), np.int32)
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.sampling: dict[int, SamplingParams] = {}
-        self.pools: dict[int, PoolKind] = {}  # rows that want a vector
+        self.pools: dict[int, Pool] = {}  # rows that want a vector
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -117,7 +123,7 @@ class RowTable:
         self.num_blocks[row] = len(blocks)
         self.sampling[row] = new.sampling
         if isinstance(new.task, Pool):
-            self.pools[row] = new.task.kind
+            self.pools[row] = new.task
 
     def _append(self, rows: I32, ids: I32) -> None:
         """A row may get several blocks; its pairs stand together and in order."""

@@ -61,6 +61,22 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str,
         Meta(description="how the weights must be quantised; empty: as the model's files say", extra={"short": "-q"}),
     ] = ""
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(description="text, or vectors and scores of texts; auto: what the model was made for"),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "none", "embed", "classify", "reward"],
+        Meta(description="what the vectors are; auto: scores where the model has a classifier, else embeddings"),
+    ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "embedding", "classify", "score", "reward"],
+        Meta(description="older vLLM's name for --runner and --convert together"),
+    ] = "auto"
+    pooler_config: Annotated[
+        str, Meta(description='JSON object: how vectors are made, {"pooling_type": "MEAN", "dimensions": 256}')
+    ] = ""
+    hf_overrides: Annotated[str, Meta(description='JSON object over config.json: {"is_matryoshka": true}')] = ""
     seed: (
         Annotated[int, Meta(ge=0, description="of dummy weights, and of the seeds that requests without one get")]
         | None

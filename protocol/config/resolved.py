@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.pooling import PoolingSpec
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
@@ -24,4 +25,5 @@ class Resolved(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    pooling: PoolingSpec | None = None  # what its vectors are, where it serves those and no text
     digest: str  # of everything above and the flags: names a run's configuration in logs

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
+from meshlm.protocol.kv import EncoderOnly, FullAttention, KVSpec, longest_request, pages_of
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
@@ -39,6 +39,7 @@ class KVCache:
         self.num_groups = len(self._specs)
         self._matched: Request | None = None  # the last one
         self._freeing = [kind for kind in self._kinds if not kind.spec.keeps_all]
+        self._keeps_none = all(isinstance(spec, EncoderOnly) for spec in self._specs)
 
     @property
     def num_blocks(self) -> int:
@@ -105,6 +106,9 @@ class KVCache:
         What no token can see that is still to be computed is given back first, a few blocks at once, or all where memory is short.
         """
         blocks, pool, width = request.blocks, self.pool, self.num_groups
+        if self._keeps_none:
+            request.capacity = num_tokens
+            return []
         if request.num_computed >= request.free_at and self._freeing:
             self._free_unseen(request)
         count = -(-num_tokens // self.block_size) * width - len(blocks)
@@ -180,6 +184,6 @@ class KVCache:
         """AssertionError when the state contradicts itself."""
         self.pool.check([self._held(request) for request in running])
         for request in running:
-            assert request.capacity == len(request.blocks) // self.num_groups * self.block_size
+            assert self._keeps_none or request.capacity == len(request.blocks) // self.num_groups * self.block_size
             for kind, freed in zip(self._kinds, request.num_freed, strict=False):
                 assert freed <= kind.first_needed(request.num_computed), "a block that is still seen was freed"

@@ -23,7 +23,7 @@ from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import experts, layout, parallel
+from meshlm.supervisor.settings import experts, layout, parallel, vectors
 
 Device = Literal["cpu", "cuda", "fake"]
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
@@ -40,13 +40,16 @@ def resolve(config: MeshConfig) -> MeshConfig:
         print(f"meshlm: {note}", file=sys.stderr)
     device, family = _device(config), family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
+    pooling = vectors.pooling_of(config, files, device)
     _check_flags(config, files, device, family)
     limit = files.spec.max_position_embeddings
-    max_model_len = config.model.max_model_len or limit
+    max_model_len = config.model.max_model_len or min(
+        limit, pooling.max_tokens if pooling and pooling.max_tokens else limit
+    )
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
     max_num_seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[device]
-    budget = _token_budget(config, device, max_num_seqs, max_model_len)
+    budget = _token_budget(config, device, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),
@@ -62,6 +65,7 @@ def resolve(config: MeshConfig) -> MeshConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         eos_token_ids=generation.eos_token_ids,
+        pooling=pooling,
         digest="",
     )
     config = msgspec.structs.replace(config, resolved=resolved)
@@ -83,6 +87,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             load_format=config.model.load_format,
             revision=config.model.revision,
             download_dir=config.model.download_dir,
+            hf_overrides=config.model.hf_overrides,
         )
         generation = generation_config.chosen(
             files.generation, config.model.generation_config, config.model.override_generation_config
@@ -159,17 +164,17 @@ def _check_template_kwargs(text: str) -> None:
         raise UsageError(f"--default-{error.message.replace('_', '-', 2)}") from None
 
 
-def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int) -> int:
+def _token_budget(config: MeshConfig, device: Device, max_num_seqs: int, max_model_len: int, *, whole: bool) -> int:
+    """whole: prompts are computed in one step each, as encoders need it."""
     budget = config.scheduler.max_num_batched_tokens or max(MAX_BATCHED_TOKENS[device], max_num_seqs)
     if budget < max_num_seqs:
         raise UsageError(
             f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request"
         )
-    if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
+    if (whole or not config.scheduler.enable_chunked_prefill) and budget < max_model_len:
         if config.scheduler.max_num_batched_tokens:
-            raise UsageError(
-                f"--max-num-batched-tokens {budget}: without chunked prefill at least --max-model-len ({max_model_len})"
-            )
+            why = "an encoder's prompts are not split, so" if whole else "without chunked prefill"
+            raise UsageError(f"--max-num-batched-tokens {budget}: {why} at least --max-model-len ({max_model_len})")
         budget = max_model_len
     return budget
 

@@ -17,6 +17,7 @@ RENAMED = {
     ("-r",): "node_rank",
     ("--cuda-graph-sizes",): "cudagraph_capture_sizes",
     ("--shutdown-timeout",): "drain_timeout",
+    ("--override-pooler-config",): "pooler_config",
 }
 
 # vLLM's switch -> our setting and the value that it asks for.
@@ -143,8 +144,6 @@ ABSENT = {
     "-dpp": "nodes meet at --listen and --join",
     "--worker-extension-cls": _CLASSES,
     "--scheduler-cls": _CLASSES,
-    "--pooler-config": _GENERATION,
-    "--override-pooler-config": _GENERATION,
     "--io-processor-plugin": _GENERATION,
     "--enable-mm-embeds": _MEDIA,
     "--enable-mm-processor-stats": _MEDIA,
@@ -167,7 +166,6 @@ ABSENT = {
     "--root-path": "let the proxy before it strip the path",
     "--middleware": "put a proxy before it",
     "--hf-token": "set HF_TOKEN",
-    "--hf-overrides": _CONFIG,
     "--hf-config-path": _CONFIG,
     "--rope-scaling": _CONFIG,
     "--rope-theta": _CONFIG,
@@ -267,9 +265,6 @@ ABSENT = {
 
 # Taken with the values that name what is done anyway; with others refused.
 ONLY = {
-    "--runner": (("auto", "generate"), "generation is the only task"),
-    "--task": (("auto", "generate"), "generation is the only task"),
-    "--convert": (("auto", "none"), "generation is the only task"),
     "--tokenizer-mode": (("auto", "hf", "fast"), "tokenizer.json is what is read"),
     "--config-format": (("auto", "hf"), "config.json is what is read"),
     "--model-impl": (("auto", "vllm"), "our own models are what is served"),

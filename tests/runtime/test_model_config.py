@@ -114,7 +114,7 @@ def test_a_window_that_is_not_written_down_is_the_familys() -> None:
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types holds 'linear_attention'"),
         ({"sliding_window": -5}, "sliding_window is -5"),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "several architectures"),
-        ({"architectures": ["LlamaModel"]}, "architecture LlamaModel is not supported"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "architecture LlamaForQuestionAnswering is not supported"),
         ({"architectures": []}, "architecture none is not supported"),
         ({"model_type": "granite"}, "model_type 'granite' beside architecture LlamaForCausalLM"),
         ({"hidden_size": 66}, "hidden_size 66 is no multiple of num_attention_heads 4"),

@@ -67,7 +67,8 @@ def test_beside_a_text(name: str, kind: PoolKind, tmp_path: Path) -> None:
     driver.step({2: 1, 0: 4})
     for row in range(2):
         same(driver.pooled[row], vector(theirs, prompts[row], kind))
-        assert len(driver.pooled[row]) == ours.facts.pooled_bytes
+        num_vectors = len(prompts[row]) if kind is PoolKind.ALL else 1
+        assert len(driver.pooled[row]) == ours.facts.pooled_bytes * num_vectors
     ours.reset()
     alone = Driver(ours, [prompts[2]], GREEDY)
     alone.step({0: 3})

@@ -87,6 +87,12 @@ def _cpu() -> Backend:
     return CpuBackend()
 
 
+def _encoder() -> Backend:
+    from meshlm.workers.attention.encoder import EncoderBackend
+
+    return EncoderBackend()
+
+
 def _triton() -> Backend:
     from meshlm.workers.attention.triton_backend import TritonBackend
 
@@ -108,6 +114,10 @@ def register(name: str, make: Callable[[], Backend]) -> None:
 
 def choose(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> Backend:
     """The named backend, or with "auto" the first that can. ProcessFatal says why a named one cannot."""
+    if spec.encoder_only:
+        if name not in ("auto", "torch"):
+            raise ProcessFatal(f"--attention-backend {name}: an encoder has no KV cache; use auto")
+        return _encoder()
     if name != "auto":
         if name not in BACKENDS:
             raise ProcessFatal(f"--attention-backend {name}: there are auto, {', '.join(BACKENDS)}")

@@ -38,6 +38,7 @@ from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.output.details import Details, prompt_logprobs
+from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
@@ -90,7 +91,7 @@ class ModelEngine:
         specs = self.layout.specs
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
         self.inputs = kit.inputs(self.rows, samples=samples)
-        self.pooler = Pooler()
+        self.pooler = Pooler(PooledHeads(self.model.classifier, load_dense(resolved, device)))
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._intermediate_tensors
@@ -112,9 +113,16 @@ class ModelEngine:
         self._last = self._timeline.mark()
         gib = weight_bytes(self.model) / 2**30
         held = self.layout.tokens_held(count, resolved.max_model_len)
-        shown = {"weights": f"{gib:.2f} GiB", "KV cache": f"{held} tokens"}
+        cache = "none, an encoder needs none" if self.spec.encoder_only else f"{held} tokens"
+        shown = {"weights": f"{gib:.2f} GiB", "KV cache": cache}
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
-        self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * hidden, kv_specs=specs)
+        self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * self._pooled_size(), kv_specs=specs)
+
+    def _pooled_size(self) -> int:
+        """Numbers of the largest vector."""
+        head, pooling = self.resolved.spec.head, self.resolved.pooling
+        others = [0 if head is None else head.num_labels, *(one.outputs for one in (pooling.dense if pooling else ()))]
+        return max(self.resolved.spec.hidden_size, *others)
 
     def _make_balancer(self, group: ExpertGroup) -> Balancer | None:
         """Of experts that move between ranks (--enable-eplb)."""
@@ -136,6 +144,9 @@ class ModelEngine:
     # --- memory ---
 
     def _num_pages(self, report: ProgressReport) -> int:
+        if self.spec.encoder_only:
+            self._full_step(self.make_caches(0))  # what does not fit is known before the first request
+            return 0
         wanted = self.config.cache.kv_cache_memory
         if wanted is None and self.device.type == "cpu":
             wanted = memory.cpu_budget()

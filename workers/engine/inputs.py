@@ -8,12 +8,15 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from meshlm.workers.batch import RequestLens, StepInputs
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.output.sampler import put
+
+I64 = NDArray[np.int64]
 
 
 class Inputs(Protocol):
@@ -75,7 +78,16 @@ class TorchInputs:
                 context_lens=tuple(lens[num_decodes:].tolist()),
                 max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
             ),
+            token_types=self._types(requests, token_rows, positions),
         )
+
+    def _types(self, requests: NDArray[np.int64], token_rows: NDArray[np.int64], positions: I64) -> Tensor | None:
+        """The types of all tokens, where some are of the second text of a pair."""
+        second = self._rows.second_from
+        if not second[requests].any():
+            return None
+        begins = second[token_rows]
+        return put(((begins > 0) & (positions >= begins)).astype(np.int64), self._device)
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         first, second = step.halves(cut)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.protocol.step_edge import NewRow, StepPlan
-from meshlm.protocol.tasks import Pool, PoolKind
+from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.memory import zeros
@@ -87,9 +87,10 @@ class DeviceRows:
         self.state = zeros((layout.num_ints,), torch.int32, device)
         self._view_sampling(rows)
         self.num_prompt = np.zeros(rows, np.int64)
+        self.second_from = np.zeros(rows, np.int64)  # of a pair of texts: where the second begins; 0: there is none
         self.table = SamplingTable(rows)
         self._num_blocks = np.zeros(rows, np.int64)
-        self.pools: dict[int, PoolKind] = {}  # rows that want a vector
+        self.pools: dict[int, Pool] = {}  # rows that want a vector
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -143,8 +144,10 @@ class DeviceRows:
         """A request takes a row."""
         row, sampling = new.row, new.sampling
         self.table.set(row, sampling)
+        self.second_from[row] = 0
         if isinstance(new.task, Pool):
-            self.pools[row] = new.task.kind
+            self.pools[row] = new.task
+            self.second_from[row] = new.task.second_from
         blocks = np.frombuffer(new.block_ids, np.int32).reshape(-1, self.num_groups)
         self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = len(blocks)

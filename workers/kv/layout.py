@@ -10,7 +10,16 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from meshlm.protocol.kv import FullAttention, KVSpec, Latent, SlidingWindow, make_groups, pages_of, spec_of_layers
+from meshlm.protocol.kv import (
+    EncoderOnly,
+    FullAttention,
+    KVSpec,
+    Latent,
+    SlidingWindow,
+    make_groups,
+    pages_of,
+    spec_of_layers,
+)
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
@@ -19,7 +28,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
     """The shape of the tensor of one layer. `model` is this worker's part of the model."""
     match spec:
-        case FullAttention() | SlidingWindow():
+        case FullAttention() | SlidingWindow() | EncoderOnly():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
         case Latent(rank, rotary):
             return num_pages, block_size, 1, rank + rotary
@@ -29,7 +38,7 @@ def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int)
 def layer_cache(spec: KVSpec, tensor: Tensor, group: int, scales: tuple[float, float]) -> LayerCache:
     """The view of its tensor that a layer gets. scales are those of keys and values in an FP8 cache."""
     match spec:
-        case FullAttention() | SlidingWindow():
+        case FullAttention() | SlidingWindow() | EncoderOnly():
             return LayerCache(tensor[0], tensor[1], *scales, group)
         case Latent():
             return LayerCache(tensor, tensor, group=group)
@@ -80,4 +89,5 @@ class KVLayout:
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:
         """Tokens of requests of `num_tokens` each that decode side by side in so many pages."""
-        return num_pages * num_tokens // pages_of(self.specs, self.block_size, num_tokens)
+        held = pages_of(self.specs, self.block_size, num_tokens)
+        return num_pages * num_tokens // held if held else 0

@@ -1,7 +1,8 @@
-"""The weight of a norm."""
+"""The weights of norms."""
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
@@ -11,3 +12,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
         self.eps = eps
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016)."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -25,6 +25,7 @@ from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.models.classifier import Classifier
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
 
 
@@ -173,6 +174,7 @@ class Decoder(nn.Module):
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.ops: Ops = TorchOps()
         self.parts: Parts | None = None
+        self.classifier = Classifier(spec, spec.head) if spec.head is not None and shard.is_last else None
         self.rope = torch.empty(0)
         self.comm: Communicator = SINGLE_RANK
         self._max_len = max_len
@@ -182,6 +184,10 @@ class Decoder(nn.Module):
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes, after loading, what is computed once."""
         self.ops = make_ops(device, dtype)
+        if self.classifier is not None and self.spec.head is not None and self.spec.head.token_ids:
+            projection = self.embed if self.head is None else self.head
+            assert projection is not None
+            self.classifier.take(projection.weight.data)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
         for module in self.modules():
             if isinstance(module, Linear):

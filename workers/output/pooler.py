@@ -1,28 +1,37 @@
 """Vectors of prompts (Pool tasks): made of the hidden states of the steps that compute a prompt, and brought to the host."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from meshlm.protocol.tasks import PoolKind
+from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers.output.sampler import put
 from meshlm.workers.rows import Pooling
+
+Finish = Callable[[Tensor, Pool], Tensor]
+"""Pooled states float32 [n, hidden] -> what the task wants of them [n, any] (output/pooled_heads.py)."""
 
 
 class PooledVectors:
     """They are there when the step has ended."""
 
-    def __init__(self, places: list[int], vectors: Tensor) -> None:
-        """places: in the batch. vectors [places, hidden], float32."""
+    def __init__(self, places: list[int], vectors: list[Tensor]) -> None:
+        """places: in the batch, of each of the vectors, which are float32."""
         self._places = places
-        self._host = vectors
-        if vectors.is_cuda:
-            self._host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)
-            self._host.copy_(vectors, non_blocking=True)
+        self._ends = np.cumsum([vector.numel() for vector in vectors])
+        flat = torch.cat([vector.flatten() for vector in vectors])
+        self._host = flat
+        if flat.is_cuda:
+            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            self._host.copy_(flat, non_blocking=True)
 
     def by_place(self) -> dict[int, bytes]:
         """float32, by place in the batch. After the step's end only."""
-        return {place: vector.tobytes() for place, vector in zip(self._places, self._host.numpy(), strict=True)}
+        parts = np.split(self._host.numpy(), self._ends[:-1])
+        return {place: part.tobytes() for place, part in zip(self._places, parts, strict=True)}
 
 
 class Pooler:
@@ -31,34 +40,54 @@ class Pooler:
     A prompt begins anew at position 0, whoever had its row before; so nobody has to say when a request goes.
     """
 
-    def __init__(self) -> None:
-        self._so_far: dict[
-            int, Tensor
-        ] = {}  # by row, of prompts that take several steps: float32 [hidden], a sum or a state
+    def __init__(self, finish: Finish) -> None:
+        self._finish = finish
+        # By row, of prompts that take several steps: float32 [hidden], a sum or a state; of ALL what is finished already.
+        self._so_far: dict[int, Tensor] = {}
+        self._lines: dict[int, list[Tensor]] = {}
 
     def pool(self, hidden: Tensor, step: list[Pooling]) -> PooledVectors | None:
         """hidden [t, hidden]: of the step's tokens, after the final norm. step: those of its rows that take some of them."""
-        last = [each for each in step if each.kind is PoolKind.LAST]
-        places = [each.place for each in last]
-        ends = put(np.array([each.end - 1 for each in last], np.int64), hidden.device)
-        vectors = list(hidden[ends].float())
+        places: list[int] = []
+        vectors: list[Tensor] = []
+        tasks: dict[Pool, list[Pooling]] = {}
         for each in step:
-            if each.kind is PoolKind.LAST:
-                continue
-            found = self._mean(hidden, each) if each.kind is PoolKind.MEAN else self._first(hidden, each)
+            tasks.setdefault(replace(each.task, second_from=0), []).append(each)
+        for task, rows in tasks.items():
+            if task.kind is PoolKind.ALL:
+                self._all(hidden, task, rows, places, vectors)
+            elif ends := [each for each in rows if each.is_last]:
+                states = self._states(hidden, task.kind, ends)
+                places += [each.place for each in ends]
+                vectors += self._finish(states, task).unbind()
+            for each in rows:
+                if not each.is_last and task.kind is not PoolKind.ALL:
+                    self._so_far[each.row] = self._part(hidden, each)
+        return PooledVectors(places, vectors) if places else None
+
+    def _states(self, hidden: Tensor, kind: PoolKind, rows: list[Pooling]) -> Tensor:
+        """float32 [rows, hidden], of prompts that end here."""
+        if kind is PoolKind.MEAN:
+            return torch.stack([self._part(hidden, each) / each.num_prompt for each in rows])
+        if kind is PoolKind.LAST or all(each.is_first for each in rows):
+            taken = [each.end - 1 if kind is PoolKind.LAST else each.begin for each in rows]
+            return hidden[put(np.array(taken, np.int64), hidden.device)].float()
+        return torch.stack([self._part(hidden, each) for each in rows])
+
+    def _part(self, hidden: Tensor, each: Pooling) -> Tensor:
+        """The sum so far, or the first token's state."""
+        if each.kind is PoolKind.MEAN:
+            found = hidden[each.begin : each.end].sum(dim=0, dtype=torch.float32)
+            return found if each.is_first else found + self._so_far.pop(each.row)
+        return hidden[each.begin].float() if each.is_first else self._so_far.pop(each.row)
+
+    def _all(self, hidden: Tensor, task: Pool, rows: list[Pooling], places: list[int], vectors: list[Tensor]) -> None:
+        """A vector for each token, finished as they come."""
+        for each in rows:
+            lines = self._finish(hidden[each.begin : each.end].float(), task)
+            if not (each.is_first and each.is_last):
+                so_far = [] if each.is_first else self._lines.pop(each.row)
+                self._lines[each.row] = [*so_far, lines]
             if each.is_last:
                 places.append(each.place)
-                vectors.append(found)
-            else:
-                self._so_far[each.row] = found
-        return PooledVectors(places, torch.stack(vectors)) if places else None
-
-    def _mean(self, hidden: Tensor, each: Pooling) -> Tensor:
-        """The sum so far, or the mean after the last token."""
-        found = hidden[each.begin : each.end].sum(dim=0, dtype=torch.float32)
-        if not each.is_first:
-            found += self._so_far.pop(each.row)
-        return found / each.num_prompt if each.is_last else found
-
-    def _first(self, hidden: Tensor, each: Pooling) -> Tensor:
-        return hidden[each.begin].float() if each.is_first else self._so_far.pop(each.row)
+                vectors.append(torch.cat(self._lines.pop(each.row)) if not each.is_first else lines)

@@ -6,7 +6,7 @@ Each is a Source: its shape is known, and a part of it is read only when asked f
 import contextlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,8 @@ def sources(
 ) -> Iterator[tuple[str, Source]]:
     """(name, tensor) of all weights; a tensor can be read until the next one is asked for. ProcessFatal."""
     found, family = _sources(path, load_format, spec, device, seed), family_of(spec.architecture)
+    if family is not None and family.rename is not None and load_format != "dummy":
+        found = _renamed(found, spec, family.rename, family.unread)
     return found if family is None or not family.packed else unpacked(found, spec, family.packed)
 
 
@@ -63,6 +65,17 @@ def _sources(
         case "dummy":
             return _dummy(spec, device, seed)
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
+
+
+def _renamed(
+    tensors: Iterable[tuple[str, Source]], spec: ModelSpec, rename: Callable[[str], str], unread: str
+) -> Iterator[tuple[str, Source]]:
+    """The tensors by the family's names, without those that another task of the same checkpoint needs (Family.unread)."""
+    known = weights_of(spec)
+    for name, source in tensors:
+        own = rename(name)
+        if own in known or not re.fullmatch(unread, own):
+            yield own, source
 
 
 def _files(path: Path, load_format: str) -> tuple[Path, ...]:
@@ -189,7 +202,7 @@ class _Random:
         if self._device.type != "cpu":
             shape[dim] = end - begin
             salt = f"{salt} {begin}"
-        if self._name.endswith("norm.weight"):
+        if self._name.lower().endswith("norm.weight"):
             return torch.full(shape, self._norm, device=self._device)
         generator = torch.Generator(self._device).manual_seed(self._seed << 32 | zlib.crc32(salt.encode()))
         made = torch.empty(shape, device=self._device, dtype=torch.get_default_dtype())

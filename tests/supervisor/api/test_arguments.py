@@ -40,7 +40,6 @@ def test_vllms_names_and_values() -> None:
     [
         ("quantization_config", "x", "weights are served as their files have them"),
         ("enable_lora", True, "LoRA"),
-        ("task", "embed", "generation is the only task"),
         ("max_model_len", "long", "max_model_len"),
         ("kv_cache_memory", "1X", "no size"),
     ],

@@ -161,9 +161,9 @@ def check_plain_torch(name: str, folder: Path, device: str, **changes: object) -
 
 
 def vector(theirs: Any, prompt: list[int], kind: PoolKind) -> NDArray[np.float32]:
-    """What a Pool of this kind must give, float32 [hidden]."""
+    """What a Pool of this kind must give: float32 [hidden], or that for each token."""
     device = next(theirs.parameters()).device
     with torch.inference_mode():
         states = theirs.model(torch.tensor([prompt], device=device)).last_hidden_state[0].float().cpu()
-    found = {PoolKind.LAST: states[-1], PoolKind.MEAN: states.mean(0), PoolKind.CLS: states[0]}[kind]
-    return np.asarray(found, np.float32)
+    means = {PoolKind.MEAN: states.mean(0), PoolKind.CLS: states[0], PoolKind.ALL: states.flatten()}
+    return np.asarray(means.get(kind, states[-1]), np.float32)

@@ -1,0 +1,99 @@
+"""Decoders that give vectors: the model without its output projection, and classifiers in the place of it.
+
+Each family of decoders has them: LlamaModel, LlamaForSequenceClassification (also of tokens). Their layers are the family's.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import shown
+from meshlm.architectures.encoder import KEYS, classifier, head_weights
+from meshlm.architectures.family import Family, Weight
+from meshlm.protocol.model import HeadSpec, ModelSpec
+
+_CAUSAL = "ForCausalLM"
+_OWN = KEYS | frozenset(("classifier_from_token", "is_original_qwen3_reranker", "method", "score_bias"))
+_UNREAD = r"(model\.)?lm_head\..*"
+
+
+def vector_families(family: Family) -> tuple[Family, ...]:
+    """Those that a family of decoders has."""
+    if not family.architecture.endswith(_CAUSAL):
+        return ()
+    stem = family.architecture.removesuffix(_CAUSAL)
+    plain = family._replace(gguf=None, compiles=False, keys=family.keys | _OWN, unread=_UNREAD, rename=str)
+    found = [
+        plain._replace(architecture=f"{stem}Model", spec=_without_projection(family)),
+        plain._replace(
+            architecture=f"{stem}ForSequenceClassification",
+            spec=_with_head(family, _score),
+            weights=_weights(family, ("score",)),
+        ),
+        plain._replace(
+            architecture=f"{stem}ForTokenClassification",
+            spec=_with_head(family, _of_tokens),
+            weights=_weights(family, ("score",)),
+        ),
+    ]
+    if family.architecture == "Qwen2ForCausalLM":
+        weights = _weights(family, ("score.0", "score.2"))
+        found += [
+            plain._replace(architecture=f"Qwen2For{name}RewardModel", spec=_with_head(family, head), weights=weights)
+            for name, head in (("", _reward), ("Process", _process_reward))
+        ]
+    return tuple(found)
+
+
+def _without_projection(family: Family) -> Callable[[dict[str, Any], str], ModelSpec]:
+    def spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+        return replace(family.spec(config, architecture), tie_word_embeddings=True)
+
+    return spec
+
+
+def _with_head(
+    family: Family, head: Callable[[dict[str, Any]], HeadSpec]
+) -> Callable[[dict[str, Any], str], ModelSpec]:
+    def spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+        found, own = family.spec(config, architecture), head(config)
+        return replace(found, head=own, tie_word_embeddings=found.tie_word_embeddings or not own.token_ids)
+
+    return spec
+
+
+def _weights(family: Family, names: tuple[str, ...]) -> Callable[[ModelSpec], Iterator[Weight]]:
+    def weights(spec: ModelSpec) -> Iterator[Weight]:
+        yield from family.weights(spec)
+        yield from head_weights(spec, names)
+
+    return weights
+
+
+def _score(config: dict[str, Any]) -> HeadSpec:
+    """A product without bias, or rows of the output projection: the likelihood of one answer against another's (Qwen3-Reranker)."""
+    ids = config.get("classifier_from_token")
+    if not ids:
+        return classifier(config)
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise ValueError(f"classifier_from_token {shown(ids)} is no list of tokens")
+    method = config.get("method") or (
+        "from_2_way_softmax" if config.get("is_original_qwen3_reranker") else "no_post_processing"
+    )
+    if method not in ("from_2_way_softmax", "no_post_processing") or (method == "from_2_way_softmax" and len(ids) != 2):
+        raise ValueError(f"method {shown(method)} with {len(ids)} tokens of classifier_from_token is not supported")
+    labels = 1 if method == "from_2_way_softmax" else len(ids)
+    return HeadSpec(num_labels=labels, token_ids=tuple(ids), activation="sigmoid" if labels == 1 else "softmax")
+
+
+def _of_tokens(config: dict[str, Any]) -> HeadSpec:
+    return classifier(config, bias=(True,))
+
+
+def _reward(config: dict[str, Any]) -> HeadSpec:
+    return HeadSpec(num_labels=1, layers=2, bias=(True, True), act="relu", activation="none")
+
+
+def _process_reward(config: dict[str, Any]) -> HeadSpec:
+    return HeadSpec(num_labels=2, layers=2, bias=(True, True), act="relu", activation="softmax")

@@ -1,0 +1,74 @@
+"""Whether a model serves text or vectors, and which flags go with vectors. Called by resolve.py. UsageError."""
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.pooling import PoolingSpec
+from meshlm.runtime import pooling_config
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files import ModelFiles
+from meshlm.supervisor.errors import UsageError
+
+_TASKS = {"embedding": "embed", "score": "classify"}
+
+
+def pooling_of(config: MeshConfig, files: ModelFiles, device: str) -> PoolingSpec | None:
+    """What the model's vectors are; None where it serves text."""
+    runner, convert = _asked(config)
+    spec, made_for_vectors = files.spec, _for_vectors(files)
+    if runner == "generate" and made_for_vectors == "only":
+        raise UsageError(f"--runner generate: {spec.architecture} gives vectors, and no text; use pooling")
+    if runner == "generate" or (runner == "auto" and not made_for_vectors):
+        if config.model.pooler_config:
+            raise UsageError("--pooler-config: it needs --runner pooling")
+        return None
+    if convert == "reward" and spec.head is None:
+        raise UsageError(f"--convert reward: {spec.architecture} has no head for rewards; use embed")
+    wanted = ("classify" if spec.head is not None else "embed") if convert in ("auto", "none") else convert
+    try:
+        pooler = pooling_config.read_pooler_config(config.model.pooler_config)
+        kind: pooling_config.Convert = "embed" if wanted == "embed" else "classify"
+        found = pooling_config.pooling_spec(spec, files.config, files.modules, pooler, kind)
+    except ModelFilesError as error:
+        raise UsageError(str(error)) from None
+    _check(config, files)
+    return found
+
+
+def _asked(config: MeshConfig) -> tuple[str, str]:
+    """--runner and --convert, or what --task stands for."""
+    model = config.model
+    runner, convert = str(model.runner), str(model.convert)
+    if model.task != "auto":
+        by_task = "generate" if model.task == "generate" else "pooling"
+        if runner not in ("auto", by_task):
+            raise UsageError(f"--task {model.task}: it is --runner {by_task}, not {runner}")
+        runner, convert = by_task, _TASKS.get(model.task, model.task) if by_task == "pooling" else convert
+    if convert in ("embed", "classify", "reward"):
+        if runner == "generate":
+            raise UsageError(f"--convert {convert}: it needs --runner pooling")
+        runner = "pooling"
+    return runner, convert
+
+
+def _for_vectors(files: ModelFiles) -> str:
+    """ "only": it can give nothing else; "first": its files say that vectors are what it is for; "": text."""
+    name = files.spec.architecture
+    if files.spec.encoder_only or files.spec.head is not None or name.endswith("Model"):
+        return "only"
+    return "first" if files.modules is not None else ""
+
+
+def _check(config: MeshConfig, files: ModelFiles) -> None:
+    """UsageError for flags that vectors have not."""
+    spec, several = files.spec, config.parallel.workers_per_rank > 1
+    if spec.encoder_only and several:
+        raise UsageError(
+            "--tensor-parallel-size, --pipeline-parallel-size: one worker has all of an encoder; use --data-parallel-size"
+        )
+    if spec.head is not None and spec.head.token_ids and several:
+        raise UsageError(
+            "--tensor-parallel-size: classifier_from_token needs the whole output projection in one worker"
+        )
+    if spec.encoder_only and config.worker.compile == "inductor":
+        raise UsageError("--compile inductor: it is not there for encoders; use none")
+    if spec.encoder_only and config.cache.kv_cache_dtype == "fp8":
+        raise UsageError("--kv-cache-dtype fp8: an encoder has no KV cache; use auto")

@@ -1,0 +1,139 @@
+"""Encoders give transformers' hidden states, logits of classifiers and vectors, whatever prompts share their step."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import Driver, engine
+from numpy.typing import NDArray
+from small_models import SMALL
+
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.layers import cpu_ops
+
+GREEDY = SamplingParams(temperature=0.0)
+SIZES = {**SMALL, "pad_token_id": 1, "max_position_embeddings": 130, "initializer_range": 0.3}
+SIZES.pop("num_key_value_heads")
+MODERN = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "Bert": {"max_position_embeddings": 128, "type_vocab_size": 2},
+    "Roberta": {"type_vocab_size": 1},
+    "XLMRoberta": {"type_vocab_size": 1, "hidden_act": "gelu_new"},
+    "ModernBert": MODERN | {"max_position_embeddings": 128},
+}
+PROMPTS = [[5, 9, 200, 3, 77, 8, 13, 40, 12, 31, 32, 33], [7], [30, 31, 32], list(range(10, 60)), [50, 51, 52, 53]]
+WHOLE = {row: len(prompt) for row, prompt in enumerate(PROMPTS)}
+
+
+def saved(name: str, folder: Path, kind: str = "Model", **more: Any) -> Any:
+    """transformers' model with random weights, norms included, saved to the folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **CASES[name], **more})
+    theirs = getattr(transformers, f"{name}{kind}")(config).eval().float()
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) * 0.3
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def loaded(folder: Path) -> Any:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "cpu_threads": 1,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 128,
+    }
+    return engine(folder, load_format="auto", **settings)
+
+
+def same(found: bytes, expected: torch.Tensor) -> None:
+    flat: NDArray[np.float32] = expected.detach().float().flatten().numpy()
+    np.testing.assert_allclose(np.frombuffer(found, np.float32), flat, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_states_equal_transformers(name: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of many lengths in one step, some of one token and some of a pair of texts: all states as alone."""
+    theirs = saved(name, tmp_path)
+    if not kernels:
+        monkeypatch.setattr(cpu_ops, "available", lambda: False)
+    ours = loaded(tmp_path)
+    assert ours.facts.num_blocks == 0
+    second = 2 if CASES[name].get("type_vocab_size") == 2 else 0
+    tasks = {row: Pool(PoolKind.ALL, second_from=second if row % 2 == 0 else 0) for row in WHOLE}
+    driver = Driver(ours, PROMPTS, GREEDY, tasks)
+    driver.step(WHOLE)
+    for row, prompt in enumerate(PROMPTS):
+        types = {}
+        if tasks[row].second_from:
+            types = {"token_type_ids": torch.tensor([[0] * 2 + [1] * (len(prompt) - 2)])}
+        same(driver.pooled[row], theirs(torch.tensor([prompt]), **types).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors(name: str, tmp_path: Path) -> None:
+    """Of each kind, cut and normalised, in one step."""
+    theirs, ours = saved(name, tmp_path), loaded(tmp_path)
+    tasks = {
+        0: Pool(PoolKind.MEAN),
+        1: Pool(PoolKind.CLS, PoolHead.EMBED, activation=True),
+        2: Pool(PoolKind.LAST, PoolHead.EMBED, activation=True, dimensions=7),
+        3: Pool(PoolKind.MEAN, PoolHead.EMBED, activation=True),
+        4: Pool(PoolKind.ALL, PoolHead.EMBED, activation=True, dimensions=5),
+    }
+    driver = Driver(ours, PROMPTS, GREEDY, tasks)
+    driver.step(WHOLE)
+    states = [theirs(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
+    unit = torch.nn.functional.normalize
+    expected = [states[0].mean(0), unit(states[1][0], dim=0), unit(states[2][-1, :7], dim=0)]
+    expected += [unit(states[3].mean(0), dim=0), unit(states[4][:, :5], dim=-1)]
+    for row, vector in enumerate(expected):
+        same(driver.pooled[row], vector)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForTokenClassification"])
+@pytest.mark.parametrize("name", CASES)
+def test_classifiers(name: str, kind: str, labels: int, tmp_path: Path) -> None:
+    """Logits are transformers', and scores their softmax, or sigmoid where there is one."""
+    theirs = saved(name, tmp_path, kind, num_labels=labels)
+    ours = loaded(tmp_path)
+    pool = PoolKind.CLS if "Sequence" in kind else PoolKind.ALL
+    tasks = {row: Pool(pool, PoolHead.CLASSIFY, activation=bool(row % 2)) for row in WHOLE}
+    driver = Driver(ours, PROMPTS, GREEDY, tasks)
+    driver.step(WHOLE)
+    for row, prompt in enumerate(PROMPTS):
+        logits = theirs(torch.tensor([prompt])).logits[0]
+        scores = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+        same(driver.pooled[row], scores if row % 2 else logits)
+
+
+def test_names_of_a_checkpoint(tmp_path: Path) -> None:
+    """A masked language model's checkpoint has a prefix and a head of its own; old ones call a norm's weights gamma and beta."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = saved("Bert", tmp_path, "ForMaskedLM")
+    file = tmp_path / "model.safetensors"
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor.clone() for name, tensor in load_file(file).items()
+    }
+    old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in old.items()}
+    old["bert.embeddings.position_ids"] = torch.arange(128)[None]
+    save_file(old, file, {"format": "pt"})
+    driver = Driver(loaded(tmp_path), PROMPTS[:1], GREEDY, {0: Pool(PoolKind.ALL)})
+    driver.step({0: len(PROMPTS[0])})
+    same(driver.pooled[0], theirs.bert(torch.tensor(PROMPTS[:1])).last_hidden_state[0])
+    del old["bert.encoder.layer.0.output.dense.weight"]
+    save_file(old, file, {"format": "pt"})
+    with pytest.raises(ProcessFatal, match=r"1 tensor missing: encoder\.layer\.0\.output\.dense\.weight"):
+        loaded(tmp_path)

@@ -1,0 +1,46 @@
+"""BERT, RoBERTa and XLM-R: x = norm(x + attention(x)); x = norm(x + down(act(up(x))))."""
+
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models.encoder import NOT_ROTATED, Encoder, EncoderLayer, Table
+
+
+class BertLayer(EncoderLayer):
+    """A layer norm stands behind each sum."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.up = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.attention_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+        self.mlp_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+
+    def forward(self, x: Tensor, batch: StepInputs, cache: LayerCache, attention: StepAttention, ops: Ops) -> Tensor:
+        x = self.attention_norm(self.attended(x, batch, NOT_ROTATED, cache, attention, ops).add_(x))
+        found: Tensor = self.mlp_norm(self.down(self.act(self.up(x, ops)), ops).add_(x))
+        return found
+
+
+class Bert(Encoder):
+    """See `Encoder`."""
+
+    def make(self, spec: ModelSpec) -> None:
+        self.position_embeddings = Table(spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
+        self.token_type_embeddings = Table(spec.type_vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(BertLayer(spec) for _ in range(spec.num_hidden_layers))
+
+    def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+        """See `Encoder.encode`."""
+        x: Tensor = self.word_embeddings(batch.input_ids)
+        x += self.position_embeddings(batch.positions + self.spec.position_offset)
+        types = batch.token_types
+        x += self.token_type_embeddings.weight[0] if types is None else self.token_type_embeddings(types)
+        x = self.embedding_norm(x)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, batch, cache, attention, self.ops)
+        return x

@@ -1,0 +1,113 @@
+"""What encoders have in common: no KV cache, no output projection, and perhaps a classifier of pooled states.
+
+An encoder is what the engine knows as a `Decoder`: it has layers, and gives the hidden states of a step's tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
+from meshlm.workers.models.classifier import FUNCTIONS, Classifier
+from meshlm.workers.models.decoder import Decoder
+
+NOT_ROTATED = torch.empty(0)
+
+
+class Table(nn.Module):
+    """Rows that ids name. Not nn.Embedding: see decoder.py."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class EncoderLayer(nn.Module):
+    """The products of attention and MLP."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        hidden = spec.hidden_size
+        self.qkv = Linear(hidden, 3 * hidden, bias=spec.attention_bias)
+        self.o = Linear(hidden, hidden, bias=spec.output_bias)
+        self.down = Linear(spec.intermediate_size, hidden, bias=spec.mlp_bias)
+        self.heads = AttentionShape(
+            spec.num_attention_heads, spec.num_attention_heads, spec.head_dim, None, spec.rms_norm_eps, 0.0
+        )
+        self.scale, self.window = spec.head_dim**-0.5, 0
+        self.act = FUNCTIONS[spec.hidden_act]
+
+    def attended(
+        self, x: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        """What attention adds. table: of the rotation, or empty."""
+        out = attention.attend(self.qkv(x, ops), ops, batch, table, cache, self.heads, self.scale, self.window)
+        found: Tensor = self.o(out.flatten(1), ops)
+        return found
+
+
+class Encoder(Decoder):
+    """The frame that a family fills: `make` makes its modules, `encode` computes a step."""
+
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
+        nn.Module.__init__(self)
+        self.spec, self.shard, self.local = spec, shard, shard.local(spec)
+        self.comm: Communicator = SINGLE_RANK
+        self.ops: Ops = TorchOps()
+        self.parts = None
+        self._max_len = max_len
+        self.word_embeddings = Table(spec.vocab_size, spec.hidden_size)
+        self.embedding_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+        self.make(spec)
+        self.classifier = Classifier(spec, spec.head) if spec.head is not None else None
+
+    def make(self, spec: ModelSpec) -> None:
+        """Makes what is between the embeddings and the classifier, `layers` among it."""
+        raise NotImplementedError
+
+    def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+        """Hidden states [t, hidden] of the last layer."""
+        raise NotImplementedError
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See `Decoder.prepare`."""
+        self.ops = make_ops(device, dtype)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare(self.ops)
+
+    def join(self, comm: Communicator) -> None:
+        """One worker has all of an encoder."""
+        self.comm = comm
+
+    def forward(
+        self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `Decoder.forward`."""
+        return self.encode(batch, caches, attention)
+
+    @contextmanager
+    def shortened(self) -> Iterator[int]:
+        """See `Decoder.shortened`."""
+        yield len(self.layers)
+
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """Nothing is kept."""
+        return [(1.0, 1.0)] * len(self.layers)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """An encoder gives no token: what its start warms up with a row gets zeros."""
+        return hidden.new_zeros(len(hidden), self.spec.vocab_size)

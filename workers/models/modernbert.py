@@ -1,0 +1,61 @@
+"""ModernBERT: x = x + attention(norm(x)); x = x + down(act(gate) * up) of norm(x); and a norm behind the last layer."""
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.models.encoder import Encoder, EncoderLayer
+
+
+class ModernBertLayer(EncoderLayer):
+    """A layer norm stands before attention, but for the first layer's, and before the gated MLP."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec)
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.window = spec.sliding_window if spec.sliding_layers[layer] else 0
+        norms = [LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias) for _ in range(2 if layer else 1)]
+        self.mlp_norm = norms[0]
+        self.attention_norm = norms[1] if layer else None
+
+    def forward(
+        self, x: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = x + self.attended(normed, batch, table, cache, attention, ops)
+        gate, up = self.gate_up(self.mlp_norm(x), ops).chunk(2, dim=-1)
+        return x.add_(self.down(self.act(gate).mul_(up), ops))
+
+
+class ModernBert(Encoder):
+    """See `Encoder`."""
+
+    def make(self, spec: ModelSpec) -> None:
+        self.layers = nn.ModuleList(ModernBertLayer(spec, layer) for layer in range(spec.num_hidden_layers))
+        self.final_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
+        self._tables: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))  # of layers that see all, and the others
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See `Decoder.prepare`."""
+        super().prepare(device, dtype)
+        spec = self.spec
+        local = spec.sliding_rope or spec.rope
+        self._tables = (
+            rope_table(spec, self._max_len).to(device=device),
+            rope_table(spec, self._max_len, local).to(device=device),
+        )
+
+    def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+        """See `Encoder.encode`."""
+        x = self.embedding_norm(self.word_embeddings(batch.input_ids))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            assert isinstance(layer, ModernBertLayer)
+            x = layer(x, batch, self._tables[1 if layer.window else 0], cache, attention, self.ops)
+        found: Tensor = self.final_norm(x)
+        return found

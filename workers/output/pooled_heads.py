@@ -1,0 +1,70 @@
+"""What becomes of pooled states: a classifier's scores, or an embedding that is projected, cut and normalised."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.pooling import DenseSpec
+from meshlm.protocol.tasks import Pool, PoolHead
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.models.classifier import FUNCTIONS, Classifier
+
+
+class Dense:
+    """One Dense module of sentence-transformers, in float32."""
+
+    def __init__(self, spec: DenseSpec, weight: Tensor, bias: Tensor | None) -> None:
+        self._act, self._weight, self._bias = FUNCTIONS[spec.act.lower()], weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._act(F.linear(x, self._weight, self._bias))
+
+
+class PooledHeads:
+    """The heads of one model, for `Pooler`."""
+
+    def __init__(self, classifier: Classifier | None, dense: list[Dense]) -> None:
+        self._classifier, self._dense = classifier, dense
+
+    def __call__(self, states: Tensor, task: Pool) -> Tensor:
+        """float32 [n, hidden] -> float32 [n, any]."""
+        if task.head is PoolHead.CLASSIFY:
+            assert self._classifier is not None, "the supervisor lets nobody ask for a classifier that is not there"
+            found: Tensor = self._classifier(states, activation=task.activation)
+            return found
+        for dense in self._dense if task.head is PoolHead.EMBED else ():
+            states = dense(states)
+        if task.dimensions:
+            states = states[:, : task.dimensions]
+        return F.normalize(states, dim=-1) if task.head is PoolHead.EMBED and task.activation else states
+
+
+def load_dense(resolved: Resolved, device: torch.device) -> list[Dense]:
+    """The Dense modules of the model's folder. ProcessFatal."""
+    found = []
+    for spec in resolved.pooling.dense if resolved.pooling is not None else ():
+        folder = Path(resolved.model_path) / spec.folder
+        tensors = {} if resolved.load_format == "dummy" else _read(folder)
+        weight = tensors.get("linear.weight", torch.full((spec.outputs, spec.inputs), 0.02))
+        bias = tensors.get("linear.bias", torch.zeros(spec.outputs)) if spec.bias else None
+        wrong = weight.shape != (spec.outputs, spec.inputs) or (bias is not None and bias.shape != (spec.outputs,))
+        if wrong or (tensors and len(tensors) != 1 + spec.bias):
+            raise ProcessFatal(f"{folder}: its tensors are not those of a product of {spec.inputs} by {spec.outputs}")
+        found.append(Dense(spec, weight.float().to(device), None if bias is None else bias.float().to(device)))
+    return found
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        if (folder / "model.safetensors").is_file():
+            tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+            return tensors
+        tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ProcessFatal(f"{folder}: its weights cannot be read ({str(error).splitlines()[0]})") from None
+    return tensors
