@@ -45,7 +45,7 @@ _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
     **dict.fromkeys(
-        ("/v1/responses", "/v1/chat/completions/batch"),
+        ("/v1/conversations", "/v1/chat/completions/batch"),
         "not supported; POST /v1/chat/completions is what there is",
     ),
     **dict.fromkeys(("/invocations", "/inference/v1/generate"), "not supported; the other POST paths are"),
@@ -87,7 +87,9 @@ NOT_SERVED = {
 
 def why_not_served(path: str) -> str:
     """Says why a path that vLLM has is not served here; empty for a path that nobody has."""
-    return NOT_SERVED.get("/v1/responses" if path.startswith("/v1/responses/") else path, "")
+    if path.startswith("/v1/responses/"):
+        return "not supported; responses are not stored"
+    return NOT_SERVED.get(path, "")
 
 
 ANTHROPIC = "/v1/messages"

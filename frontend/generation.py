@@ -8,7 +8,7 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
@@ -67,6 +67,10 @@ class Form(NamedTuple):
         StreamResponse | TurnResponse,
     ]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
+    named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
+    before_end: Callable[[], Awaitable[None]] | None = (
+        None  # awaited when all is said, before the client has the end of it
+    )
 
 
 OPENAI = Form(WholeResponse, StreamResponse)
@@ -114,7 +118,8 @@ class Generation:
         form: Form,
     ) -> HttpResponse | None:
         backend = self._backend
-        name = again.key if again else request.headers.get("x-request-id") or ask.request_id or uuid.uuid4().hex
+        header = request.headers.get("x-request-id") if form.named_by_header else ""
+        name = again.key if again else header or ask.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
         shown = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
         started, created = time.monotonic(), int(time.time())
@@ -127,24 +132,8 @@ class Generation:
             answer = form.stream(ask, request_id, created, model, end.set, writer.write, progress)
         else:
             answer = form.whole(ask, request_id, created, model, end.set)
-        answer.fingerprint = self._fingerprint
-        asked: list[tuple[list[Choice], Submit]] = []
-        for one in submits.build_each(
-            answer,
-            ask,
-            backend.new_handle,
-            submits.dp_rank(request.headers),
-            again,
-            has.cuts if has is not None else (),
-            backend.draws,
-        ):
-            asked.append(one)
-            if len(ask.prompts) > 1:
-                await asyncio.sleep(0)  # a large request takes its turn with others' tokens
-        if ask.stream and (interval := backend.config.server.stream_interval) > 1:
-            spaced = Interval(answer, interval)
-            for choice in answer.choices:
-                choice.sink = spaced
+        rank = submits.dp_rank(request.headers)
+        asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
         status = 200
         try:
             for choices, submit in asked:
@@ -152,13 +141,14 @@ class Generation:
                 if len(asked) > 1:
                     await asyncio.sleep(0)
             if ask.stream:
-                names = [(name.lower().encode(), shown.encode("latin-1", "replace")) for name in form.id_headers]
-                return await self._stream(request, answer, writer, end, names)  # type: ignore[arg-type]
+                return await self._stream(request, answer, writer, end, form, shown)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
             if answer.error is not None:
                 raise answer.error
+            if form.before_end is not None:
+                await form.before_end()
             # A quarter of a second, for as many as there may be.
             long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
@@ -170,21 +160,47 @@ class Generation:
             backend.close(answer.choices)
             backend.done(answer, started, request.url.path, status)
 
+    async def submits_of(
+        self,
+        answer: WholeResponse | StreamResponse | TurnResponse,
+        ask: parse.ParsedRequest,
+        rank: int,
+        again: retry.IdempotencyKey | None,
+        cuts: tuple[int, ...],
+    ) -> list[tuple[list[Choice], Submit]]:
+        """What the mesh is asked for an answer, whose choices are there afterwards. `cuts`: by choice, what the client has."""
+        backend = self._backend
+        answer.fingerprint = self._fingerprint
+        asked: list[tuple[list[Choice], Submit]] = []
+        for one in submits.build_each(answer, ask, backend.new_handle, rank, again, cuts, backend.draws):
+            asked.append(one)
+            if len(ask.prompts) > 1:
+                await asyncio.sleep(0)  # a large request takes its turn with others' tokens
+        if ask.stream and (interval := backend.config.server.stream_interval) > 1:
+            spaced = Interval(answer, interval)
+            for choice in answer.choices:
+                choice.sink = spaced
+        return asked
+
     async def _stream(
         self,
         request: Request,
         answer: StreamResponse | TurnResponse,
         writer: EventWriter,
         end: asyncio.Event,
-        names: list[tuple[bytes, bytes]],
+        form: Form,
+        shown: str,
     ) -> HttpResponse | None:
         """Start with the first news, so that a refusal still has its HTTP status."""
+        names = [(name.lower().encode(), shown.encode("latin-1", "replace")) for name in form.id_headers]
         pump = asyncio.ensure_future(_first_then_pump(writer, names))
         try:
             if not await _ended_before_disconnect(request, end):
                 return None
             if not writer.started and answer.error is not None:
                 raise answer.error
+            if form.before_end is not None and answer.error is None:
+                await form.before_end()
             pump.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await pump

@@ -45,7 +45,7 @@ def check_raw(fields: Mapping[str, Raw], resolved: Resolved) -> None:
 def check_raw_texts(fields: Mapping[str, Raw], resolved: Resolved) -> None:
     """Texts that are too long however they are written: JSON has no more than six bytes for one of a text."""
     most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
-    for name in ("prompt", "suffix", "messages", "tools", "system"):
+    for name in ("prompt", "suffix", "messages", "tools", "system", "input", "instructions"):
         value = memoryview(fields.get(name, b""))
         if len(value) > 6 * most and (name != "prompt" or value[0] == ord('"')):
             _refuse(name, f"{len(value)} bytes", most)

@@ -15,7 +15,7 @@ from meshlm.frontend import retry
 from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.errors import HttpError
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _KEY = retry.KEY.lower().encode()
 _CLOSE = {"Connection": "close"}
 

@@ -9,6 +9,7 @@ from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
 from meshlm.frontend.errors import STATUS
 from meshlm.frontend.messages import schema as anthropic
+from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
@@ -89,6 +90,17 @@ OPERATIONS = (
         ("POST",),
         _ASKS,
         _GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "/v1/responses",
+        "responses",
+        responses_api.ResponsesResponse,
+        "Answer a conversation, by OpenAI's newer API.",
+        responses_api.ResponsesRequest,
+        ("POST",),
+        _ASKS,
+        _NAMED,
         streams=True,
     ),
     Operation(

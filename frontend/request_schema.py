@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.frontend.messages import request_schema as anthropic
+from meshlm.frontend.responses_api import request_schema as responses_api
 from meshlm.frontend.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.runtime.messages import NEED_CONTENT, PARTS
 
@@ -42,6 +43,9 @@ def refine(schemas: Json, served: Served) -> None:
         takes_priorities=served.takes_priorities,
     )
     refined |= {"MessagesRequest": of_messages, "CountTokensRequest": of_messages}
+    refined["ResponsesRequest"] = responses_api.fields(
+        served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
+    )
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]
@@ -55,6 +59,8 @@ def refine(schemas: Json, served: Served) -> None:
         schemas["CompletionRequest"]["required"] = ["prompt"]
         text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n"
         _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
+    if "ResponsesRequest" in schemas:
+        schemas["ResponsesRequest"]["required"] = ["input"]
     if "TokenizeRequest" in schemas:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:

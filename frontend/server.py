@@ -28,6 +28,8 @@ from meshlm.frontend.messages import routes as anthropic
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, Operation, served
 from meshlm.frontend.request_schema import Served
+from meshlm.frontend.responses_api import routes as responses_api
+from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
@@ -228,6 +230,25 @@ class Routes:
         ask, model = anthropic.read_messages(raw, check, self._longest(), resolved, server)
         anthropic.check_last_id(request.headers.get(retry.LAST_ID, ""))
         return ask, self._check_model(model), self._again(request, raw)
+
+    async def responses(self, request: Request) -> HttpResponse | None:
+        body, unknown, model, again = await self._read(request, self._responses)
+        if body.background:
+            raise HttpError(400, "background: not supported", "background")
+        if body.previous_response_id:
+            text = f"previous_response_id: there is no response {body.previous_response_id[:80]!r}"
+            raise HttpError(404, text, "previous_response_id", "not_found_error")
+        ask = responses_api.asked(body, unknown, [], self._backend.resolved, self._backend.config.server)
+        form = responses_api.form_of(body, ask)
+        return await self._generation.answer(request, ask, model, "resp_", again, form)
+
+    def _responses(
+        self, request: Request, raw: bytes
+    ) -> tuple[ResponsesRequest, tuple[str, ...], str, retry.IdempotencyKey | None]:
+        check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
+        body, unknown = responses_api.read(raw, check, self._longest())
+        anthropic.check_last_id(request.headers.get(retry.LAST_ID, ""))
+        return body, unknown, self._check_model(body.model), self._again(request, raw)
 
     async def count_tokens(self, request: Request) -> HttpResponse | None:
         ask = await self._read(request, self._count_tokens)

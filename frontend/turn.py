@@ -4,6 +4,7 @@ generation.py makes it where it makes a chat's answer; what the things look like
 responses_api/format.py.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ class TurnFormat(Protocol):
     """What an endpoint makes of a turn. Events that are to be sent are taken from `events` after each row."""
 
     events: list[bytes]
+    last_events: bytes  # that a stream's answer ends with, once the answer is stored where it is to be
 
     def begin(self, turn: "TurnResponse") -> None: ...
     def reasoning(self, text: str) -> None: ...
@@ -92,6 +94,7 @@ class TurnResponse(Response):
         self._form, self._write = form, write
         self._blocks = Blocks(form)
         self._reader: Reader | None = None
+        self.num_reasoning_tokens = 0  # of the output, up to the last that brought reasoning
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         details = details or NO_DETAILS
@@ -107,7 +110,10 @@ class TurnResponse(Response):
             self._form.begin(self)
         if details.logprobs and not self.ask.hides_tokens:
             self._form.logprobs(details.logprobs)
-        self._blocks.said(self._reader.push(text, last=finished is not None))
+        said = self._reader.push(text, last=finished is not None)
+        if said.reasoning:
+            self.num_reasoning_tokens = len(choice.token_ids)
+        self._blocks.said(said)
         if finished is not None:
             self._blocks.finish()
             self._form.end(self, finished)
@@ -122,6 +128,10 @@ class TurnResponse(Response):
             self._write(b"".join(events))
         events.clear()
 
+    @staticmethod
+    def now() -> int:
+        return int(time.time())
+
     def num_output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
@@ -130,5 +140,5 @@ class TurnResponse(Response):
         return self._form.body(self)
 
     def last_events(self) -> bytes:
-        """What a stream still has to say after its end: nothing, or the error."""
-        return b"" if self.error is None else self._form.failed(self, self.error)
+        """What a stream still has to say after its end: what the format kept for it, or the error."""
+        return self._form.last_events if self.error is None else self._form.failed(self, self.error)

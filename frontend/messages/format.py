@@ -20,6 +20,7 @@ class MessageFormat:
 
     def __init__(self, streams: bool) -> None:
         self.events: list[bytes] = []
+        self.last_events = b""
         self._streams = streams
         self._request_id = ""
         self._blocks: list[Json] = []

@@ -14,8 +14,9 @@ from serving import Serving
 pytestmark = pytest.mark.mesh
 
 EXAMPLES = {"post": 15, "get": 2}  # right and wrong ones of a route each
-MOST = {"max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0, "n": 2, "best_of": 2}
+MOST = {"max_tokens": 4, "max_output_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0, "n": 2, "best_of": 2}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
+RESPONSES = "/v1/responses"
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 CHECKED = [
     checks.not_a_server_error,
@@ -31,13 +32,13 @@ _numbers = itertools.count()
 
 def brief(case: Any) -> None:
     """Few tokens and choices, so that examples are fast. What is wrong stays wrong."""
-    if not isinstance(case.body, dict) or case.path not in (*GENERATION, "/v1/messages"):
+    if not isinstance(case.body, dict) or case.path not in (*GENERATION, "/v1/messages", RESPONSES):
         return
     for name, most in MOST.items():
         value = case.body.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value > most:
             case.body[name] = most
-    case.body.setdefault("max_tokens", MOST["max_tokens"])
+    case.body.setdefault("max_output_tokens" if case.path == RESPONSES else "max_tokens", MOST["max_tokens"])
 
 
 def consistent(case: Any) -> None:
@@ -56,6 +57,15 @@ def consistent(case: Any) -> None:
             call["function"]["arguments"] = "{}"
     if body.get("continue_final_message"):
         body["continue_final_message"] = False
+    if case.path == RESPONSES:
+        for item in body["input"] if isinstance(body.get("input"), list) else ():
+            if "arguments" in item:
+                item["arguments"] = "{}"
+        for name in ("chat_template_kwargs", "previous_response_id", "background", "request_id", "tool_choice"):
+            body.pop(name, None)
+        body["max_output_tokens"] = body.get("max_output_tokens") or MOST["max_output_tokens"]
+        if not body.get("stream"):
+            body.pop("stream_options", None)
     if case.path in MESSAGES:
         for name in ("chat_template_kwargs", "tool_choice"):
             body.pop(name, None)

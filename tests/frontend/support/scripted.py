@@ -140,6 +140,7 @@ class Scripted:
 
     def done(self, answer: Response, started: float, path: str, status: int) -> None:
         self.answers.append(answer)
+        self.ignored(answer.ask.unknown_fields, path)
 
     async def load(self) -> int:
         return 0

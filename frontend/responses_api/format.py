@@ -1,0 +1,174 @@
+"""What was said as items and events of OpenAI's Responses API. Pure; see turn.py."""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.logprobs import chat_logprobs
+from meshlm.frontend.responses_api.items import sealed
+from meshlm.frontend.turn import TurnResponse
+from meshlm.protocol.ids import FinishReason
+from meshlm.protocol.text_edge import Finished, PositionLogprobs
+
+Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+# The event that ends an item's text, and its field, by the item's type.
+_DONE = {
+    "reasoning": ("response.reasoning_text.done", "text"),
+    "message": ("response.output_text.done", "text"),
+    "function_call": ("response.function_call_arguments.done", "arguments"),
+}
+
+
+class ResponseFormat:
+    """A TurnFormat. `repeated`: the fields of the answer that are the request's. `seals`: reasoning has an encrypted_content too."""
+
+    def __init__(self, repeated: Json, *, streams: bool, seals: bool) -> None:
+        self.events: list[bytes] = []
+        self.last_events = b""
+        self.output: list[Json] = []
+        self.num_events = 0
+        self._repeated, self._streams, self._seals = repeated, streams, seals
+        self._parts: list[str] = []  # of the open item's text
+        self._kind = ""  # of the open item
+        self._call = -1  # index of the open call
+        self._name = ""
+        self._pending: list[PositionLogprobs] = []  # of tokens whose text is still to come
+        self._logprobs: list[Json] = []  # of the open message
+        self._final: Json | None = None
+
+    def begin(self, turn: TurnResponse) -> None:
+        self._name = turn.request_id.removeprefix("resp_")
+        if not self.num_events:  # a response in the background begins when it is asked for
+            self._emit("response.created", {"response": self.snapshot(turn, "in_progress")})
+        self._emit("response.in_progress", {"response": self.snapshot(turn, "in_progress")})
+
+    def queued(self, turn: TurnResponse) -> None:
+        """The first event of a response in the background."""
+        self._emit("response.created", {"response": self.snapshot(turn, "queued")})
+
+    def reasoning(self, text: str) -> None:
+        self._pending = []
+        if self._kind != "reasoning":
+            fields: Json = {"summary": [], "content": [], "encrypted_content": None}
+            self._open("reasoning", "rs", fields, {"type": "reasoning_text", "text": ""})
+        self._delta("response.reasoning_text.delta", text, {"content_index": 0})
+
+    def text(self, text: str) -> None:
+        if self._kind != "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._open("message", "msg", {"role": "assistant", "content": []}, part)
+        logprobs = chat_logprobs(self._pending)["content"] if self._pending else []
+        self._pending = []
+        self._logprobs += logprobs
+        self._delta("response.output_text.delta", text, {"content_index": 0, "logprobs": logprobs})
+
+    def logprobs(self, positions: list[PositionLogprobs]) -> None:
+        self._pending += positions
+
+    def call(self, call: Json) -> None:
+        self._pending = []
+        function = call["function"]
+        if self._kind != "function_call" or call["index"] != self._call:
+            self._call = call["index"]
+            fields = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            self._open("function_call", "fc", fields, None)
+        if arguments := function.get("arguments"):
+            self._delta("response.function_call_arguments.delta", arguments, {})
+
+    def end(self, turn: TurnResponse, finished: Finished) -> None:
+        status = "incomplete" if finished.reason is FinishReason.LENGTH else "completed"
+        self._close(status)
+        self._final = self.snapshot(turn, status)
+        self.last_events = self._event(f"response.{status}", {"response": self._final})
+
+    def failed(self, turn: TurnResponse, error: HttpError) -> bytes:
+        self._close("incomplete")
+        self._final = self.snapshot(turn, "failed", error)
+        self._emit("response.failed", {"response": self._final})
+        events = b"".join(self.events)
+        self.events.clear()
+        return events
+
+    def body(self, turn: TurnResponse) -> bytes:
+        return _encode(self._final)
+
+    def snapshot(self, turn: TurnResponse, status: str, error: HttpError | None = None) -> Json:
+        """The answer as it is now."""
+        ended = status in ("completed", "incomplete", "failed", "cancelled")
+        code = "server_error" if error is not None and error.status >= 500 else "invalid_prompt"
+        return {
+            "id": turn.request_id,
+            "object": "response",
+            "created_at": turn.created,
+            "completed_at": turn.now() if status == "completed" else None,
+            "status": status,
+            "error": {"code": code, "message": error.message} if error is not None else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": turn.model,
+            "output": list(self.output),
+            "usage": _usage(turn) if ended else None,
+            **self._repeated,
+        }
+
+    def _open(self, kind: str, prefix: str, fields: Json, part: Json | None) -> None:
+        self._close("completed")
+        self._kind, self._parts, self._logprobs = kind, [], []
+        digest = hashlib.sha256(f"{self._name}-{len(self.output)}".encode()).hexdigest()[:32]
+        item = {"id": f"{prefix}_{digest}", "type": kind, "status": "in_progress", **fields}
+        self.output.append(item)
+        self._emit("response.output_item.added", {"output_index": len(self.output) - 1, "item": item})
+        if part is not None:
+            self._of_item("response.content_part.added", {"content_index": 0, "part": part})
+
+    def _delta(self, kind: str, text: str, more: Json) -> None:
+        self._parts.append(text)
+        self._of_item(kind, {"delta": text, **more})
+
+    def _close(self, status: str) -> None:
+        if not self._kind:
+            return
+        item, text = self.output[-1], "".join(self._parts)
+        kind, field = _DONE[self._kind]
+        if self._kind == "function_call":
+            item["arguments"] = text
+            self._of_item(kind, {field: text, "name": item["name"]})
+        else:
+            part: Json = {"type": "reasoning_text", "text": text}
+            more: Json = {}
+            if self._kind == "message":
+                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
+                more = {"logprobs": self._logprobs}
+            elif self._seals:
+                item["encrypted_content"] = sealed(text)
+            item["content"] = [part]
+            self._of_item(kind, {"content_index": 0, field: text, **more})
+            self._of_item("response.content_part.done", {"content_index": 0, "part": part})
+        item["status"] = status
+        self._emit("response.output_item.done", {"output_index": len(self.output) - 1, "item": item})
+        self._kind = ""
+
+    def _of_item(self, kind: str, fields: Json) -> None:
+        self._emit(kind, {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, **fields})
+
+    def _emit(self, kind: str, fields: Json) -> None:
+        if self._streams:
+            self.events.append(self._event(kind, fields))
+        self.num_events += 1
+
+    def _event(self, kind: str, fields: Json) -> bytes:
+        data = _encode({"type": kind, "sequence_number": self.num_events, **fields})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _usage(turn: TurnResponse) -> Json:
+    prompt, output = turn.num_prompt_tokens(), turn.num_output_tokens()
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": sum(turn.num_cached.values()), "cache_write_tokens": 0},
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": turn.num_reasoning_tokens},
+        "total_tokens": prompt + output,
+    }

@@ -1,0 +1,138 @@
+"""Items of OpenAI's Responses API to a chat's messages. Pure; HttpError names the item at fault.
+
+A turn of the assistant may be several items there, a reasoning, a message and calls: they are one message of a chat.
+"""
+
+import base64
+import binascii
+from typing import Any
+
+from meshlm.frontend.errors import HttpError
+
+Json = dict[str, Any]
+TEXTS = ("input_text", "output_text", "text")
+
+
+def listed(given: str | list[Json]) -> list[Json]:
+    """The input as items: a text is a user's message."""
+    if isinstance(given, list):
+        return given
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+
+
+def messages_of(items: list[Json], field: str = "input") -> list[Json]:
+    """The messages that items are, in their order."""
+    found: list[Json] = []
+    for place, item in enumerate(items):
+        where = f"{field}[{place}]"
+        if not isinstance(item, dict):
+            raise _wrong(where, "an item is an object")
+        match item.get("type", "message"):
+            case "message":
+                _message(item, where, found)
+            case "function_call":
+                _turn(found, after=("reasoning", "content", "tool_calls")).setdefault("tool_calls", []).append(
+                    _call(item, where)
+                )
+            case "function_call_output":
+                call_id = _string(item, "call_id", where)
+                found.append({"role": "tool", "tool_call_id": call_id, "content": _output(item, where)})
+            case "reasoning":
+                turn = _turn(found, after=("reasoning",))
+                turn["reasoning"] = turn.get("reasoning", "") + _reasoning(item, where)
+            case kind:
+                raise _wrong(where, f"items of type {str(kind)[:40]!r} are not supported")
+    for message in found:
+        if message["role"] == "assistant":
+            message.setdefault("content", None if "tool_calls" in message else "")
+    return found
+
+
+def goes_on(items: list[Json]) -> bool:
+    """Whether the answer is the rest of the last item: a message of the assistant's that is not complete."""
+    last = items[-1] if items else {}
+    unfinished = last.get("status") in ("in_progress", "incomplete")
+    return unfinished and last.get("role") == "assistant" and last.get("type", "message") == "message"
+
+
+def _turn(found: list[Json], after: tuple[str, ...]) -> Json:
+    """The assistant's message that another item belongs to: the last one, if it has nothing but what may come before, or a new one."""
+    if found and found[-1]["role"] == "assistant" and found[-1].keys() <= {"role", *after}:
+        return found[-1]
+    found.append({"role": "assistant"})
+    return found[-1]
+
+
+def _message(item: Json, where: str, found: list[Json]) -> None:
+    role = item.get("role")
+    if not (isinstance(role, str) and role):
+        raise _wrong(f"{where}.role", "must be a string such as 'user'")
+    content = item.get("content")
+    if isinstance(content, list):
+        content = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+        if role == "assistant" or len(content) == 1:
+            content = "".join(part["text"] for part in content)
+    elif not isinstance(content, str):
+        raise _wrong(f"{where}.content", "must be text or a list of parts")
+    if role == "assistant":
+        _turn(found, after=("reasoning",))["content"] = content
+    else:
+        found.append({"role": role, "content": content})
+
+
+def _part(part: Any, where: str) -> Json:
+    if not (isinstance(part, dict) and isinstance(part.get("type"), str)):
+        raise _wrong(where, "a part is an object with a type")
+    if part["type"] == "refusal":
+        return {"type": "text", "text": _string(part, "refusal", where)}
+    if part["type"] not in TEXTS:
+        raise _wrong(where, f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are")
+    return {"type": "text", "text": _string(part, "text", where)}
+
+
+def _call(item: Json, where: str) -> Json:
+    function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+    return {"id": _string(item, "call_id", where), "type": "function", "function": function}
+
+
+def _output(item: Json, where: str) -> str:
+    output = item.get("output")
+    if isinstance(output, list):
+        return "\n".join(_part(part, f"{where}.output[{place}]")["text"] for place, part in enumerate(output))
+    return _string(item, "output", where)
+
+
+def _reasoning(item: Json, where: str) -> str:
+    """Its text, or what `sealed` made of it, or its summary."""
+    for field in ("content", "summary"):
+        parts = item.get(field) or []
+        if not isinstance(parts, list):
+            raise _wrong(f"{where}.{field}", "must be a list of parts")
+        texts = [_string(part, "text", f"{where}.{field}") for part in parts if isinstance(part, dict)]
+        if "".join(texts):
+            return "".join(texts)
+        if field == "content" and item.get("encrypted_content"):
+            return _unsealed(_string(item, "encrypted_content", where), where)
+    return ""
+
+
+def sealed(text: str) -> str:
+    """A reasoning as `encrypted_content`, for clients that send it back where nothing is stored. It is no secret from them."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _unsealed(text: str, where: str) -> str:
+    try:
+        return base64.b64decode(text, validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise _wrong(f"{where}.encrypted_content", "was not made by this server") from None
+
+
+def _string(item: Json, name: str, where: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise _wrong(f"{where}.{name}", "must be a string")
+    return value
+
+
+def _wrong(where: str, text: str) -> HttpError:
+    return HttpError(400, f"{where}: {text}", where.split("[")[0].split(".")[0])

@@ -1,0 +1,78 @@
+"""What the types of schema.py do not say of the body of POST /v1/responses, in JSON schema. Called by frontend/request_schema.py."""
+
+from typing import Any
+
+from meshlm.frontend.responses_api.schema import REFUSED
+
+Json = dict[str, Any]
+_TEXT: Json = {"type": "string", "minLength": 1}
+_NULL: Json = {"type": "null"}
+_ANY_TEXT: Json = {"type": "string"}
+
+
+def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, takes_priorities: bool) -> Json:
+    """The schemas of fields by name."""
+    stop = {**_TEXT, "maxLength": 4096}
+    bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}
+    most = {} if max_logprobs == -1 else {"maximum": max_logprobs}
+    entry = {"type": "string", "maxLength": 512}
+    found: Json = {
+        "model": {"enum": [*names, None]},
+        "input": {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"anyOf": _items()}}]},
+        "previous_response_id": {"description": "A response that is stored.", **_or_null(_TEXT)},
+        "tools": _or_null({"type": "array", "items": _tool()}) if takes_tools else {"enum": [[], None]},
+        "tool_choice": {"description": "To force a call is not supported.", "enum": ["none", "auto", None]},
+        "text": _or_null(
+            _object(
+                [], format=_or_null(_object(["type"], type={"const": "text"})), verbosity={"enum": ["medium", None]}
+            )
+        ),
+        "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": 64}),
+        "logit_bias": _or_null(bias),
+        "top_logprobs": _or_null({"type": "integer", "minimum": 0, **most}),
+        "metadata": _or_null(
+            {
+                "type": "object",
+                "maxProperties": 16,
+                "propertyNames": {"maxLength": 64},
+                "additionalProperties": entry,
+            }
+        ),
+        "structured_outputs": _NULL,
+        **{name: {"enum": [False]} if name == "enable_response_messages" else _NULL for name in REFUSED},
+    }
+    if not takes_priorities:
+        found["priority"] = {"const": 0}
+    return found
+
+
+def _or_null(*kinds: Json) -> Json:
+    return {"anyOf": [*kinds, _NULL]}
+
+
+def _object(required: list[str], **properties: Json) -> Json:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _items() -> list[Json]:
+    part = _object(["type", "text"], type={"enum": ["input_text", "output_text"]}, text=_ANY_TEXT)
+    parts = {"type": "array", "minItems": 1, "items": part}
+    content: Json = {"anyOf": [_ANY_TEXT, parts]}
+    call = _object(["type", "call_id", "name", "arguments"], type={"const": "function_call"}, call_id=_TEXT, name=_TEXT)
+    call["properties"]["arguments"] = _ANY_TEXT
+    output = _object(
+        ["type", "call_id", "output"], type={"const": "function_call_output"}, call_id=_TEXT, output=content
+    )
+    thought = _object(["type", "text"], type={"const": "reasoning_text"}, text=_ANY_TEXT)
+    reasoning = _object(["type", "content"], type={"const": "reasoning"}, content={"type": "array", "items": thought})
+    for field in ("summary", "encrypted_content"):
+        reasoning["properties"][field] = _NULL
+    roles = {"enum": ["user", "system", "developer", "assistant"]}
+    message = _object(["type", "role", "content"], type={"const": "message"}, role=roles, content=content)
+    return [message, call, output, reasoning]
+
+
+def _tool() -> Json:
+    tool = _object(["type", "name"], type={"const": "function"}, name=_TEXT, description=_or_null(_ANY_TEXT))
+    tool["properties"] |= {"parameters": _or_null({"type": "object"}), "strict": {"enum": [False, None]}}
+    return tool

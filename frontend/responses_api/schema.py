@@ -1,0 +1,245 @@
+"""The body of POST /v1/responses, and its answer. What msgspec cannot say is checked in translate.py and items.py."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from meshlm.frontend.schema import (
+    MAX_TOKENS,
+    Count,
+    Penalty,
+    ReasoningEffort,
+    RequestName,
+    Seed,
+    Share,
+    StreamOptions,
+    Temperature,
+)
+
+Json = dict[str, Any]
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    # What belongs to tools and pictures that are not there: no answer has anything of it.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class Reasoning(Struct, frozen=True):
+    """A summary is not made; `auto` leaves that to the server."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class Text(Struct, frozen=True):
+    format: Json | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | list[Json] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    background: bool | None = None
+    store: bool | None = None
+    include: list[Include] | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool = True
+    text: Text | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    request_id: RequestName | None = None
+    chat_template_kwargs: Json | None = None
+    structured_outputs: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    image: Any = None
+    access_programs: Any = None
+    enable_response_messages: bool = False
+    previous_input_messages: Any = None
+
+
+# Fields that ask for what is not there. Empty values ask for nothing.
+REFUSED = {
+    "conversation": "not supported; previous_response_id goes on from a response",
+    "prompt": "prompt templates are not supported; send the text as instructions and input",
+    "context_management": "not supported; truncation 'auto' shortens what is too long",
+    "image": "only text is supported",
+    "enable_response_messages": "not supported; POST /tokenize shows a prompt's tokens",
+    "previous_input_messages": "not supported; send them as input",
+}
+
+
+class OutputTokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OutputLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[OutputTokenLogprob]
+
+
+class OutputText(Struct, frozen=True):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Json]
+    logprobs: list[OutputLogprob]
+
+
+class ReasoningText(Struct, frozen=True):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class MessageItem(Struct, frozen=True, tag="message"):
+    id: str
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class ReasoningItem(Struct, frozen=True, tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: list[Json]
+    content: list[ReasoningText]
+    encrypted_content: str | None
+
+
+class FunctionCallItem(Struct, frozen=True, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesResponse(Struct, frozen=True, kw_only=True):
+    """With stream: true the answer is a stream of events, from response.created to response.completed, .incomplete or .failed."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[MessageItem | ReasoningItem | FunctionCallItem]
+    usage: ResponsesUsage | None
+    instructions: str | None
+    previous_response_id: str | None
+    conversation: Json | None
+    background: bool
+    store: bool
+    metadata: dict[str, str]
+    tools: list[Json]
+    tool_choice: str | Json
+    parallel_tool_calls: bool
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    reasoning: Json | None
+    text: Json
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    truncation: str
+    service_tier: str
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    prompt: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    input_messages: None
+    output_messages: None
+
+
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
+class InputItems(Struct, frozen=True):
+    """Messages, calls and results as they were sent, each with an id."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

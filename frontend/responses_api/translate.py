@@ -1,0 +1,203 @@
+"""A body of POST /v1/responses to the chat request that means the same, and what its answer repeats of it. Pure."""
+
+from typing import Any
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.responses_api import items
+from meshlm.frontend.responses_api.schema import LOGPROBS, REFUSED, ResponsesRequest
+from meshlm.frontend.schema import ChatRequest
+
+Json = dict[str, Any]
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512  # OpenAI's
+# What a chat's refusal calls a field -> its name here.
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "truncate_prompt_tokens": "truncation",
+}
+_SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "include_reasoning",
+    "priority",
+    "cache_salt",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
+
+
+def check(request: ResponsesRequest) -> None:
+    """Refuses what is not there, and fields that do not fit each other."""
+    for field, why in REFUSED.items():
+        if getattr(request, field):
+            raise HttpError(400, f"{field}: {why}", field)
+    if request.input is None or request.input in ("", []):
+        raise HttpError(400, "input: give a text or a list of items", "input")
+    if request.background and request.store is False:
+        raise HttpError(400, "background: a response that is not stored cannot be asked for", "background")
+    if request.stream_options is not None and not request.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
+    if len(request.metadata or {}) > MAX_METADATA:
+        raise HttpError(400, f"metadata: at most {MAX_METADATA} entries", "metadata")
+    for name, text in (request.metadata or {}).items():
+        if len(name) > MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT:
+            limits = f"names of {MAX_METADATA_NAME} characters and texts of {MAX_METADATA_TEXT} at most"
+            raise HttpError(400, f"metadata: {limits}", "metadata")
+
+
+def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
+    """`before`: the items of the conversation that the request goes on with."""
+    mine = items.listed(request.input or [])
+    messages = items.messages_of([*before, *mine], "input") if not before else _joined(before, mine)
+    if request.instructions:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    fields: Json = {
+        **{name: getattr(request, name) for name in _SAME},
+        "messages": messages,
+        "max_tokens": request.max_output_tokens,
+        "logprobs": wants_logprobs,
+        "top_logprobs": request.top_logprobs or 0 if wants_logprobs else None,
+        "continue_final_message": items.goes_on(mine),
+        **_tools(request),
+    }
+    if request.truncation == "auto":
+        fields["truncate_prompt_tokens"] = -1
+    if request.reasoning is not None:
+        fields["reasoning_effort"] = request.reasoning.effort
+    if (form := request.text.format if request.text is not None else None) is not None:
+        fields["response_format"] = _response_format(form)
+    if request.structured_outputs is not None:
+        if "structured_outputs" not in ChatRequest.__struct_fields__:
+            raise HttpError(400, "structured_outputs: structured outputs are not supported", "structured_outputs")
+        fields["structured_outputs"] = request.structured_outputs
+    return ChatRequest(**fields)
+
+
+def _joined(before: list[Json], mine: list[Json]) -> list[Json]:
+    """The messages of both; a call's result may answer a call of what came before."""
+    items.messages_of(mine, "input")  # which names what is wrong by its place in the request
+    return items.messages_of([*before, *mine], "input")
+
+
+def _response_format(form: Json) -> Json:
+    """text.format in the form of a chat's response_format."""
+    if form.get("type") != "json_schema":
+        return form
+    inner = {name: value for name, value in form.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _tools(request: ResponsesRequest) -> Json:
+    """tools and tool_choice."""
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or [])]
+    names = [tool["function"]["name"] for tool in tools]
+    choice = request.tool_choice
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        if kind == "function":
+            if choice.get("name") not in names:
+                raise HttpError(400, f"tool_choice: there is no tool {str(choice.get('name'))[:40]!r}", "tool_choice")
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        elif kind == "allowed_tools":
+            tools, choice = _allowed(choice, tools)
+        else:
+            text = f"type {str(kind)[:40]!r} is not supported; 'function' and 'allowed_tools' are"
+            raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    if not tools:
+        if choice not in (None, "auto", "none"):
+            raise HttpError(400, f"tool_choice: {str(choice)[:40]!r} needs tools", "tool_choice")
+        return {}
+    return {"tools": tools, "tool_choice": choice}
+
+
+def _allowed(choice: Json, tools: list[Json]) -> tuple[list[Json], Any]:
+    """The tools that may be called, and how; the others are kept from the model."""
+    allowed = choice.get("tools")
+    if choice.get("mode") not in ("auto", "required") or not isinstance(allowed, list):
+        raise HttpError(400, "tool_choice: allowed_tools has a mode, 'auto' or 'required', and tools", "tool_choice")
+    names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
+    return [tool for tool in tools if tool["function"]["name"] in names], choice["mode"]
+
+
+def _tool(tool: Json, where: str) -> Json:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        text = f"tools of type {str(kind)[:40]!r} are not supported; those of type 'function' are"
+        raise HttpError(400, f"{where}: {text}", "tools")
+    if not (isinstance(tool.get("name"), str) and tool["name"]):
+        raise HttpError(400, f"{where}.name: must be a string, and not empty", "tools")
+    fields = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in fields if tool.get(name) is not None}}
+
+
+def renamed(error: HttpError) -> HttpError:
+    """A chat's refusal in the words of this API."""
+    name = NAMES.get(error.param, error.param)
+    message = error.message
+    if name != error.param and message.startswith(error.param):
+        message = name + message.removeprefix(error.param)
+    return HttpError(error.status, message.replace(".function.", "."), name, error.kind)
+
+
+def parsed(ask: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
+    """What the mesh is asked, with the names of this API for what it may refuse."""
+    names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+    return ask._replace(client_names=names, request_id=(request.request_id or "").removeprefix("resp_"))
+
+
+def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> Json:
+    """The fields of an answer that repeat the request, with the values that hold."""
+    default = "auto" if request.tools else "none"
+    return {
+        "instructions": request.instructions,
+        "previous_response_id": request.previous_response_id,
+        "conversation": None,
+        "background": bool(request.background),
+        "store": stores,
+        "metadata": request.metadata or {},
+        "tools": request.tools or [],
+        "tool_choice": request.tool_choice or default,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "reasoning": _plain(request.reasoning, ("effort", "summary")),
+        "text": {**_plain(request.text, ("verbosity",)), "format": _format_of(request)},
+        "temperature": ask.sampling.temperature,
+        "top_p": ask.sampling.top_p,
+        "top_logprobs": request.top_logprobs or 0,
+        "presence_penalty": ask.sampling.presence_penalty,
+        "frequency_penalty": ask.sampling.frequency_penalty,
+        "truncation": request.truncation or "disabled",
+        "service_tier": request.service_tier or "auto",
+        "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+        **dict.fromkeys(("prompt", "kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
+    }
+
+
+def _plain(value: object, names: tuple[str, ...]) -> Json:
+    return {name: getattr(value, name, None) for name in names}
+
+
+def _format_of(request: ResponsesRequest) -> Json:
+    form = request.text.format if request.text is not None else None
+    return form or {"type": "text"}

@@ -1,0 +1,22 @@
+"""OpenAI's own client of a scripted frontend, and the tools that tests give it."""
+
+from typing import Any
+
+import httpx2
+import openai
+from scripted import Scripted
+
+from meshlm.protocol.config import ServerConfig
+
+TOOLS: Any = [
+    {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False},
+    {"type": "function", "name": "time", "parameters": None, "strict": None},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'
+SERVER = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+OFF = {"effort": "none"}
+
+
+def client_of(backend: Scripted, api_key: str = "none") -> openai.AsyncOpenAI:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(backend.app))
+    return openai.AsyncOpenAI(base_url="http://x/v1", api_key=api_key, max_retries=0, http_client=http)
