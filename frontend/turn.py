@@ -56,9 +56,12 @@ class Blocks:
         if said.reasoning:
             self._in_text = False
             self._form.reasoning(said.reasoning)
+        calls = list(said.calls)
+        if calls and "id" not in calls[0]:  # the end of a call stands before the text that came with it
+            self._form.call(calls.pop(0))
         if said.content:
             self._text(said.content)
-        for call in said.calls:
+        for call in calls:
             self._in_text, self._has_said, self._space = False, True, ""
             self._form.call(call)
 

@@ -126,6 +126,19 @@ async def test_reasoning_text_and_calls_are_items(backend: Scripted, client: ope
     assert answer.usage.output_tokens_details.reasoning_tokens == 3
 
 
+async def test_text_that_comes_with_the_end_of_a_call(backend: Scripted, client: openai.AsyncOpenAI) -> None:
+    """Rows of several tokens: the call was being given out."""
+    head, tail = CALL[:50], CALL[50:]
+    backend.pieces = ["</think>", head, f"{tail} and so on {CALL}"]
+    answer = await both(client, tools=TOOLS)
+    call, message, other = answer.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert isinstance(other, ResponseFunctionToolCall)
+    assert json.loads(call.arguments) == json.loads(other.arguments) == {"city": "Bärn"}
+    assert isinstance(message, ResponseOutputMessage)
+    assert answer.output_text == " and so on "
+
+
 async def test_what_ends_by_its_length_is_incomplete(backend: Scripted, client: openai.AsyncOpenAI) -> None:
     backend.finished = Finished(0, FinishReason.LENGTH)
     answer = await both(client, max_output_tokens=2, reasoning=OFF)
