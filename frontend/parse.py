@@ -59,7 +59,8 @@ class ParsedRequest(NamedTuple):
     begins_with: str = ""  # a chat's last message, of which the answer is the rest
     begins_with_reasoning: bool = False  # or may, as its reasoning parser tells
     reasoning_parser: str = "qwen3"  # where it does
-    opened_reasoning: bool = False  # whose opening text is in the message that it is the rest of
+    opened_reasoning: bool = False  # whose opening text is in the prompt or in the message that it is the rest of
+    changes_content: bool = False  # the reasoning parser does
     include_reasoning: bool = True
     tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
     tools: Tools = MappingProxyType({})  # that may be called
@@ -169,7 +170,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         begins_with=_continued(request.messages[-1]) if request.echo else "",
         begins_with_reasoning=begins_with_reasoning,
         reasoning_parser=server.reasoning_parser,
-        opened_reasoning=begins_with_reasoning and request.continue_final_message,
+        changes_content=reasoning.changes_content(server.reasoning_parser),
+        opened_reasoning=begins_with_reasoning
+        and reasoning.opened(server.reasoning_parser, template_kwargs, request.continue_final_message),
         include_reasoning=request.include_reasoning,
         return_prompt_text=bool(request.return_prompt_text),
         tool_call_parser=parser,

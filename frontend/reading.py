@@ -9,7 +9,9 @@ from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Finder, Part
+from meshlm.runtime.parsers.harmony import Channels, Reasoned
 from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.tags import Lexer
 
 Json = dict[str, Any]
 
@@ -24,7 +26,7 @@ class Said(NamedTuple):
 
 def needed(ask: ParsedRequest) -> bool:
     """Whether the answer may hold more than content."""
-    return ask.begins_with_reasoning or bool(ask.tool_call_parser)
+    return ask.begins_with_reasoning or bool(ask.tool_call_parser) or ask.changes_content
 
 
 def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:
@@ -41,21 +43,31 @@ class Reader:
         self._parser = registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
         self._finder: Finder | None = None
         self._splitter: Splitter | None = None
-        if ask.begins_with_reasoning:
-            self._splitter = Splitter(reasoning_parser(ask), self._parser, ask.tools)
-        else:
-            self._begin_content()
+        self._channels: Channels | None = None
+        self._hidden: Lexer | None = None
+        self._first_content = ""
         self._short_ids = self._parser is not None and self._parser.short_ids
         self._num_begun = 0  # calls of the model's
         self.num_calls = 0  # that were given out
+        form = reasoning_parser(ask) if ask.begins_with_reasoning or ask.changes_content else None
+        if form is not None and ask.changes_content:
+            self._hidden, self._first_content = Lexer(*form.hides), form.begins_content
+        if form is None or not ask.begins_with_reasoning:
+            self._begin_content()
+        elif form.channels:
+            self._channels = Channels(ask.tools if self._parser else {}, opened=ask.opened_reasoning)
+        else:
+            self._splitter = Splitter(form, self._parser, ask.tools)
 
     @property
     def plain(self) -> bool:
         """Whether all that follows is content."""
-        return self._finder is None and self._splitter is None
+        return self._finder is None and self._splitter is None and self._channels is None and self._hidden is None
 
     def push(self, text: str, *, last: bool) -> Said:
         """More text; `last`: none follows."""
+        if self._channels is not None:
+            return self._push_channels(self._channels, text, last)
         thought, parts = "", list[Part]()
         if self._splitter is not None:
             thought, parts, text = self._splitter.push(text)
@@ -65,12 +77,25 @@ class Reader:
             if last or self._splitter.closed:
                 self._begin_content(self._splitter.finder)
                 self._splitter = None
-        if self._finder is not None:
-            parts += self._finder.push(text)
-            parts += self._finder.finish() if last else []
-        else:
-            parts.append(text)
-        return self._said(thought if self._ask.include_reasoning else "", parts)
+        parts += self._content(text, last)
+        return self._said(thought, parts)
+
+    def _push_channels(self, channels: Channels, text: str, last: bool) -> Said:
+        found = channels.push(text) + (channels.finish() if last else [])
+        thought = "".join(part.text for part in found if isinstance(part, Reasoned))
+        return self._said(thought, [part for part in found if not isinstance(part, Reasoned)])
+
+    def _content(self, text: str, last: bool) -> list[Part]:
+        """Text behind the reasoning."""
+        text, self._first_content = self._first_content + text, ""
+        pieces = [text] if self._hidden is None else self._hidden.push(text)
+        pieces += ["", self._hidden.finish()] if last and self._hidden is not None else []
+        parts = list[Part]()
+        for place, piece in enumerate(pieces):
+            if place % 2 == 1 and not (self._finder is not None and self._finder.in_call):
+                continue  # a tag that is nobody's
+            parts += [piece] if self._finder is None else self._finder.push(piece)
+        return parts + (self._finder.finish() if last and self._finder is not None else [])
 
     def _begin_content(self, finder: Finder | None = None) -> None:
         """`finder` goes on with a call that began in the reasoning."""
@@ -94,7 +119,7 @@ class Reader:
             elif index not in calls:
                 calls[index] = {"index": index, "function": {"arguments": ""}}
             calls[index]["function"]["arguments"] += part.arguments
-        return Said(thought, "".join(content), list(calls.values()))
+        return Said(thought if self._ask.include_reasoning else "", "".join(content), list(calls.values()))
 
     def _beginning(self, call: Call, index: int) -> Json:
         self.num_calls += 1

@@ -16,13 +16,22 @@ from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.tags import Lexer
 
 _NONE: Tools = MappingProxyType({})
-SWITCHES = ("enable_thinking", "thinking")  # of chat templates
 
 
-def tags(parser: str) -> tuple[str, str]:
+def tags(parser: str) -> tuple[str, ...]:
     """What may be special tokens of the model's, which its decoder must show."""
-    found = registry.reasoning_parser(parser)
-    return found.open, found.close
+    return registry.reasoning_parser(parser).tags
+
+
+def changes_content(parser: str) -> bool:
+    """Whether content is not what the model writes there."""
+    found = registry.reasoning_parser(parser) if parser else None
+    return found is not None and bool(found.hides or found.begins_content)
+
+
+def opened(parser: str, template_kwargs: Mapping[str, Any], goes_on: bool) -> bool:
+    """Whether reasoning that an answer begins with has been opened before it."""
+    return goes_on or registry.reasoning_parser(parser).opens_in_prompt(template_kwargs)
 
 
 def begins(
@@ -32,10 +41,10 @@ def begins(
     if not parser:
         return False
     found = registry.reasoning_parser(parser)
-    if goes_on:
+    if goes_on and not found.channels:
         before = messages[-1].get("content")
         return isinstance(before, str) and found.open in before and found.close not in before
-    return not found.switchable or all(template_kwargs.get(switch) is not False for switch in SWITCHES)
+    return found.reasons(template_kwargs)
 
 
 class Thought(NamedTuple):

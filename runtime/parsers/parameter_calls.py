@@ -42,6 +42,7 @@ class ParameterForm(Struct, frozen=True):
     value_open: str = ""
     trims: bool = True  # a line break at either end of a value is not part of it
     key: Callable[[str], Parameter | None] = plain_key
+    cdata: bool = False  # a value may stand in `<![CDATA[` and `]]>`
     known_if_empty: bool = False  # without parameters it is a call only of a tool that the request names
 
     def body(self, answer: Answer) -> Steps[None]:
@@ -101,11 +102,12 @@ class ParameterForm(Struct, frozen=True):
 
     def _value(self, answer: Answer, kinds: frozenset[str]) -> Steps[None]:
         """A value and its closing tag. A string is given out as it comes, any other value when it is complete."""
-        if self.trims and (yield from answer.ahead("\n")):
-            answer.at += 1
+        if self.trims:
+            yield from answer.take("\n")
         value = _Value(answer, kinds)
-        closes = (f"\n{self.parameter_close}", self.parameter_close) if self.trims else (self.parameter_close,)
-        tags = Tags(*closes)
+        in_cdata = self.cdata and bool((yield from answer.take("<![CDATA[")))
+        close = f"]]>{self.parameter_close}" if in_cdata else self.parameter_close
+        tags = Tags(f"\n{close}", close) if self.trims and not in_cdata else Tags(close)
         while tag := (yield from answer.stream(tags, value.take)):
             if (yield from self._ends(answer)):
                 value.end()

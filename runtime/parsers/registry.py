@@ -45,42 +45,59 @@ class ToolParsers(MutableMapping[str, ToolParser]):
 
 TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers(
     {
+        "apertus": "apertus",
+        "cohere_command3": "cohere_command",
+        "cohere_command4": "cohere_command",
         "deepseek_v3": "deepseek_v3",
         "deepseek_v31": "deepseek_v31",
+        "deepseek_v32": "deepseek_v32",
+        "deepseek_v4": "deepseek_v4",
+        "ernie45": "hermes",
         "functiongemma": "functiongemma",
         "gemma": "functiongemma",
+        "gemma4": "gemma4",
+        "gigachat3": "gigachat3",
         "glm45": "glm45",
         "glm47": "glm45",
         "granite": "granite",
         "granite-20b-fc": "granite_20b_fc",
         "granite4": "hermes",
         "hermes": "hermes",
+        "hunyuan_a13b": "jamba",
+        "hy_v3": "hy_v3",
         "internlm": "internlm",
         "jamba": "jamba",
         "kimi_k2": "kimi_k2",
+        "lfm2": "lfm2",
         "llama3_json": "llama3_json",
         "llama4_json": "llama3_json",
         "llama4_pythonic": "llama4_pythonic",
         "longcat": "longcat",
+        "mimo": "qwen3_coder",
+        "minicpm5": "minicpm5",
         "minimax": "jamba",
         "minimax_m2": "minimax_m2",
         "mistral": "mistral",
+        "olmo3": "olmo3",
+        "openai": "openai",
         "phi4_mini_json": "phi4_mini_json",
+        "poolside_v1": "glm45",
         "pythonic": "pythonic",
         "qwen3_coder": "qwen3_coder",
         "qwen3_xml": "qwen3_coder",
+        "seed_oss": "seed_oss",
+        "step3": "step3",
+        "step3p5": "qwen3_coder",
         "xlam": "xlam",
     }
 )
-REASONING_PARSERS: dict[str, ReasoningParser] = {
-    "deepseek_r1": ReasoningParser(switchable=False),
-    "glm45": ReasoningParser(),
-    "granite": ReasoningParser("Here is my thought process:", "Here is my response:", assumed=False),
-    "mistral": ReasoningParser("[THINK]", "[/THINK]", assumed=False),
-    "qwen3": ReasoningParser(),
-}
+REASONING_PARSERS: dict[str, ReasoningParser] = dict(reasoning.FORMATS)
 _loaded_files: set[tuple[str, str]] = set()  # with the variable that was read, in this process
-HARMONY = ("openai", "openai_gptoss", "gpt-oss")  # the channels of gpt-oss, which are not read yet
+NOT_THERE = {  # vLLM's that cannot be
+    "inkling": "its prompts are made by code of vLLM's own",
+    "minimax_m3": "its calls are read by compiled code of vLLM's own",
+}
+HARMONY = "openai"  # the parser of calls that needs a reasoning parser of channels, as that does it
 
 
 class ParserError(Exception):
@@ -97,6 +114,16 @@ def load(environment: Mapping[str, str], tool_file: str, reasoning_file: str) ->
     )
     _add_file(TOOL_PARSERS, ToolParser, tool_file, "--tool-parser-plugin", "TOOL_PARSERS")
     _add_file(REASONING_PARSERS, ReasoningParser, reasoning_file, "--reasoning-parser-plugin", "REASONING_PARSERS")
+
+
+def check_pair(tool_name: str, reasoning_name: str) -> None:
+    """ParserError where only one of two names is of harmony's channels, which hold reasoning and calls alike."""
+    if not tool_name or (tool_name == HARMONY) == (bool(reasoning_name) and reasoning_parser(reasoning_name).channels):
+        return
+    raise ParserError(
+        f"--tool-call-parser {tool_name} with --reasoning-parser {reasoning_name or 'none'}: the channels of gpt-oss need "
+        f"--tool-call-parser {HARMONY} and --reasoning-parser openai_gptoss"
+    )
 
 
 def is_own(tool_parser: str, reasoning_parser: str) -> bool:
@@ -126,9 +153,8 @@ _Parser = TypeVar("_Parser", ToolParser, ReasoningParser)
 def _named(known: MutableMapping[str, _Parser], name: str, flag: str) -> _Parser:
     if (found := known.get(name)) is not None:
         return found
-    if name in HARMONY:
-        raise ParserError(f"{flag} {name}: the channels of gpt-oss are not read yet")
-    raise ParserError(f"{flag} {name}: there are {', '.join(sorted(known))}")
+    why = f"{NOT_THERE[name]}; " if name in NOT_THERE else ""
+    raise ParserError(f"{flag} {name}: {why}there are {', '.join(sorted(known))}")
 
 
 def _add(known: MutableMapping[str, _Parser], kind: type[_Parser], name: str, found: Any) -> None:

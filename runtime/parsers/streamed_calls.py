@@ -61,7 +61,7 @@ class Form(Struct, frozen=True):
     body: Body
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
-    wrappers: tuple[()] | tuple[str, str] = ()  # tags around one or more calls, which are nobody's text there
+    wrappers: tuple[str, ...] = ()  # pairs of tags around one or more calls, which are nobody's text there
     starts: tuple[str, ...] = ()  # an answer that begins with one of these, behind blanks, may be a call without a tag
 
 
@@ -158,7 +158,7 @@ class StreamedCalls:
     def _wrapper(self, tag: str) -> None:
         if self._pending is None:
             self._pending = False, []
-        if self._pending[0] and tag in self._form.wrappers[1:]:
+        if self._pending[0] and tag in self._form.wrappers[1::2]:
             self._pending = True, []
         else:
             self._pending[1].append(tag)

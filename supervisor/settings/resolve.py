@@ -147,6 +147,7 @@ def _check_parsers(server: ServerConfig) -> None:
         registry.tool_parser(server.tool_call_parser)
     if server.reasoning_parser:
         registry.reasoning_parser(server.reasoning_parser)
+    registry.check_pair(server.tool_call_parser, server.reasoning_parser)
 
 
 def _check_backend(name: str) -> None:

@@ -24,12 +24,33 @@ SAID: list[tuple[str, str, str, str]] = [
     ("mistral", " [THI", "", " [THI"),
     ("granite", f"{GRANITE} hm Here is my response: Yes", " hm ", " Yes"),
     ("granite", "Here is a", "", "Here is a"),
+    ("seed_oss", "<seed:think>hm</seed:think>Yes", "hm", "Yes"),
+    ("gemma4", "<|channel>thought\nhm<channel|>Yes", "hm", "Yes"),
+    ("gemma4", "Yes", "", "Yes"),
+    ("cohere_command3", "<|START_THINKING|>hm<|END_THINKING|>Yes", "hm", "Yes"),
+    ("hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nYes", "hm", "<answer>\nYes"),
+    ("minimax_m3", "<mm:think>hm</mm:think>Yes", "hm", "Yes"),
     ("<a>...</a>", "\n<a>hm</a>Yes</a>", "hm", "Yes</a>"),
     ("<a>...</a>", "", "", ""),
 ]
-NAMES = [*REASONING_PARSERS, "<a>...</a>"]
+NAMES = [name for name, form in REASONING_PARSERS.items() if not (form.channels or form.begins_content)] + [
+    "<a>...</a>"
+]
 # A call without arguments in each format whose calls stand between tags.
 CALLS = {
+    "apertus": '<|tools_prefix|>[{"time": {}}]<|tools_suffix|>',
+    "cohere_command3": '<|START_ACTION|>[{"tool_name": "time", "parameters": {}}]<|END_ACTION|>',
+    "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="time"></｜DSML｜invoke></｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls><｜DSML｜invoke name="time"></｜DSML｜invoke></｜DSML｜tool_calls>',
+    "gemma4": "<|tool_call>call:time{}<tool_call|>",
+    "gigachat3": '<|function_call|>{"name": "time", "arguments": {}}',
+    "hy_v3": "<tool_calls><tool_call>time<tool_sep></tool_call></tool_calls>",
+    "lfm2": "<|tool_call_start|>[time()]<|tool_call_end|>",
+    "minicpm5": '<function name="time"></function>',
+    "olmo3": "<function_calls>time()</function_calls>",
+    "seed_oss": "<seed:tool_call><function=time></function></seed:tool_call>",
+    "step3": "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="time"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -137,3 +158,61 @@ def test_an_answer_without_the_opening_text(parser: str, reasoning: str | None) 
     give(answer, 0, [7], "Yes", STOP)
     message = body(answer)["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == (reasoning, None if reasoning else "Yes")
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "message"),
+    [
+        ("ernie45", "hm</think>\n<response>\nYes\n</response>\n", ("hm", "\n\nYes\n\n")),
+        (
+            "ernie45",
+            'hm</think>Yes<tool_call>{"name": "time", "arguments": {"a": "<response>"}}</tool_call>',
+            ("hm", "Yes"),
+        ),
+        ("hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nYes\n</answer>", ("hm", "Yes")),
+        ("minimax_m2_append_think", "hm</think>Yes", (None, "<think>hm</think>Yes")),
+    ],
+)
+def test_content_that_is_not_what_the_model_writes(parser: str, text: str, message: tuple[str | None, str]) -> None:
+    server = ServerConfig(reasoning_parser=parser, enable_auto_tool_choice=True, tool_call_parser="hermes")
+    tools = [{"type": "function", "function": {"name": "time"}}]
+    ask = asked("chat", body_of("chat", {"tools": tools}), server=server)
+    for size in (1, 1000):
+        answer, _ = whole(ask)
+        for at in range(0, len(text), size):
+            give(answer, 0, [7], text[at : at + size])
+        give(answer, 0, [2], "", STOP)
+        found = body(answer)["choices"][0]["message"]
+        assert (found["reasoning"], found["content"]) == message
+        assert [call["function"]["arguments"] for call in found.get("tool_calls", ())] == ['{"a": "<response>"}'] * (
+            "tool_call" in text
+        )
+
+
+@pytest.mark.parametrize(
+    ("parser", "kwargs", "reasons"),
+    [
+        ("deepseek_r1", {"enable_thinking": False}, True),
+        ("qwen3", {}, True),
+        ("qwen3", {"enable_thinking": False}, False),
+        ("deepseek_v3", {}, False),
+        ("deepseek_v3", {"thinking": True}, True),
+        ("holo2", {}, True),
+        ("hy_v3", {}, False),
+        ("hy_v3", {"reasoning_effort": "high"}, True),
+        ("hy_v3", {"reasoning_effort": "no_think"}, False),
+        ("minimax_m2_append_think", {}, False),
+        ("openai_gptoss", {"enable_thinking": False}, True),
+    ],
+)
+def test_which_answers_may_begin_with_reasoning(parser: str, kwargs: dict[str, object], reasons: bool) -> None:
+    ask = asked("chat", body_of("chat", {"chat_template_kwargs": kwargs}), server=ServerConfig(reasoning_parser=parser))
+    assert ask.begins_with_reasoning == reasons
+
+
+def test_a_template_that_opens_the_reasoning() -> None:
+    server = ServerConfig(reasoning_parser="minimax_m3")
+    ask = asked("chat", body_of("chat", {"chat_template_kwargs": {"thinking_mode": "enabled"}}), server=server)
+    answer, _ = whole(ask)
+    give(answer, 0, [7], "hm</mm:think>Yes", STOP)
+    assert body(answer)["choices"][0]["message"]["reasoning"] == "hm"

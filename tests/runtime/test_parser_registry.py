@@ -91,11 +91,34 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
     for name in ("nobody", "...", "<a>...", "a...a"):
         with pytest.raises(ParserError, match=r"there are .*qwen3"):
             registry.reasoning_parser(name)
-    with pytest.raises(ParserError, match="--tool-call-parser openai: the channels of gpt-oss are not read yet"):
-        registry.tool_parser("openai")
+    with pytest.raises(
+        ParserError, match=r"--tool-call-parser minimax_m3: its calls are read by compiled code.*there are"
+    ):
+        registry.tool_parser("minimax_m3")
     with pytest.raises(ParserError, match="missing"):
         registry.load({}, str(tmp_path / "missing.py"), "")
 
 
 def test_a_name_may_spell_out_two_texts() -> None:
     assert registry.reasoning_parser("<a>...</a>") == ReasoningParser("<a>", "</a>", assumed=False)
+
+
+# The names of vLLM 0.26.
+VLLM_TOOLS = """
+apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 ernie45
+functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3 inkling
+internlm jamba kimi_k2 lfm2 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax_m2
+minimax_m3 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3
+step3p5 xlam
+"""
+VLLM_REASONING = """
+cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 ernie45 gemma4 glm45 glm47 granite holo2
+hunyuan_a13b hy_v3 inkling kimi_k2 mimo minimax_m2 minimax_m2_append_think minimax_m3 mistral nemotron_v3
+olmo3 openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5
+"""
+
+
+def test_each_name_of_vllms_is_there_or_refused_with_the_reason() -> None:
+    assert {*VLLM_TOOLS.split()} - {*registry.TOOL_PARSERS} == {"inkling", "minimax_m3"}
+    assert {*VLLM_REASONING.split()} - {*registry.REASONING_PARSERS} == {"inkling"}
+    assert set(registry.NOT_THERE) == {"inkling", "minimax_m3"}

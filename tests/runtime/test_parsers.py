@@ -41,7 +41,8 @@ def words_of(parser: str) -> st.SearchStrategy[str]:
     return st.lists(st.one_of(st.sampled_from(whole), cut, st.sampled_from(parts)), max_size=6).map("".join)
 
 
-@pytest.mark.parametrize("parser", FORMATS)
+# Not of "openai", where the heads of messages are nobody's text: test_harmony.py has its own.
+@pytest.mark.parametrize("parser", sorted(set(FORMATS) - {"openai"}))
 @given(st.data())
 def test_cuts_change_nothing_and_no_text_is_lost(parser: str, data: st.DataObject) -> None:
     text = data.draw(words_of(parser))

@@ -27,6 +27,7 @@ JSON_HARD = f'{{"name": "weather", "arguments": {HARD}}}'
 HARD_CITY = Call("weather", HARD)
 DS, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DS_CALL, DS_SEP, DS_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DSML = "｜DSML｜"
 KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
 
@@ -232,8 +233,112 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("[time()]", "", [CLOCK]),
         ("<|python_start|>x = 1<|python_end|>", "<|python_start|>x = 1<|python_end|>", []),
     ],
+    "apertus": [
+        (f'Hm.<|tools_prefix|>[{{"weather": {BERN}}}, {{"time": {NOW}}}]<|tools_suffix|>', "Hm.", [CITY, CLOCK]),
+        (f'<|tools_prefix|>[{{"weather": {HARD}}}]<|tools_suffix|> So.', " So.", [HARD_CITY]),
+        ("<|tools_prefix|>[1]<|tools_suffix|>", "<|tools_prefix|>[1]<|tools_suffix|>", []),
+    ],
+    "cohere_command3": [
+        (
+            f'<|START_ACTION|>[\n{{"tool_call_id": "0", "tool_name": "weather", "parameters": {BERN}}},\n'
+            f'{{"tool_call_id": "1", "tool_name": "time", "parameters": {NOW}}}\n]<|END_ACTION|>',
+            "",
+            [CITY, CLOCK],
+        ),
+        ("<|START_ACTION|>hm<|END_ACTION|>", "<|START_ACTION|>hm<|END_ACTION|>", []),
+    ],
+    "deepseek_v32": [
+        (
+            f'Hm.<{DSML}function_calls>\n<{DSML}invoke name="weather">\n<{DSML}parameter name="city" string="true">5'
+            f'</{DSML}parameter>\n<{DSML}parameter name="days" string="false">3</{DSML}parameter>\n</{DSML}invoke>\n'
+            f'<{DSML}invoke name="time">\n</{DSML}invoke>\n</{DSML}function_calls>',
+            "Hm.",
+            [Call("weather", '{"city":"5","days":3}'), CLOCK],
+        ),
+        (f"<{DSML}invoke name=", f"<{DSML}invoke name=", []),
+    ],
+    "deepseek_v4": [
+        (
+            f'<{DSML}tool_calls><{DSML}invoke name="weather"><{DSML}parameter name="city" string="false">Bärn'
+            f"</{DSML}parameter></{DSML}invoke></{DSML}tool_calls>",
+            "",
+            [COMPACT],
+        ),
+    ],
+    "gemma4": [
+        (
+            'Hm.<|tool_call>call:weather{city:<|"|>Bärn<|"|>,days:3}<tool_call|><|tool_call>call:time{}<tool_call|>',
+            "Hm.",
+            [Call("weather", '{"city":"Bärn","days":3}'), CLOCK],
+        ),
+        ("<|tool_call>call:<tool_call|>", "<|tool_call>call:<tool_call|>", []),
+    ],
+    "gigachat3": [
+        (f"Hm.<|function_call|>{JSON_BERN}", "Hm.", [CITY]),
+        (f"Hm.function call<|role_sep|>\n{JSON_HARD}", "Hm.", [HARD_CITY]),
+        ("a function call <|function_call|>", "a function call <|function_call|>", []),
+    ],
+    "hy_v3": [
+        (
+            "Hm.<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Bärn</arg_value>\n"
+            "</tool_call>\n<tool_call>time<tool_sep>\n</tool_call>\n</tool_calls>",
+            "Hm.",
+            [COMPACT, CLOCK],
+        ),
+        ("<tool_calls><tool_call>time</tool_call>", "<tool_calls><tool_call>time</tool_call>", []),
+    ],
+    "lfm2": [
+        ("Hm.<|tool_call_start|>[weather(city='Bärn'), time()]<|tool_call_end|>\nSo.", "Hm.\nSo.", [COMPACT, CLOCK]),
+        ("<|tool_call_start|>[other()]<|tool_call_end|>", "<|tool_call_start|>[other()]<|tool_call_end|>", []),
+    ],
+    "minicpm5": [
+        (
+            'Hm.<function name="weather"><param name="city"><![CDATA[</param> & \n]]></param>'
+            '<param name="days">3</param></function>\n<function name="time"></function>',
+            "Hm.",
+            [Call("weather", '{"city":"</param> & \\n","days":3}'), CLOCK],
+        ),
+        ('<function name="time">', '<function name="time">', []),
+    ],
+    "olmo3": [
+        ("Hm.<function_calls>weather(city='Bärn')\ntime()</function_calls> So.", "Hm. So.", [COMPACT, CLOCK]),
+        ("<function_calls>x</function_calls>", "<function_calls>x</function_calls>", []),
+    ],
+    "seed_oss": [
+        (
+            "Hm.<seed:tool_call>\n<function=weather>\n<parameter=city>Bärn</parameter>\n</function>\n</seed:tool_call>",
+            "Hm.",
+            [COMPACT],
+        ),
+        ("<seed:tool_call>\n", "<seed:tool_call>\n", []),
+    ],
+    "step3": [
+        (
+            "Hm.<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="weather"><steptml:parameter name="city">Bärn</steptml:parameter></steptml:invoke>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            "Hm.",
+            [COMPACT],
+        ),
+        ("<｜tool_calls_begin｜>hm", "<｜tool_calls_begin｜>hm", []),
+    ],
+    "openai": [
+        (f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{HARD}<|call|>", "", [HARD_CITY]),
+        (
+            f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.time<|message|>{NOW}",
+            "Hm.",
+            [CLOCK],
+        ),
+        ("<|channel|>final<|message|>So.<|return|>", "So.", []),
+    ],
 }
 SAME_AS = {
+    "cohere_command4": "cohere_command3",
+    "ernie45": "hermes",
+    "hunyuan_a13b": "jamba",
+    "mimo": "qwen3_coder",
+    "poolside_v1": "glm45",
+    "step3p5": "qwen3_coder",
     "gemma": "functiongemma",
     "glm47": "glm45",
     "granite4": "hermes",

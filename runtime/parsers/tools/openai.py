@@ -1,0 +1,6 @@
+"""The calls of gpt-oss: messages to `functions.name` (runtime/parsers/harmony.py)."""
+
+from meshlm.runtime.parsers.calls import ToolParser
+from meshlm.runtime.parsers.harmony import TAGS, ChannelCalls
+
+PARSER = ToolParser(ChannelCalls, tags=TAGS)
