@@ -1,12 +1,14 @@
 """Kills processes of a running mesh, one after the other, and compares every stream with the undisturbed run.
 
-    python -P benchmarks/chaos.py --minutes 10 --json FILE [--device cpu|fake] [--streams 64] [--roles worker scheduler ...]
+    python -P benchmarks/chaos.py --minutes 10 --json FILE [--device cpu|cuda|fake] [--streams 64] [--roles worker scheduler ...]
         [--frontends 2] [--detokenizers 2] [any other flag of `meshlm serve`]
 
 First all requests of the mix are answered undisturbed: the reference. Then `--streams` clients ask for them again and again, while a
 random process (never the supervisor) is killed with SIGKILL as soon as most streams flow again after the last fault, at times
 before that; now and then one is stopped by SIGSTOP instead, for a moment or until the supervisor judges it stuck. A pause is the
 longest gap between two tokens of any stream around a fault. Exit code 1 when anything was lost, duplicated, wrong or failed.
+On a GPU tokens depend on what else is in their step, as far as 16 bits can tell: there they are counted, and `as_undisturbed` says
+how many stand before the first of their stream that differs from the reference.
 """
 
 import argparse
@@ -29,16 +31,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import machine
 from serving import Mesh, Place
-from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, draw_asks, verdict
+from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, counted, draw_asks, num_equal, verdict
 
 ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
 # How often each role is hit. On a CPU all streams are computed again after the death of a worker or its scheduler, which takes
 # many seconds: equal shares would leave no time for tokens.
 WEIGHTS = {
     "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3},
+    "cuda": {"worker": 1, "scheduler": 1, "detokenizer": 1, "coordinator": 1, "frontend": 1},
     "fake": {"worker": 1, "scheduler": 1, "detokenizer": 1, "coordinator": 1, "frontend": 1},
 }
-HEAL_LIMIT_S = 15.0  # then the next one comes anyway
 TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
 SHORT_STOP_S = (0.5, 3.0)
 NOTICE_S = 0.05  # what is on its way when a process dies still arrives
@@ -74,7 +76,7 @@ class Chaos:
         self.verdicts: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
         self.gaps: list[Gap] = []
-        self.tokens = self.retries = self.refusals = 0
+        self.tokens = self.equal = self.retries = self.refusals = 0
         self.undisturbed_gap_s = 0.0
         self.ending = False
         self.seconds = 0.0
@@ -104,7 +106,8 @@ class Chaos:
 
     def _judge(self, stream: Stream, answer: Answer) -> None:
         wanted = self.reference[stream.ask.number]
-        found = verdict(answer, wanted)
+        found = (counted if self.arguments.device == "cuda" else verdict)(answer, wanted)
+        self.equal += num_equal(answer.token_ids, wanted.token_ids)
         self.verdicts[found] += 1
         self.tokens += len(answer.token_ids)
         self.retries += stream.retries
@@ -184,7 +187,7 @@ class Chaos:
         """Wait until most streams have had a token since (or do not, where it should hit the mesh while it heals)."""
         hasty = self.dice.random() < TOO_EARLY_SHARE
         hasty = hasty and not self.arguments.script
-        limit = time.monotonic() + (self.dice.random() if hasty else HEAL_LIMIT_S)
+        limit = time.monotonic() + (self.dice.random() if hasty else self.arguments.heal_limit_s)
         while time.monotonic() < limit:
             flowing = sum(stream.last_at > fault.at + NOTICE_S for stream in self.running)
             if not fault.healed_s and flowing >= self.arguments.healed_share * len(self.running):
@@ -244,6 +247,7 @@ class Chaos:
             "retries": self.retries,
             "refusals_503": self.refusals,
             "tokens": self.tokens,
+            "as_undisturbed": round(self.equal / max(1, self.tokens), 4),
             "undisturbed_gap_s": round(self.undisturbed_gap_s, 3),
             "pause_s": {role: pauses([f for f in kills if f.role == role]) for role in self.arguments.roles},
             "pause_of_stops_s": pauses([fault for fault in self.faults if fault.kind == "stop"]),
@@ -269,7 +273,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--device", choices=["cpu", "fake"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda", "fake"], default="cpu")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="whose processes may die")
     parser.add_argument("--tokens", type=int, nargs=2, default=[16, 64], help="shortest and longest answer")
@@ -280,6 +284,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         default=0.5,
         help="of the streams, that must have had a token before the next fault",
     )
+    parser.add_argument("--heal-limit-s", type=float, default=15.0, help="then the next fault comes anyway")
     parser.add_argument("--spread-s", type=float, default=0.5, help="random rest between healed and the next fault")
     parser.add_argument("--stop-share", type=float, default=0.06, help="of faults: SIGSTOP, then SIGCONT")
     parser.add_argument("--stuck-share", type=float, default=0.02, help="of faults: SIGSTOP until it is replaced")
@@ -296,7 +301,7 @@ def serve_flags(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
     flags += ["--stall-timeout", str(arguments.stall_timeout)]
     if arguments.device == "fake":
         flags += ["--fake-step-ms", "20", "--max-model-len", "4096"]
-    else:
+    elif arguments.device == "cpu":
         flags += ["--kv-cache-memory", "1G", "--max-num-batched-tokens", "256"]
     return flags + rest
 
@@ -305,7 +310,7 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
     mesh = Mesh(serve_flags(arguments, rest))
     try:
         mesh.wait_ready()
-        asks = draw_asks(arguments.streams, arguments.seed, tuple(arguments.tokens), arguments.device == "fake")
+        asks = draw_asks(arguments.streams, arguments.seed, tuple(arguments.tokens), arguments.device)
         chaos = Chaos(mesh, asks, arguments)
         await chaos.learn_reference()
         print(f"the undisturbed run is known; {len(asks)} requests", file=sys.stderr)

@@ -45,7 +45,7 @@ class Soak:
         turn = 0
         while time.monotonic() < self.until:
             turn += 1
-            (ask,) = draw_asks(1, number * 1_000_003 + turn, (4, 160), self.arguments.device == "fake")
+            (ask,) = draw_asks(1, number * 1_000_003 + turn, (4, 160), self.arguments.device)
             leaves = dice.random() < ABORTED_SHARE
             # With a key a request whose client hangs up would run on, for the client to come back.
             stream = Stream(

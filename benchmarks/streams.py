@@ -28,10 +28,15 @@ class Ask(NamedTuple):
     body: dict[str, Any]
 
 
-def draw_asks(count: int, seed: int, tokens: tuple[int, int], as_ids: bool) -> list[Ask]:
-    """Greedy and seeded ones, of different prompts and lengths, some with stop strings."""
+def draw_asks(count: int, seed: int, tokens: tuple[int, int], device: str) -> list[Ask]:
+    """Greedy and seeded ones, of different prompts and lengths, some with stop strings; on a GPU they are as long as they may be."""
     dice = random.Random(seed)
-    return [Ask(number, _body(dice, number, tokens, as_ids)) for number in range(count)]
+    asks = [Ask(number, _body(dice, number, tokens, device != "cpu")) for number in range(count)]
+    if device == "cuda":
+        for ask in asks:
+            ask.body["ignore_eos"] = True
+            ask.body.pop("stop", None)
+    return asks
 
 
 def _body(dice: random.Random, number: int, tokens: tuple[int, int], as_ids: bool) -> dict[str, Any]:
@@ -212,6 +217,19 @@ def verdict(got: Answer, wanted: Answer) -> str:
     if len(mine) > len(theirs) and _without_a_run(mine, theirs):
         return "duplicated"
     return "wrong"
+
+
+def counted(got: Answer, wanted: Answer) -> str:
+    """The same by the number of tokens alone."""
+    mine, theirs = len(got.token_ids), len(wanted.token_ids)
+    if got.error:
+        return "error"
+    return "right" if mine == theirs else "lost" if mine < theirs else "duplicated"
+
+
+def num_equal(mine: tuple[int, ...], theirs: tuple[int, ...]) -> int:
+    """Tokens before the first that differs."""
+    return next((at for at, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
 
 
 def _without_a_run(longer: tuple[int, ...], shorter: tuple[int, ...]) -> bool:

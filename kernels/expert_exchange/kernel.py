@@ -6,7 +6,8 @@
     add       out[r] = sum over the peers with one of r's experts of results[peer n + r]     (float32, in the order of ranks)
 
 n: rows that each rank sends, padding included; the same on all, and fixed in a CUDA graph. Rows that need not travel are not written,
-and nobody reads their places. Behind `send` and behind `give_back` the ranks meet: `signal` says to all peers that what was written
+and nobody reads their places. Many rows go all of them, by the GPU's copy engines (`whole`): nearly each of them has an expert
+everywhere, and no multiprocessor is kept from computing meanwhile. Behind `send` and behind `give_back` the ranks meet: `signal` says to all peers that what was written
 before it is there, `wait` waits until all have said so. An inbox is written again only after the peers' results have come, which they
 computed from it; results only after the peers' next rows have come, which they send when they have added up the last. So there is one
 of each. Turns are counted on the device: a CUDA graph replays with new numbers. A word of the host's memory ends all waiting.
@@ -35,6 +36,8 @@ class Room(NamedTuple):
     flags_of: Tensor  # of int32 [2 size], zeros: the last turn of each peer, of rows and of results
     turns: Tensor  # int32 [2], zeros: of this rank alone
     stop: Tensor  # int32 [1] in the host's memory: not 0 ends all waiting
+    inbox_at: list[Tensor]  # the same memory as tensors, of each rank
+    results_at: list[Tensor]
 
 
 class Owners(NamedTuple):
@@ -49,7 +52,7 @@ class Owners(NamedTuple):
 def _send(
     x, experts, weights, inboxes, lines, n, count,
     RANK: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr,
-    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row, peer = tl.program_id(0), tl.program_id(1)
     nth = tl.arange(0, K_BLOCK)
@@ -62,12 +65,13 @@ def _send(
     line = tl.load(lines + peer).to(tl.pointer_type(tl.int32)) + at * (2 * K)
     tl.store(line + nth, tl.where(mine, chosen - first, -1), mask=nth < K)
     tl.store(line + K + nth, bits, mask=nth < K)
-    if tl.max(mine.to(tl.int32), axis=0) > 0:
-        to = tl.load(inboxes + peer).to(tl.pointer_type(x.dtype.element_ty)) + at * HIDDEN
-        for begin in range(0, HIDDEN, BLOCK):
-            column = begin + tl.arange(0, BLOCK)
-            inside = column < HIDDEN
-            tl.store(to + column, tl.load(x + row.to(tl.int64) * HIDDEN + column, mask=inside), mask=inside)
+    if not WHOLE:  # noqa: SIM102 - a kernel decides the one when it is compiled, the other when it runs
+        if tl.max(mine.to(tl.int32), axis=0) > 0:
+            to = tl.load(inboxes + peer).to(tl.pointer_type(x.dtype.element_ty)) + at * HIDDEN
+            for begin in range(0, HIDDEN, BLOCK):
+                column = begin + tl.arange(0, BLOCK)
+                inside = column < HIDDEN
+                tl.store(to + column, tl.load(x + row.to(tl.int64) * HIDDEN + column, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -131,22 +135,31 @@ def _wait(flags, turns, stop, RANK: tl.constexpr, SIZE: tl.constexpr, KIND: tl.c
 ROWS, RESULTS = 0, 1
 
 
-def send(x: Tensor, experts: Tensor, weights: Tensor, n: int, room: Room, owners: Owners) -> None:
+def send(
+    x: Tensor, experts: Tensor, weights: Tensor, n: int, room: Room, owners: Owners, *, whole: bool = False
+) -> None:
     """x [m, hidden], experts int32 [m, k], weights float32 [m, k] of this rank's m <= n rows, and word that they are there."""
     size, (count, hidden), k = len(room.inboxes), x.shape, experts.shape[1]
     _send[n, size](
         x, experts, weights.view(torch.int32), room.inboxes, room.lines_of, n, count,
-        room.rank, hidden, k, triton.next_power_of_2(k), *owners, BLOCK,
+        room.rank, hidden, k, triton.next_power_of_2(k), *owners, BLOCK, whole,
     )  # fmt: skip
+    if whole:
+        for inbox in room.inbox_at:
+            inbox[room.rank * n : room.rank * n + count].copy_(x)
     _signal[1,](room.flags_of, room.turns, room.rank, size, ROWS)
 
 
-def give_back(sums: Tensor, n: int, k: int, room: Room) -> None:
+def give_back(sums: Tensor, n: int, k: int, room: Room, *, whole: bool = False) -> None:
     """sums [size n, hidden]: what this rank's experts give to the rows that it was sent; and word that it is there."""
     size, hidden = len(room.inboxes), sums.shape[1]
-    _give_back[n, size](
-        sums, room.lines, room.results_of, n, room.rank, hidden, k, triton.next_power_of_2(k), BLOCK
-    )  # fmt: skip
+    if whole:
+        for peer, results in enumerate(room.results_at):
+            results[room.rank * n : (room.rank + 1) * n].copy_(sums[peer * n : (peer + 1) * n])
+    else:
+        _give_back[n, size](
+            sums, room.lines, room.results_of, n, room.rank, hidden, k, triton.next_power_of_2(k), BLOCK
+        )  # fmt: skip
     _signal[1,](room.flags_of, room.turns, room.rank, size, RESULTS)
 
 

@@ -25,9 +25,11 @@ def rooms(size: int, dtype: torch.dtype) -> list[Room]:
     tables = [torch.tensor([mine[nth].data_ptr() for mine in shared], device=DEVICE) for nth in range(4)]
     stop = torch.zeros(1, dtype=torch.int32)
     keep.append(shared)
+    at = [mine[0] for mine in shared], [mine[2] for mine in shared]
     return [
         Room(
-            rank, inbox, lines, results, tables[0], tables[1], tables[2], tables[3], torch.zeros(2, dtype=torch.int32), stop
+            rank, inbox, lines, results, tables[0], tables[1], tables[2], tables[3], torch.zeros(2, dtype=torch.int32), stop,
+            *at,
         )
         for rank, (inbox, lines, results, _) in enumerate(shared)
     ]  # fmt: skip
@@ -42,16 +44,18 @@ def chosen(m: int, num_experts: int) -> Tensor:
     return torch.where(torch.rand(m, K) < 0.2, -1, found).int()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dtype", "whole"), [(torch.float32, False), (torch.float16, False), (torch.float32, True)])
 @pytest.mark.parametrize(("size", "offset"), [(2, 0), (3, 0), (2, PER)])
-def test_rows_come_to_their_experts_and_their_sums_back(size: int, offset: int, dtype: torch.dtype) -> None:
+def test_rows_come_to_their_experts_and_their_sums_back(
+    size: int, offset: int, dtype: torch.dtype, whole: bool
+) -> None:
     """For three steps of other sizes. offset: of two tensor-parallel ranks this is the second; the first has other experts."""
     stride = PER * (2 if offset else 1)
     owners, ranks = Owners(PER, stride, offset), rooms(size, dtype)
     for n, counts in ((5, [5, 2, 0]), (1, [0, 1, 1]), (8, [8, 8, 8])):
         given = [(torch.randn(m, HIDDEN).to(dtype), chosen(m, size * stride), torch.rand(m, K)) for m in counts[:size]]
         for room, (x, experts, weights) in zip(ranks, given, strict=True):
-            kernel.send(x, experts, weights, n, room, owners)
+            kernel.send(x, experts, weights, n, room, owners, whole=whole)
         expected = [torch.zeros(m, HIDDEN) for m in counts[:size]]
         for me, room in enumerate(ranks):
             kernel.wait(ROWS, room)
@@ -69,7 +73,7 @@ def test_rows_come_to_their_experts_and_their_sums_back(size: int, offset: int, 
                         assert torch.equal(bits.view(torch.float32)[mine], weights[row][mine])
                         sums[peer * n + row] = x[row] * (me + 1)
                         expected[peer][row] += x[row].float() * (me + 1)
-            kernel.give_back(sums, n, K, room)
+            kernel.give_back(sums, n, K, room, whole=whole)
         for room, (_, experts, _), wanted in zip(ranks, given, expected, strict=True):
             kernel.wait(RESULTS, room)
             found = kernel.add(experts, n, room, owners)

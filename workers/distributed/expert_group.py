@@ -106,10 +106,10 @@ class ExpertGroup:
                 f"the ranks that share experts lost one: {next(iter(str(error).splitlines()), '')}"
             ) from None
 
-    def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begin collectives; what is given waits for their result, after it has paused. On a GPU they run in a stream of their own,
-        beside what is launched until then; on a CPU they are done at once."""
-        found = self._begin(work)
+    def start(self, work: Callable[[], T], *, beside: bool = True) -> Callable[[], T]:
+        """Begin to send; what is given waits for the result, after it has paused. On a GPU it runs in a stream of its own, beside
+        what is launched until then; on a CPU, and where it should not run beside, it is done at once."""
+        found = self._begin(work, beside=beside)
 
         def received() -> T:
             if self.pause is not None:
@@ -118,9 +118,9 @@ class ExpertGroup:
 
         return received
 
-    def _begin(self, work: Callable[[], T]) -> Callable[[], T]:
+    def _begin(self, work: Callable[[], T], *, beside: bool) -> Callable[[], T]:
         """Nothing that `work` makes is used by both streams at once, so memory may be given back without asking them."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not beside:
             result = work()
             return lambda: result
         make: Any = torch.cuda.Stream  # typed in some versions of torch only

@@ -5,6 +5,7 @@ turns. As long as no peer is there, and once one is gone, nobody waits in them.
 """
 
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,8 @@ class PeerRooms:
             at = [torch.full((size,), one.data_ptr(), dtype=torch.int64, device=device) for one in mine]
             turns = torch.zeros(2, dtype=torch.int32, device=device)
             self._shared += mine
-            self._rooms.append(Room(rank, inbox, lines, results, at[0], at[1], at[2], at[3], turns, self.stop))
+            own = [inbox] * size, [results] * size
+            self._rooms.append(Room(rank, inbox, lines, results, at[0], at[1], at[2], at[3], turns, self.stop, *own))
 
     def meet(self, name: Any, store: "Store", nccl: Any) -> None:
         """Map the peers' memory. Collective; all must have met once more before anything is sent.
@@ -57,24 +59,32 @@ class PeerRooms:
         finally:
             _unregister_process_group(name)
         for nth, room in enumerate(self._rooms):
-            tables = (room.inboxes, room.lines_of, room.results_of, room.flags_of)
-            for table, handle in zip(tables, handles[4 * nth : 4 * nth + 4], strict=True):
+            tables, shared = (
+                (room.inboxes, room.lines_of, room.results_of, room.flags_of),
+                handles[4 * nth : 4 * nth + 4],
+            )
+            for table, handle in zip(tables, shared, strict=True):
                 table.copy_(torch.tensor(handle.buffer_ptrs, dtype=torch.int64))
+            for tensors, own, handle in (
+                (room.inbox_at, room.inbox, shared[0]),
+                (room.results_at, room.results, shared[2]),
+            ):
+                tensors[:] = [handle.get_buffer(rank, own.shape, own.dtype) for rank in range(self._size)]
             room.turns.zero_()
             self._shared[4 * nth + 3].zero_()
         torch.cuda.synchronize()
         self.stop.zero_()
 
     def prove(self) -> None:
-        """One exchange whose result is known, through each room. ProcessFatal when it is wrong or does not end. Collective."""
-        for room in self._rooms:
+        """Exchanges whose results are known, through each room. ProcessFatal when it is wrong or does not end. Collective."""
+        for room, whole in product(self._rooms, (False, True)):
             k, hidden, owners = self._k, room.inbox.shape[1], kernel.Owners(1, 1, 0)
-            x = torch.full((2, hidden), self._rank + 1.0, dtype=room.inbox.dtype, device=room.inbox.device)
+            x = torch.full((2, hidden), self._rank + 1.0 + whole, dtype=room.inbox.dtype, device=room.inbox.device)
             to = torch.full((2, k), -1, dtype=torch.int32, device=x.device)
             to[:, 0] = torch.tensor([0, self._size - 1])
-            kernel.send(x, to, torch.ones(2, k, device=x.device), 2, room, owners)
+            kernel.send(x, to, torch.ones(2, k, device=x.device), 2, room, owners, whole=whole)
             kernel.wait(kernel.ROWS, room)
-            kernel.give_back(room.inbox[: 2 * self._size] * (self._rank + 1), 2, k, room)
+            kernel.give_back(room.inbox[: 2 * self._size] * (self._rank + 1), 2, k, room, whole=whole)
             kernel.wait(kernel.RESULTS, room)
             found = kernel.add(to, 2, room, owners)
             _finish(self.stop)

@@ -44,6 +44,10 @@ SHAPE: dict[str, Any] = {
 PROMPTS = [[5 + (31 * n + 7 * i) % 4000 for i in range(3 + 5 * n % 160)] for n in range(100)]
 DP = {"data_parallel_size": 2, "enable_expert_parallel": True}
 HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 8, "dbo_prefill_token_threshold": 64}
+MOVES = {
+    "enable_eplb": True,
+    "eplb_config": '{"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}',
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "all-gather": DP,
@@ -51,6 +55,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "all-to-all": DP | {"all2all_backend": "all_to_all"},
     "peer memory": DP | {"all2all_backend": "peer_memory"},
     "peer memory, halves": DP | HALVES | {"all2all_backend": "peer_memory"},
+    "experts that move": DP | MOVES,
+    "experts that move, peer memory, halves": DP | HALVES | MOVES | {"all2all_backend": "peer_memory"},
 }
 
 
@@ -110,8 +116,9 @@ def test_the_tokens_are_those_of_one_gpu(layout: str, model: str, expected: list
         llm.shutdown()
 
 
-def test_a_rank_is_killed_under_load(model: str) -> None:
-    """CUDA graphs are captured anew with the next group's communicator; each stream has all its tokens."""
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "peer_memory"])
+def test_a_rank_is_killed_under_load(backend: str, model: str) -> None:
+    """Steps are halved. CUDA graphs are captured anew with the next group's communicator; each stream has all its tokens."""
     flags: tuple[str, ...] = (
         model,
         "--dtype",
@@ -123,7 +130,8 @@ def test_a_rank_is_killed_under_load(model: str) -> None:
         "--kv-cache-memory",
         "256M",
     )
-    flags += ("-dp", "2", "--enable-expert-parallel", "--enable-dbo")
+    flags += ("-dp", "2", "--enable-expert-parallel", "--all2all-backend", backend)
+    flags += ("--enable-dbo", "--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "8")
     with serving(*flags) as server, ThreadPoolExecutor(8) as pool:
         for index in (1, 0):
             streams = [Stream(number, temperature=0) for number in range(8)]

@@ -1,9 +1,11 @@
 """Rows written straight into the memory of the members that have their experts, and results straight back: GPUs of one host, NVLink.
 
-Nothing runs beside the compute stream: writes are posted, and travel by themselves until somebody waits for them
-(kernels/expert_exchange). Only rows that a member needs are sent to it. Shapes are fixed, so a CUDA graph holds it. The memory is the
-dispatcher's: two rooms, which two halves of a step use in turns.
+Few rows are written by the compute stream itself, each to the members that need it: writes are posted, and travel by themselves until
+somebody waits for them (kernels/expert_exchange). Many rows are copied, all of them, by the GPU's copy engines beside what is computed.
+Shapes are fixed, so a CUDA graph holds it. The memory is the dispatcher's: two rooms, which two halves of a step use in turns.
 """
+
+from functools import partial
 
 from torch import Tensor
 
@@ -23,6 +25,9 @@ from meshlm.workers.moe.parts import (
     WeightAndReduce,
 )
 
+COPIED = 512
+"""Rows of a member from which on they are copied."""
+
 
 class PeerMemory:
     """See `meshlm.workers.moe.parts.Dispatcher`."""
@@ -35,7 +40,7 @@ class PeerMemory:
     def __init__(self, members: Members, rooms: PeerRooms) -> None:
         firsts = members.firsts
         stride = firsts[1] - firsts[0] if len(firsts) > 1 else 0
-        self._members, self._rooms = members, rooms
+        self._members, self._rooms, self.copied = members, rooms, COPIED
         self._owners = kernel.Owners(members.num_experts, stride, firsts[0])
 
     @property
@@ -46,31 +51,30 @@ class PeerMemory:
         return tokens * self._members.group.size
 
     def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
-        group = self._members.group
+        group, rows = self._members.group, x.contiguous()
         n = max(len(x), group.num_tokens)
-        room = self._rooms.next(second=self.overlapped)
-        kernel.send(x.contiguous(), routing.experts, routing.weights, n, room, self._owners)
+        whole, room = n >= self.copied, self._rooms.next(second=self.overlapped)
+        send = partial(kernel.send, rows, *routing, n, room, self._owners, whole=whole)
+        sent = group.start(send, beside=whole)
 
         def received() -> Dispatched:
-            if group.pause is not None:
-                group.pause()
+            sent()
             kernel.wait(kernel.ROWS, room)
-            rows, k = group.size * n, routing.experts.shape[1]
-            return Dispatched(
-                room.inbox[:rows], None, unpacked(room.lines.view(-1)[: rows * 2 * k].view(rows, 2 * k)), None
-            )
+            num_rows, k = group.size * n, routing.experts.shape[1]
+            lines = room.lines.view(-1)[: num_rows * 2 * k].view(num_rows, 2 * k)
+            return Dispatched(room.inbox[:num_rows], None, unpacked(lines), None)
 
         return received
 
     def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
         assert given.routing is not None
         group, room = self._members.group, self._rooms.of(given.x)
-        sums, n = weighted_sum(out, given.routing, left), len(given.x) // group.size
-        kernel.give_back(sums, n, routing.experts.shape[1], room)
+        sums, n, k = weighted_sum(out, given.routing, left), len(given.x) // group.size, routing.experts.shape[1]
+        whole = n >= self.copied
+        sent = group.start(partial(kernel.give_back, sums, n, k, room, whole=whole), beside=whole)
 
         def received() -> PartialSum:
-            if group.pause is not None:
-                group.pause()
+            sent()
             kernel.wait(kernel.RESULTS, room)
             return PartialSum(kernel.add(routing.experts, n, room, self._owners), self._members.kind)
 
