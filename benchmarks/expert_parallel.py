@@ -1,6 +1,6 @@
 """Steps of data-parallel ranks that share experts: by backend and by tokens a rank, with dual batch overlap and without, on GPUs.
 
-    python -P benchmarks/expert_parallel.py MODEL [--ranks 2] [--tokens 32 128 ...] [--backends ...] [--skew 4] [--json FILE] [--trace FILE]
+    python -P benchmarks/expert_parallel.py MODEL [--tokens 32 128 ...] [--backends ...] [--skew 4] [--json FILE] [--trace FILE]
 
 The engine alone, a process a GPU, no mesh; dummy weights, bfloat16; two steps are in flight. Prompts are of 1,024 tokens at most;
 decodes have a context of 96. `ms` is the wall time of a step without halves and with (the median of the turns, which alternate),

@@ -7,7 +7,8 @@
 
 n: rows that each rank sends, padding included; the same on all, and fixed in a CUDA graph. Rows that need not travel are not written,
 and nobody reads their places. Many rows go all of them, by the GPU's copy engines (`whole`): nearly each of them has an expert
-everywhere, and no multiprocessor is kept from computing meanwhile. Behind `send` and behind `give_back` the ranks meet: `signal` says to all peers that what was written
+everywhere, and no multiprocessor is kept from computing meanwhile.
+Behind `send` and behind `give_back` the ranks meet: `signal` says to all peers that what was written
 before it is there, `wait` waits until all have said so. An inbox is written again only after the peers' results have come, which they
 computed from it; results only after the peers' next rows have come, which they send when they have added up the last. So there is one
 of each. Turns are counted on the device: a CUDA graph replays with new numbers. A word of the host's memory ends all waiting.

@@ -104,7 +104,8 @@ class PeerRooms:
 
     def of(self, rows: Tensor) -> Room:
         """The one in whose inbox these rows are."""
-        return next(room for room in self._rooms if room.inbox.data_ptr() == rows.data_ptr())
+        memory = rows.untyped_storage().data_ptr()  # there are no rows where nobody has a token
+        return next(room for room in self._rooms if room.inbox.untyped_storage().data_ptr() == memory)
 
 
 def _finish(stop: Tensor) -> None:

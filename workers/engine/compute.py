@@ -61,8 +61,9 @@ class Compute:
         return torch.cat(self.turns.run([partial(self.forward, half) for half in halves]))
 
     def idle(self) -> None:
-        """A step without tokens, of a rank that steps together with others: its experts compute what the others send."""
-        self._model.idle()
+        """A step without tokens, of a rank that steps together with others: its experts compute what the others send, if any does."""
+        if self.turns is not None and self.turns.experts.num_tokens:
+            self._model.idle()
 
     def forward(self, batch: StepInputs) -> Tensor:
         """This stage's layers; what it passes on is in the intermediate tensors afterwards."""

@@ -214,7 +214,7 @@ class ModelEngine:
             if exchange is not None:
                 if self.balancer is not None:
                     self.balancer.begin()
-                self.captures.all(lambda *progress: None)
+                self.captures.together(everything=self.config.worker.cudagraph_capture == "start")
 
     def step(self, plan: StepPlan, received_ns: int) -> PendingStep:
         with torch.inference_mode(), ExitStack() as unless_done:
@@ -256,7 +256,7 @@ class ModelEngine:
         if key is not None:
             self.graphs.replay(key)
         elif not step.n:
-            self.compute.idle()
+            self.compute.idle()  # of ranks that step together
         else:
             hidden = self.compute.eager(step, cut)
             if self.shard.is_last:

@@ -37,7 +37,8 @@ class TritonKit:
         mode = "NONE" if worker.enforce_eager else worker.cudagraph_mode
         parameters = engine.model.active_parameters()
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
-        keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters)
+        together = engine.together is not None
+        keys = graph_keys(mode, rows, tokens, worker.cudagraph_capture_sizes, parameters, together=together)
         if engine.together is not None:
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)

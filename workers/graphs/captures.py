@@ -34,6 +34,12 @@ class Captures:
             self.next()
             report("CUDA graphs", done + 1, total, "")
 
+    def together(self, *, everything: bool) -> None:
+        """The first ones of ranks that step together; they have the others when their steps ask for them, all at once too."""
+        for key in self._graphs.first(everything=everything):
+            self._clear()
+            self._graphs.make(key)
+
     def first(self, report: ProgressReport, *, everything: bool) -> None:
         """Captures the graphs that no request should have to wait for; all of them where requests leave no idle time."""
         first = self._graphs.first(everything=everything)

@@ -23,6 +23,11 @@ MIXED_TOKENS = [
 ]  # as scheduler_proc/budget.py ends steps
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
+TOGETHER_TOKENS = [
+    *MIXED_TOKENS,
+    *range(4608, 8193, 512),
+]  # of ranks whose tokens travel to experts: prompts alone have more
+TOGETHER_LAUNCHES_S = 0.17  # what the host needs to launch such a step in halves: 2,600 kernels for 48 layers
 FLOP_PER_S = 6e14  # of a large matrix product, at most
 PATIENCE = 1  # steps that a mixed graph is missed by before it is captured in the middle of work
 PATIENCE_DECODES = 16  # ... and that a larger graph does instead: of decodes,
@@ -54,12 +59,14 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def graph_keys(
-    mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int
-) -> list[Key]:
-    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes.
+    mode: str, max_num_seqs: int, max_num_batched_tokens: int, sizes: tuple[int, ...], num_parameters: int,
+    *, together: bool = False,
+) -> list[Key]:  # fmt: skip
+    """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes. together: of ranks that step together.
 
     Mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
     """
+    mixed, launches_s = (TOGETHER_TOKENS, TOGETHER_LAUNCHES_S) if together else (MIXED_TOKENS, LAUNCHES_S)
     if mode == "NONE":
         return []
     decodes = [size for size in sizes if size <= max_num_seqs] or decode_sizes(max_num_seqs)
@@ -69,10 +76,10 @@ def graph_keys(
         requests = [size for size in MIXED_REQUESTS if size < most_requests] + [most_requests]
         keys += [
             Key(tokens, most)
-            for tokens in MIXED_TOKENS
+            for tokens in mixed
             for most in requests
             if most < tokens <= max(max_num_batched_tokens, MIXED_TOKENS[0])
-            and 2 * num_parameters * tokens / FLOP_PER_S <= LAUNCHES_S
+            and 2 * num_parameters * tokens / FLOP_PER_S <= launches_s
         ]
     return sorted(keys)
 
@@ -135,13 +142,16 @@ class Dispatcher:
         self.misses[reason] += 1
 
     def prepare(self, key: Key) -> None:
-        """Have the graph of a step whose inputs are in place, if there is memory for it and it can be captured."""
+        """Have the graph of a step whose inputs are in place, if there is memory for it and it can be captured. In a group all do
+        so at once, and none may do without."""
         if key in self._graphs:
             return
         self.misses["captured_now"] += 1
         try:
             self.make(key)
         except torch.OutOfMemoryError as error:
+            if self._agree is not None:
+                raise
             self.miss("no_memory")
             self.abandon(error)
 

@@ -16,6 +16,7 @@ from meshlm.workers.layers.partial_sum import Kind
 from meshlm.workers.moe.dispatch.all_gather import AllGather
 from meshlm.workers.moe.dispatch.all_to_all import AllToAll
 from meshlm.workers.moe.dispatch.batches import InBatches
+from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
@@ -101,10 +102,12 @@ EXPERTS: dict[str, ExpertsKind] = {
 
 
 GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
-    "allgather_reducescatter": AllGather,
-    "all_to_all": AllToAll,
-    "allgather_reducescatter, batched": lambda members: InBatches(AllGather(members), members.num_experts),
-    "all_to_all, batched": lambda members: InBatches(AllToAll(members), members.num_experts),
+    "allgather_reducescatter": lambda members: Collective(members, AllGather()),
+    "all_to_all": lambda members: Collective(members, AllToAll()),
+    "allgather_reducescatter, batched": lambda members: InBatches(
+        Collective(members, AllGather()), members.num_experts
+    ),
+    "all_to_all, batched": lambda members: InBatches(Collective(members, AllToAll()), members.num_experts),
 }
 """Between data-parallel ranks, by the name of their --all2all-backend."""
 

@@ -133,6 +133,29 @@ def test_ranks_that_share_experts_give_the_tokens_of_one(
             engine.join(None)
 
 
+def test_nobody_computes_a_step_without_tokens(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without any takes part where another has some."""
+    config = config_of(folder, data_parallel_size=2, enable_expert_parallel=True)
+    engines = [engine_of(config, rank) for rank in range(2)]
+    idle: list[int] = []
+
+    def noted(rank: int, take_part: Callable[[], None]) -> None:
+        idle.append(rank)
+        take_part()
+
+    for rank, engine in enumerate(engines):
+        monkeypatch.setattr(engine.model, "idle", partial(noted, rank, engine.model.idle))
+    try:
+        join(engines, tmp_path, 1)
+        all_at_once([partial(empty, engine) for engine in engines])
+        assert idle == []
+        prompt = partial(step, engines[0], [(0, 0, 3, False)], [new(0, [5, 6, 7], GREEDY)])
+        all_at_once([prompt, partial(empty, engines[1])])
+        assert idle == [1]
+    finally:
+        all_at_once([partial(engine.join, None) for engine in engines])
+
+
 def check_weights(engine: ModelEngine, whole: ModelEngine, rank: int, size: int) -> None:
     """Each slot holds the weights of the expert that the balancer says."""
     assert engine.balancer is not None

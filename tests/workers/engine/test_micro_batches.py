@@ -16,6 +16,7 @@ from meshlm.workers.engine.columns import columns_of
 from meshlm.workers.engine.micro_batches import Turns, cut_of, reads_across
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.moe.dispatch.all_gather import AllGather
+from meshlm.workers.moe.dispatch.collective import Collective
 from meshlm.workers.moe.dispatch.members import Members
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE
@@ -31,11 +32,11 @@ def test_halves_overlap_as_the_schedule_says() -> None:
     told: list[str] = []
     now = [1]
 
-    class Telling(AllGather):
+    class Telling(Collective):
         def prepare_async(self, x, routing, quantise):  # type: ignore[no-untyped-def]
             half = int(x[0, 0])
             told.append(f"D{half} send")
-            receive = AllGather.prepare_async(self, x, routing, quantise)
+            receive = Collective.prepare_async(self, x, routing, quantise)
 
             def received() -> Dispatched:
                 found = receive()
@@ -47,7 +48,7 @@ def test_halves_overlap_as_the_schedule_says() -> None:
         def combine_async(self, out, given, routing, left):  # type: ignore[no-untyped-def]
             half = now[0]
             told.append(f"C{half} send")
-            receive = AllGather.combine_async(self, out, given, routing, left)
+            receive = Collective.combine_async(self, out, given, routing, left)
 
             def received() -> PartialSum:
                 found = receive()
@@ -65,7 +66,8 @@ def test_halves_overlap_as_the_schedule_says() -> None:
     experts = group()
     turns = Turns(experts)
     fused = FusedMoE(
-        Telling(Members(experts, (0, 1), 1, Kind.WHOLE)), TellingExperts(torch.zeros(1, 4, 2), torch.zeros(1, 2, 2))
+        Telling(Members(experts, (0, 1), 1, Kind.WHOLE), AllGather()),
+        TellingExperts(torch.zeros(1, 4, 2), torch.zeros(1, 2, 2)),
     )
 
     def half(number: int) -> int:

@@ -8,7 +8,8 @@ import pytest
 import structlog
 import torch
 
-from meshlm.workers.graphs.dispatcher import Dispatcher, Key
+from meshlm.workers.graphs.captures import Captures
+from meshlm.workers.graphs.dispatcher import PATIENCE_DECODES, Dispatcher, Key
 
 KEYS = [Key(1, 1), Key(2, 2), Key(4, 4), Key(128, 5)]
 
@@ -167,3 +168,25 @@ def test_a_rank_whose_step_fails_leaves_its_group(gpu: Gpu) -> None:
     steps = Dispatcher(list(KEYS), gpu.step, lambda worked: worked)
     with pytest.raises(RuntimeError, match="failure 0"):
         steps.background()
+
+
+def test_ranks_that_step_together_have_the_first_graphs_when_they_meet(gpu: Gpu) -> None:
+    """The others are captured in a step that asks for them, on all ranks; none may do without for want of memory."""
+    keys = [Key(1, 1), Key(2, 2), Key(3, 3), Key(4, 4), Key(128, 5)]
+    said: list[bool] = []
+
+    def agree(worked: bool) -> bool:
+        said.append(worked)
+        return worked
+
+    steps = Dispatcher(keys, gpu.step, agree)
+    Captures(steps, lambda: None).together(everything=False)
+    assert set(gpu.captured) == {Key(1, 1), Key(2, 2), Key(4, 4), Key(128, 5)}
+    found = [steps.find(3, 3, uniform=True) for _ in range(PATIENCE_DECODES + 1)]
+    assert found == [Key(4, 4)] * PATIENCE_DECODES + [Key(3, 3)]
+    gpu.fail = {(Key(3, 3), True): [torch.OutOfMemoryError("full")]}
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.prepare(Key(3, 3))
+    steps.prepare(Key(3, 3))
+    assert gpu.captured[-1] == Key(3, 3)
+    assert said == [True] * 5

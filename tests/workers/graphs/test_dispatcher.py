@@ -153,6 +153,14 @@ def test_mixed_graphs_end_where_the_scheduler_ends_steps() -> None:
     assert {on_grid(tokens) for tokens in range(513, MOST_MIXED_TOKENS + 1)} <= set(MIXED_TOKENS)
 
 
+def test_ranks_that_share_experts_have_graphs_of_longer_steps() -> None:
+    """Their steps take the host longer to launch: of 3.3 billion parameters a token, 4,096 tokens and more."""
+    alone, together = (graph_keys("FULL", 64, 16384, (), 3_300_000_000, together=with_) for with_ in (False, True))
+    assert max(key.tokens for key in alone) == 2048
+    assert max(key.tokens for key in together) == 8192
+    assert [key for key in together if key.uniform] == [key for key in alone if key.uniform]
+
+
 def test_a_new_group_s_ranks_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """One was just started, another has failed to capture a graph with the group before: they capture the same ones, in step."""
     refused, captured = {Key(4, 4)}, list[Key]()

@@ -4,57 +4,34 @@ The traffic does not depend on the routing: each row goes to all. With many expe
 ranks. vLLM calls it allgather_reducescatter.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from torch import Tensor
 
-from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.moe.dispatch.members import FINISHES, Members, packed, padding, unpacked
-from meshlm.workers.moe.dispatch.none import local_numbers, weighted_sum
-from meshlm.workers.moe.parts import (
-    ActivationFormat,
-    Combined,
-    Dispatched,
-    Quantisation,
-    Quantise,
-    Receiver,
-    Routing,
-    WeightAndReduce,
-)
+from meshlm.workers.distributed.expert_group import ExpertGroup
+from meshlm.workers.moe.dispatch.members import Members, packed, unpacked
+from meshlm.workers.moe.dispatch.none import local_numbers
+from meshlm.workers.moe.parts import Dispatched, Routing
 
 
-@dataclass(slots=True)
 class AllGather:
-    """See `meshlm.workers.moe.parts.Dispatcher`."""
+    """See `meshlm.workers.moe.dispatch.collective.Way`."""
 
-    members: Members
-    name: str = "allgather_reducescatter"
-    format: ActivationFormat = ActivationFormat.CONTIGUOUS
-    finishes: frozenset[WeightAndReduce] = FINISHES
-    quantisations: frozenset[Quantisation] = frozenset(Quantisation)
+    name = "allgather_reducescatter"
 
-    @property
-    def overlapped(self) -> bool:
-        return self.members.group.pause is not None
-
-    def most_tokens(self, tokens: int) -> int:
-        return tokens * self.members.group.size
-
-    def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
-        members, group = self.members, self.members.group
-        values, scales = quantise(x)
-        lines = packed(padding(members, routing))
+    def sending(self, members: Members, x: Tensor, scales: Tensor | None, routing: Routing) -> Callable[[], Dispatched]:
+        group, lines = members.group, packed(routing)
 
         def send() -> Dispatched:
-            rows = group.all_gather(members.padded(values))
-            theirs = None if scales is None else group.all_gather(members.padded(scales))
+            rows = group.all_gather(x)
+            theirs = None if scales is None else group.all_gather(scales)
             of_rows = local_numbers(unpacked(group.all_gather(lines)), members.first, members.num_experts)
             return Dispatched(rows, theirs, of_rows, None)
 
-        return group.start(send)
+        return send
 
-    def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
-        assert given.routing is not None
-        sums, group, num_tokens = weighted_sum(out, given.routing, left), self.members.group, len(routing.experts)
-        received = group.start(lambda: group.reduce_scatter(sums))
-        return lambda: PartialSum(received()[:num_tokens], self.members.kind)
+    def give_back(self, group: ExpertGroup, sums: Tensor) -> Tensor:
+        return group.reduce_scatter(sums)
+
+    def added(self, group: ExpertGroup, received: Tensor, num_tokens: int) -> Tensor:
+        return received[:num_tokens]

@@ -4,69 +4,41 @@ Shapes are fixed, so that a CUDA graph holds it: there is room for all rows of a
 Unlike with a reduce-scatter the terms of a token's sum come back as they are, and are added in float32, in the order of members.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.moe.dispatch.members import FINISHES, Members, packed, padding, unpacked
-from meshlm.workers.moe.dispatch.none import local_numbers, weighted_sum
-from meshlm.workers.moe.parts import (
-    ActivationFormat,
-    Combined,
-    Dispatched,
-    Quantisation,
-    Quantise,
-    Receiver,
-    Routing,
-    WeightAndReduce,
-)
+from meshlm.workers.distributed.expert_group import ExpertGroup
+from meshlm.workers.moe.dispatch.members import Members, packed, unpacked
+from meshlm.workers.moe.dispatch.none import local_numbers
+from meshlm.workers.moe.parts import Dispatched, Routing
 
 
-@dataclass(slots=True)
 class AllToAll:
-    """See `meshlm.workers.moe.parts.Dispatcher`."""
+    """See `meshlm.workers.moe.dispatch.collective.Way`."""
 
-    members: Members
-    name: str = "all_to_all"
-    format: ActivationFormat = ActivationFormat.CONTIGUOUS
-    finishes: frozenset[WeightAndReduce] = FINISHES
-    quantisations: frozenset[Quantisation] = frozenset(Quantisation)
+    name = "all_to_all"
 
-    @property
-    def overlapped(self) -> bool:
-        return self.members.group.pause is not None
-
-    def most_tokens(self, tokens: int) -> int:
-        return tokens * self.members.group.size
-
-    def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
-        members, group = self.members, self.members.group
-        values, scales = quantise(x)
-        whole = padding(members, routing)
-        of_each = [local_numbers(whole, first, members.num_experts) for first in members.firsts]
+    def sending(self, members: Members, x: Tensor, scales: Tensor | None, routing: Routing) -> Callable[[], Dispatched]:
+        group = members.group
+        of_each = [local_numbers(routing, first, members.num_experts) for first in members.firsts]
         goes = torch.stack([(one.experts >= 0).any(dim=1) for one in of_each])  # [members, rows]
 
         def send() -> Dispatched:
-            rows = group.all_to_all(_for_each(members.padded(values), goes))
-            theirs = None if scales is None else group.all_to_all(_for_each(members.padded(scales), goes))
-            return Dispatched(
-                rows, theirs, unpacked(group.all_to_all(torch.cat([packed(one) for one in of_each]))), None
-            )
+            rows = group.all_to_all(_for_each(x, goes))
+            theirs = None if scales is None else group.all_to_all(_for_each(scales, goes))
+            lines = group.all_to_all(torch.cat([packed(one) for one in of_each]))
+            return Dispatched(rows, theirs, unpacked(lines), None)
 
-        return group.start(send)
+        return send
 
-    def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
-        assert given.routing is not None
-        sums, group, num_tokens = weighted_sum(out, given.routing, left), self.members.group, len(routing.experts)
-        received = group.start(lambda: group.all_to_all(sums))
+    def give_back(self, group: ExpertGroup, sums: Tensor) -> Tensor:
+        return group.all_to_all(sums)
 
-        def added() -> PartialSum:
-            terms = received().view(group.size, -1, sums.shape[1])[:, :num_tokens]
-            return PartialSum(terms.sum(dim=0, dtype=torch.float32).to(sums.dtype), self.members.kind)
-
-        return added
+    def added(self, group: ExpertGroup, received: Tensor, num_tokens: int) -> Tensor:
+        terms = received.view(group.size, -1, received.shape[1])[:, :num_tokens]
+        return terms.sum(dim=0, dtype=torch.float32).to(received.dtype)
 
 
 def _for_each(x: Tensor, goes: Tensor) -> Tensor:
