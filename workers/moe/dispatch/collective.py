@@ -4,7 +4,6 @@ On a GPU collectives run in a stream of their own, beside what is computed until
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -43,19 +42,15 @@ class Way(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class Collective:
     """See `meshlm.workers.moe.parts.Dispatcher`."""
 
-    members: Members
-    way: Way
-    format: ActivationFormat = ActivationFormat.CONTIGUOUS
-    finishes: frozenset[WeightAndReduce] = FINISHES
-    quantisations: frozenset[Quantisation] = frozenset(Quantisation)
+    format = ActivationFormat.CONTIGUOUS
+    finishes = FINISHES
+    quantisations = frozenset(Quantisation)
 
-    @property
-    def name(self) -> str:
-        return self.way.name
+    def __init__(self, members: Members, way: Way) -> None:
+        self.members, self.way, self.name = members, way, way.name
 
     @property
     def overlapped(self) -> bool:
