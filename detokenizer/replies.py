@@ -5,7 +5,7 @@ from array import array
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.request_state import RequestState
-from meshlm.protocol.columns import unpack_i32
+from meshlm.protocol.columns import pack_i32, unpack_i32
 from meshlm.protocol.ids import ErrorKind
 from meshlm.protocol.text_edge import Accepted, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.errors import RequestError
@@ -51,5 +51,9 @@ def _detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> Detoken
     if bad is not None:
         text = f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}"
         raise RequestError(ErrorKind.INVALID, text, "tokens")
+    if ask.output is not None:
+        decoder = table.decoder(ask.output.skip_special_tokens, ask.output.keep_special_tokens)
+        texts = [decoder.push(token) for token in ids]
+        return DetokenizeReply(ask.handle, "".join(texts) + decoder.finish(), pack_i32(map(len, texts)))
     (text,) = table.tokenizer.decode_batch([ids], skip_special_tokens=False)  # it lets go of the interpreter's lock
     return DetokenizeReply(ask.handle, text)

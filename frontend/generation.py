@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend import operating, parse, retry, submits
+from meshlm.frontend.beams import Search
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.fingerprint import system_fingerprint
@@ -135,8 +136,9 @@ class Generation:
         rank = submits.dp_rank(request.headers)
         asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
         status = 200
+        searching = asyncio.ensure_future(self._search(answer, ask, rank, end)) if ask.beams else None
         try:
-            for choices, submit in asked:
+            for choices, submit in asked if searching is None else ():
                 backend.open(choices, submit)
                 if len(asked) > 1:
                     await asyncio.sleep(0)
@@ -145,6 +147,8 @@ class Generation:
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
+            if searching is not None:
+                await searching
             if answer.error is not None:
                 raise answer.error
             if form.before_end is not None:
@@ -157,7 +161,10 @@ class Generation:
             status = error.status
             raise
         finally:
-            backend.close(answer.choices)
+            if searching is None:
+                backend.close(answer.choices)
+            else:
+                searching.cancel()
             backend.done(answer, started, request.url.path, status)
 
     async def submits_of(
@@ -181,6 +188,21 @@ class Generation:
             for choice in answer.choices:
                 choice.sink = spaced
         return asked
+
+    async def _search(
+        self,
+        answer: WholeResponse | StreamResponse | TurnResponse,
+        ask: parse.ParsedRequest,
+        rank: int,
+        end: asyncio.Event,
+    ) -> None:
+        """Fills in the answer of a beam search, or its error."""
+        try:
+            await Search(self._backend, ask, answer.request_id, rank).fill(answer)
+        except HttpError as error:
+            answer.error = error
+        finally:
+            end.set()
 
     async def _stream(
         self,

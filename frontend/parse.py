@@ -67,6 +67,8 @@ class ParsedRequest(NamedTuple):
     parallel_tool_calls: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
+    beams: bool = False  # the choices are those of one beam search
+    length_penalty: float = 1.0
 
     @property
     def hides_tokens(self) -> bool:
@@ -267,6 +269,8 @@ def _ask(
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     text = _text_params(request, stops, truncation)
+    if request.use_beam_search:
+        _check_beams(request, resolved, text)
     limits.check(prompts, sampling, text, salt, num_sequences, bool(truncation), resolved)
     return ParsedRequest(
         prompts=prompts,
@@ -292,6 +296,8 @@ def _ask(
         client_names=_client_names(request) if is_chat else MappingProxyType({}),
         tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
         request_id=request.request_id or "",
+        beams=request.use_beam_search,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
     )
 
 
@@ -306,6 +312,26 @@ def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
     if num_prompts * num_choices > MAX_SEQUENCES:
         text = f"n: {num_prompts} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
         raise HttpError(400, text, "n")
+
+
+# Beam search takes the likeliest of the model's own log-probabilities, which these do not change.
+_OF_DRAWS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "eos_token_ids", "logprobs")
+
+
+def _check_beams(request: Common, resolved: Resolved, text: TextParams) -> None:
+    """Refuses what the search would not heed, where the client asks for it; a generation config does not ask."""
+    asked = _sampling(request, msgspec.structs.replace(resolved, generation_defaults={}), -1, -1)
+    neutral = SamplingParams()
+    names = [name for name in neutral.__struct_fields__ if name not in _OF_DRAWS]
+    refused = [name for name in names if getattr(asked, name) != getattr(neutral, name)]
+    refused += [name for name in ("stop", "bad_words") if getattr(text, name)]
+    refused += ["prompt_logprobs"] * (request.prompt_logprobs is not None)
+    refused += ["best_of"] * ((getattr(request, "best_of", None) or request.n or 1) != (request.n or 1))
+    refused += ["echo"] * bool(getattr(request, "echo", False) and getattr(request, "logprobs", None) is not None)
+    refused += ["max_tokens"] * (request.max_tokens == 0)
+    if refused:
+        name = {"bad_words_token_ids": "bad_words"}.get(refused[0], refused[0])
+        raise HttpError(400, f"{name}: does not go with use_beam_search", name)
 
 
 def _text_params(request: Common, stops: tuple[str, ...], truncation: int) -> TextParams:

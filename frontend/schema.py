@@ -26,7 +26,6 @@ _FUNCTIONS = "not supported; send tools, its newer name"
 # Fields of vLLM and OpenAI that decide what the answer is: to ignore them, as unknown fields are, would be a wrong answer.
 NOT_SUPPORTED = {
     **dict.fromkeys(STRUCTURED, "structured outputs are not supported"),
-    "use_beam_search": "beam search is not supported",
     "prompt_embeds": "not supported; a prompt is text or token ids",
     "mm_processor_kwargs": _MEDIA,
     "media_io_kwargs": _MEDIA,
@@ -54,7 +53,6 @@ ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 # Fields that are known and change nothing here: why.
 NEEDLESS = {
-    "length_penalty": "beam search alone has it",
     "metadata": "nothing is stored",
     "store": "nothing is stored",
     "prediction": "it makes an answer sooner, not another one",
@@ -120,6 +118,8 @@ class Common(Struct, frozen=True, kw_only=True):
     bad_words: list[str] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
     repetition_detection: RepetitionDetection | None = None
+    use_beam_search: bool = False  # n is then the beams' number
+    length_penalty: Annotated[float, Meta(ge=-16.0, le=16.0)] | None = None  # of beam search alone
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: as many as the context holds
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Logprobs | None = None

@@ -8,15 +8,23 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
 from meshlm.frontend import parse, retry
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.responses import Response
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Retry, Submit
+
+
+class Answer(Protocol):
+    """What is to have the choices: an answer, or a step of a search."""
+
+    request_id: str
+    choices: list[Choice]
+
 
 _OF_THE_SYSTEM = random.SystemRandom()
 
@@ -35,7 +43,7 @@ def position(ask: parse.ParsedRequest, again: retry.IdempotencyKey | None) -> re
 
 
 def build_each(
-    answer: Response,
+    answer: Answer,
     ask: parse.ParsedRequest,
     new_handle: Callable[[], Handle],
     rank: int,

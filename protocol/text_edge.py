@@ -182,6 +182,7 @@ class Tokenize(Struct, frozen=True, tag="tokenize"):
 class Detokenize(Struct, frozen=True, tag="detokenize"):
     handle: Handle
     token_ids: bytes
+    output: TextParams | None = None  # decode them as the output of a request with these; None: all that they are
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
@@ -258,6 +259,7 @@ class TokenizeReply(Struct, frozen=True, tag="tokenized"):
 class DetokenizeReply(Struct, frozen=True, tag="detokenized"):
     handle: Handle
     text: str = ""
+    num_chars: bytes = b""  # int32, that each token of an output brought to the text
     error: str = ""
     param: str = ""
     kind: ErrorKind = ErrorKind.INVALID  # of the error

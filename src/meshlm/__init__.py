@@ -1,20 +1,20 @@
 """MeshLM: an LLM serving engine built as a mesh of small processes.
 
-The public Python API is `LLM` and `SamplingParams`; everything else is the command line's and HTTP's.
+The public Python API is `LLM` and the parameters that it takes; everything else is the command line's and HTTP's.
 """
 
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "RepetitionDetectionParams", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from meshlm.supervisor.api.llm import LLM, SamplingParams
+    from meshlm.supervisor.api.llm import LLM, BeamSearchParams, RepetitionDetectionParams, SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     """Import the API when it is asked for: the processes import this package too and must stay small."""
-    if name in ("LLM", "SamplingParams"):
+    if name in __all__:
         from meshlm.supervisor.api import llm
 
         return getattr(llm, name)

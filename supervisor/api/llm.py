@@ -21,10 +21,11 @@ from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background
+from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from meshlm.supervisor.api.client import name_of
 from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
-from meshlm.supervisor.api.sampling import SamplingParams
+from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
 
@@ -109,6 +110,42 @@ class LLM:
             for conversation in conversations
         )
         return self._run(made, len(conversations), sampling_params, use_tqdm, None, keep)
+
+    def beam_search(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences behind each prompt. `concurrency_limit`: prompts that are searched at the same time."""
+        _refuse(lora_request=lora_request)
+        items = many(prompts)
+        given = [of_generate(item) for item in items]
+        texts = [one.prompt for one in given if not isinstance(one.prompt, TokenPrompt)]
+        tokenized = iter(self._background.ask(self._client.tokenize(texts)))
+        asked: list[tuple[Any, dict[str, Any]]] = []
+        for item, one in zip(items, given, strict=True):
+            ids = ints(one.prompt.token_ids) if isinstance(one.prompt, TokenPrompt) else next(tokenized)
+            if not 1 <= len(ids) < self.max_model_len:
+                raise ValueError(f"prompt: {len(ids)} tokens; the context holds {self.max_model_len} with the output")
+            asked.append(
+                (item, {"prompt_token_ids": ids, **({"cache_salt": one.cache_salt} if one.cache_salt else {})})
+            )
+        assert self._config.resolved is not None
+        size, found = concurrency_limit or max(1, len(asked)), list[BeamSearchOutput]()
+        for begin in tqdm(range(0, len(asked), size), desc="Beam search", disable=not use_tqdm):
+            found += search(
+                asked[begin : begin + size],
+                params,
+                lambda several, one: self.generate(several, one, use_tqdm=False),
+                self._config.resolved.eos_token_ids,
+                self.vocab_size,
+                self.max_model_len,
+                self.get_tokenizer().decode,
+            )
+        return found
 
     @property
     def vocab_size(self) -> int:
@@ -231,4 +268,14 @@ def _refuse(**given: Any) -> None:
             raise ValueError(f"{name}: {why[name]}")
 
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Logprob",
+    "RepetitionDetectionParams",
+    "RequestOutput",
+    "SamplingParams",
+]

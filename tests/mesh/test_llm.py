@@ -41,6 +41,13 @@ for wrong in ({"text": "hi"}, ["a", None], [[1.5]], {"prompt": "hi", "multi_moda
 (end,) = llm.generate([[300, 301] * 250], SamplingParams(max_tokens=100, min_tokens=50, ignore_eos=True))
 assert (len(end.outputs[0].token_ids), end.outputs[0].finish_reason) == (12, "length"), end
 assert llm.generate([]) == llm.chat([]) == []
+from meshlm import BeamSearchParams
+beams = llm.beam_search([[300, 301], {"prompt": "hi"}], BeamSearchParams(beam_width=3, max_tokens=4))
+assert [len(one.sequences) for one in beams] == [3, 3], beams
+assert all(one.tokens[:2] == [300, 301] and len(one.tokens) == 6 == 2 + len(one.logprobs) for one in beams[0].sequences)
+assert len({tuple(one.tokens) for one in beams[0].sequences}) == 3
+scores = [one.cum_logprob for one in beams[0].sequences]
+assert scores == sorted(scores, reverse=True) and beams[0].sequences[0].text == tokenizer.decode(beams[0].sequences[0].tokens)
 salted = [{"prompt_token_ids": [300] * 40, "prompt": "text", "cache_salt": salt} for salt in ("a", "b", "a")]
 cached = [llm.generate(one, SamplingParams(max_tokens=1), use_tqdm=False)[0] for one in salted]
 assert [(one.num_cached_tokens, one.prompt) for one in cached] == [(0, "text"), (0, "text"), (32, "text")], cached

@@ -47,6 +47,15 @@ class Oracle:
             assert logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist() == output
         self._agreed = answers
 
+    def beams(self, prompt: str, width: int, num_tokens: int) -> list[list[int]]:
+        """The likeliest sequences, best first; none of them ends early."""
+        settings: dict[str, Any] = {"num_beams": width, "num_return_sequences": width, "eos_token_id": None}
+        ids = torch.tensor([self._tokenizer(prompt).input_ids])
+        with torch.no_grad():
+            found = self._model.generate(ids, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0, **settings)
+        sequences: list[list[int]] = found[:, ids.shape[1] :].tolist()
+        return sequences
+
 
 @pytest.fixture(scope="session")
 def oracle(smollm2: Path) -> Oracle:
@@ -64,6 +73,26 @@ def complete_all(server: Serving) -> Pairs:
 def test_greedy_tokens_are_transformers(smol: Serving, oracle: Oracle) -> None:
     oracle.check(complete_all(smol))  # cold
     oracle.check(complete_all(smol))  # prefix cache warm
+
+
+@pytest.mark.timeout(400)
+def test_beams_are_transformers(smol: Serving, oracle: Oracle) -> None:
+    """Two prompts at once, streamed and not; and a chat."""
+    extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True}
+    asked: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "n": 3, "max_tokens": 8, "extra_body": extra}
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none") as client:
+        whole = client.completions.create(prompt=PROMPTS[1:3], **asked)
+        found = [choice.model_dump() for choice in whole.choices]
+        expected = [one for prompt in PROMPTS[1:3] for one in oracle.beams(prompt, 3, 8)]
+        assert [choice["token_ids"] for choice in found] == expected
+        assert [choice["index"] for choice in found] == list(range(6))
+        texts = dict.fromkeys(range(6), "")
+        for chunk in client.completions.create(prompt=PROMPTS[1:3], stream=True, **asked):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert list(texts.values()) == [choice["text"] for choice in found]
+        chat = client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **asked)
+        assert len({choice.message.content for choice in chat.choices}) == 3
 
 
 @pytest.mark.timeout(400)

@@ -134,7 +134,7 @@ FULL: tuple[Struct, ...] = (
     text.Abort((RequestId("cmpl-a-0"),)),
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True),
-    text.Detokenize(Handle(7), pack_i32([1])),
+    text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",))),
     text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5, (5,)),
     text.Rejected((Handle(1), Handle(2)), ErrorKind.INVALID, "too long", "prompt"),
     TOKEN_LOGPROB,
@@ -156,7 +156,7 @@ FULL: tuple[Struct, ...] = (
     ),
     text.TokenizeReply(Handle(6), pack_i32([1]), ("a",), 2048, "no", "prompt", ErrorKind.OVERLOADED),
     text.Cancel(Handle(7)),
-    text.DetokenizeReply(Handle(7), "a", "no", "tokens", ErrorKind.OVERLOADED),
+    text.DetokenizeReply(Handle(7), "a", pack_i32([1]), "no", "tokens", ErrorKind.OVERLOADED),
     # detokenizer <-> coordinator -> scheduler
     WORK,
     LOST,

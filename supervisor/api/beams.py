@@ -1,0 +1,120 @@
+"""`LLM.beam_search`: steps of one token for each beam of each prompt (runtime/beam_search.py), with vLLM's parameters and results."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from meshlm.runtime.beam_search import Beam, BeamSearch, Candidate, num_candidates
+from meshlm.supervisor.api.outputs import Logprob, RequestOutput
+from meshlm.supervisor.api.sampling import SamplingParams
+
+Detail = dict[int, Logprob]
+MOST_BEAMS = 128
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """The settings of a search; names and defaults are vLLM's. `temperature` changes nothing: raw log-probabilities are what counts."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise ValueError("BeamSearchParams.structured_outputs: not supported")
+        if not 1 <= self.beam_width <= MOST_BEAMS:
+            raise ValueError(f"BeamSearchParams.beam_width: must be 1 to {MOST_BEAMS}")
+        if self.max_tokens < 1:
+            raise ValueError("BeamSearchParams.max_tokens: must be at least 1")
+        if not -16 <= self.length_penalty <= 16:
+            raise ValueError("BeamSearchParams.length_penalty: must be -16 to 16")
+
+
+@dataclass
+class BeamSearchSequence:
+    """One of the best sequences. `tokens` are the prompt's, the output's and the end's; `logprobs` are the output's."""
+
+    orig_prompt: Any
+    tokens: list[int]
+    logprobs: list[Detail]
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best sequences of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+Step = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
+
+
+def search(
+    prompts: Sequence[tuple[Any, dict[str, Any]]],
+    params: BeamSearchParams,
+    step: Step,
+    eos: tuple[int, ...],
+    vocab_size: int,
+    max_model_len: int,
+    decode: Callable[[list[int]], str],
+) -> list[BeamSearchOutput]:
+    """Of prompts as they were given, and as token ids. All of them go one token on with each call of `step`."""
+    ends = () if params.ignore_eos else eos
+    wanted = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=num_candidates(params.beam_width, vocab_size),
+    )
+    searches = []
+    for _, prompt in prompts:
+        num_prompt = len(prompt["prompt_token_ids"])
+        room = min(params.max_tokens, max_model_len - num_prompt)
+        searches.append(BeamSearch[Detail](params.beam_width, ends, num_prompt, room, params.length_penalty))
+    while live := [place for place, one in enumerate(searches) if not one.is_over]:
+        asked = [
+            {**prompts[place][1], "prompt_token_ids": [*prompts[place][1]["prompt_token_ids"], *beam.token_ids]}
+            for place in live
+            for beam in searches[place].beams
+        ]
+        found = step(asked, wanted)
+        bounds = [0, *accumulate(len(searches[place].beams) for place in live)]
+        for nth, place in enumerate(live):
+            searches[place].take([_candidates(one) for one in found[bounds[nth] : bounds[nth + 1]]])
+    return [
+        BeamSearchOutput([_sequence(given, prompt, beam, decode) for beam in one.best()])
+        for (given, prompt), one in zip(prompts, searches, strict=True)
+    ]
+
+
+def _candidates(found: RequestOutput) -> list[Candidate[Detail]]:
+    (logprobs,) = found.outputs[0].logprobs or [{}]
+    return [Candidate(token, one.logprob, logprobs) for token, one in logprobs.items()]
+
+
+def _sequence(
+    given: Any, prompt: dict[str, Any], beam: Beam[Detail], decode: Callable[[list[int]], str]
+) -> BeamSearchSequence:
+    ended = beam.end >= 0
+    tokens = [*prompt["prompt_token_ids"], *beam.token_ids, *((beam.end,) if ended else ())]
+    return BeamSearchSequence(
+        given,
+        tokens,
+        list(beam.details),
+        cum_logprob=beam.logprob,
+        text=decode(tokens),
+        finish_reason="stop" if ended else "length",
+        stop_reason=beam.end if ended else None,
+    )
