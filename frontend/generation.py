@@ -21,6 +21,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
+from meshlm.frontend.pacing import Pace
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
@@ -51,6 +52,7 @@ class Backend(operating.Operates, Protocol):
     def new_handle(self) -> Handle: ...
     def open(self, choices: list[Choice], submit: Submit) -> None: ...
     def close(self, choices: list[Choice]) -> None: ...
+    async def moved(self) -> None: ...
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply: ...
     def ignored(self, unknown_fields: tuple[str, ...], path: str) -> None: ...
     def done(self, answer: Response, started: float, path: str, status: int) -> None: ...
@@ -136,19 +138,22 @@ class Generation:
         rank = submits.dp_rank(request.headers)
         asked = await self.submits_of(answer, ask, rank, again, has.cuts if has is not None else ())
         status = 200
-        searching = asyncio.ensure_future(self._search(answer, ask, rank, end)) if ask.beams else None
+        opened: list[Choice] = []
+        asking: asyncio.Future[None] | None = None  # asks for more while the answer is made
+        if ask.beams or len(asked) > 1:
+            asks = self._search(answer, ask, rank, end) if ask.beams else self._open(asked, opened)
+            asking = asyncio.ensure_future(asks)
         try:
-            for choices, submit in asked if searching is None else ():
-                backend.open(choices, submit)
-                if len(asked) > 1:
-                    await asyncio.sleep(0)
+            if asking is None:
+                opened += answer.choices
+                backend.open(*asked[0])
             if ask.stream:
                 return await self._stream(request, answer, writer, end, form, shown)  # type: ignore[arg-type]
             if not await _ended_before_disconnect(request, end):
                 status = 499
                 return None
-            if searching is not None:
-                await searching
+            if ask.beams and asking is not None:
+                await asking
             if answer.error is not None:
                 raise answer.error
             if form.before_end is not None:
@@ -161,11 +166,21 @@ class Generation:
             status = error.status
             raise
         finally:
-            if searching is None:
-                backend.close(answer.choices)
-            else:
-                searching.cancel()
+            if asking is not None:
+                asking.cancel()
+            backend.close(opened)
             backend.done(answer, started, request.url.path, status)
+
+    async def _open(self, asked: list[tuple[list[Choice], Submit]], opened: list[Choice]) -> None:
+        """Ask for each prompt's choices, which `opened` gets, as those before them begin."""
+        pace = Pace(self._backend.config.parallel.data_parallel_size)
+        for choices, submit in asked:
+            while not pace.room(len(choices)):
+                await self._backend.moved()
+            opened += choices
+            self._backend.open(choices, submit)
+            pace.asked(choices)
+            await asyncio.sleep(0)  # a large request takes its turn with others' tokens
 
     async def submits_of(
         self,

@@ -52,6 +52,7 @@ from meshlm.runtime.plugins import PluginError
 
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
+MOVED_S = 0.1
 FRESH_S = (
     0.5  # /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second
 )
@@ -85,6 +86,7 @@ class FrontendApp:
         self._log = RequestLog()
         self._budget = Budget(0)
         self._places_later = False
+        self._moved = asyncio.Event()  # a sequence began or ended
         self._asking = asyncio.Lock()  # for fresh figures
         self._answered = asyncio.Event()  # they came
 
@@ -251,6 +253,13 @@ class FrontendApp:
         if self._refusing and self._mesh is not None:
             self._mesh.tell_supervisor(OpenRequests(self.num_open))
 
+    async def moved(self) -> None:
+        """Wait until some sequence has begun or ended, MOVED_S at most: one may have failed without a word from elsewhere."""
+        self._moved.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOVED_S):
+                await self._moved.wait()
+
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """Asks a detokenizer. A waiting question counts towards the budget; when its client leaves (cancelled), that is told."""
         most = self._tracker.max_deaths
@@ -354,6 +363,8 @@ class FrontendApp:
         match message:
             case TextDeltas():
                 self._send(self._tracker.deltas(message, peer, time.monotonic()))
+                if message.first or message.finished:
+                    self._moved.set()
             case Accepted():
                 self._tracker.accepted(message)
             case Rejected():

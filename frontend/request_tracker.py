@@ -284,7 +284,11 @@ class RequestTracker:
 
     def end_all(self, message: str) -> list[Send]:
         """This frontend stops, and what is still open has had its time."""
-        return self._end([*self.by_handle.values(), *self.orphans], ErrorKind.OVERLOADED, message)
+        sinks = dict.fromkeys(choice.sink for choice in [*self.by_handle.values(), *self.orphans])
+        open_choices = [
+            choice for sink in sinks for choice in sink.choices if choice.finished is None
+        ]  # or not asked for yet
+        return self._end(open_choices, ErrorKind.OVERLOADED, message)
 
     def _end(self, choices: list[Choice], kind: ErrorKind, message: str) -> list[Send]:
         sends = self.close(choices)

@@ -7,7 +7,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.request import Request
 
 MAX_STEP_BYTES = 16 << 20  # of sampled tokens' log-probabilities; of prompts'; of rows to a detokenizer
-MAX_START_BYTES = 1 << 20  # of new rows: all who decode wait until their plan is made, sent and read
+MAX_START_BYTES = 1 << 18  # of new rows: all who decode wait until their plan is made, sent and read
 POSITION_BYTES = 100  # of one position's columns, but for its likeliest tokens
 TOP_BYTES = 8  # of one of those: id and log-probability
 BIAS_BYTES = 14  # an id and a float in msgpack; an id alone takes five

@@ -125,6 +125,9 @@ class Scripted:
     def close(self, choices: list[Choice]) -> None:
         self.closed += choices
 
+    async def moved(self) -> None:
+        await asyncio.sleep(0)
+
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """As many tokens as the messages' JSON has bytes."""
         assert isinstance(message, Tokenize)
