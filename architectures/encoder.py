@@ -59,7 +59,7 @@ def layer_norm_eps(config: dict[str, Any], key: str, default: float) -> float:
 
 
 def num_labels(config: dict[str, Any]) -> int:
-    """As transformers finds it: two, where the file says nothing."""
+    """The number of labels, as transformers finds it: two where the file names none."""
     if isinstance(names := config.get("id2label"), dict) and names:
         return len(names)
     return integer(config, "num_labels", 2)

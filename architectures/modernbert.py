@@ -32,7 +32,7 @@ _OWN = frozenset(
 
 
 def _thetas(config: dict[str, Any]) -> tuple[float, float]:
-    """Of layers that see all, and of the others: by their own keys, or by kind of layer."""
+    """Gives the RoPE bases of global and of local layers, from keys of their own or by kind of layer."""
     by_kind = config.get("rope_parameters") or {}
     found = []
     for kind, key, default in (

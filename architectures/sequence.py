@@ -19,7 +19,7 @@ _UNREAD = r"(model\.)?lm_head\..*"
 
 
 def vector_families(family: Family) -> tuple[Family, ...]:
-    """Those that a family of decoders has."""
+    """The families for vectors and classes that a family of decoders brings along."""
     if not family.architecture.endswith(_CAUSAL):
         return ()
     stem = family.architecture.removesuffix(_CAUSAL)

@@ -1,4 +1,4 @@
-"""Which rank has computed which prefix, as far as the coordinator can know: an index of chunks of prompts.
+"""An index of prompts' chunks by rank: the prefixes that each rank has computed, as far as the coordinator can know.
 
 Owned by routing.py. A rank's real prefix cache is its scheduler's; this is a guess at it, good enough to choose a rank: a dispatch adds
 the prompt at once, a least-recently-used limit of the size of the rank's KV cache imitates its evictions, and what the

@@ -1,4 +1,4 @@
-"""Which requests should leave their rank. Pure; asked by moves.py.
+"""Chooses the requests that should leave their rank. Pure; asked by moves.py.
 
 `plan`: those that wait behind a full one while another is free. `rescue`: those of a rank that has lost its workers, as far as
 others have room. They only say which; where these go is decided when their detokenizer admits them again.

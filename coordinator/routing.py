@@ -1,4 +1,4 @@
-"""Which rank takes a request: the ledger of each rank's load, and the policies.
+"""Chooses the rank for a request: the ledger of each rank's load, and the policies.
 
 Pure; owned by core.py. The ledger is event-sourced: dispatch, first token and end of a request adjust it at once; a rank's own
 Load only corrects it. A rank's score is the work that is ahead of it, in decode tokens; a request goes where the score plus the

@@ -97,8 +97,8 @@ class Encoder:
         raise RequestError(ErrorKind.INVALID, text, "messages")
 
     def _message(self, message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
-        """As templates expect it: no nulls; the content in their form; the arguments of tool calls as objects, where OpenAI's clients
-        send them as JSON text; reasoning by the names that templates know."""
+        """Gives the message as templates expect it: no nulls; the content in their form; the arguments of tool calls as objects, where
+        OpenAI's clients send them as JSON text; reasoning by the names that templates know."""
         found = {key: value for key, value in message.items() if value is not None}
         found["content"] = self._content(found.get("content"), template)
         reasoning = next((found[name] for name in REASONING if name in found), None)

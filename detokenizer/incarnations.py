@@ -1,4 +1,5 @@
-"""Which incarnations of the coordinator and the schedulers are over, as far as this detokenizer has heard. Owned by attempts.py.
+"""Knows the incarnations of the coordinator and the schedulers that are over, as far as this detokenizer has heard. Owned by
+attempts.py.
 
 Links have no order among each other: the coordinator may still send a request to a scheduler whose death is known here.
 """

@@ -1,4 +1,4 @@
-"""Which requests have an Idempotency-Key, and how long they wait for their clients. Pure; owned by core.py.
+"""The requests that have an Idempotency-Key, and how long they wait for their clients. Pure; owned by core.py.
 
 A request whose client is away runs on; a finished one is kept, for `window_s` each, and all finished ones together take
 `max_bytes` at most, those that run on `max_running_bytes`: the oldest go first. A request that goes is forgotten: the next one

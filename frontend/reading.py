@@ -104,7 +104,7 @@ class Reader:
             self._finder = self._parser.finder(self._ask.tools)
 
     def _said(self, thought: str, parts: list[Part]) -> Said:
-        """In OpenAI's form; parallel_tool_calls: false is one call."""
+        """Gives what was read in OpenAI's form; with parallel_tool_calls false only the first call counts."""
         content, calls = list[str](), dict[int, Json]()
         for part in parts:
             if isinstance(part, str):

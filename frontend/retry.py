@@ -72,7 +72,7 @@ class Position(NamedTuple):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """By choice, the number of tokens whose text the client has."""
+        """The number of tokens whose text the client has, by choice."""
         return tuple(choice[0] if choice else 0 for choice in self.choices)
 
 

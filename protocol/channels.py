@@ -1,4 +1,4 @@
-"""Who talks to whom, with which messages, and what happens when a queue is full.
+"""The map of the mesh: who talks to whom, with which messages, and what happens when a queue is full.
 
 Every process binds one inbox (PULL) and connects one PUSH to each peer's inbox; a *link* is the pair of directions
 between two processes, with session rules on top (session.py). This table alone decides which links exist, who opens

@@ -117,7 +117,7 @@ class StepAgreement(Struct, frozen=True):
     rebalance: bool = False  # experts move before it, if all were asked to move them
 
     def columns(self) -> tuple[int, ...]:
-        """In this order `of` reads them."""
+        """The values in the order in which `of` reads them."""
         refused = (not self.graph, not self.micro_batches, not self.uniform, not self.rebalance)
         return self.step, -self.step, self.num_tokens, *refused, self.num_requests, -self.fewest_tokens
 

@@ -117,7 +117,7 @@ class Session:
         silence_s: float = 0.0,
         max_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
-        """With `silence_s` the caller reports frames by `heard`, and the peer is `silent` after so long without."""
+        """Begins a session. With `silence_s` the caller reports frames by `heard`, and the peer is `silent` after so long without."""
         self.me, self.incarnation, self.peer = me, incarnation, peer
         self.state = SessionState.CLOSED
         self.epoch = incarnation
@@ -284,7 +284,8 @@ class Session:
         self._reset(0.0)
 
     def close(self, incarnation: Incarnation) -> bool:
-        """That incarnation of the peer and all before it are over, whatever may still arrive. False: the session is not with them."""
+        """Ends the session: that incarnation of the peer and all before it are over, whatever may still arrive. False: the session is
+        not with them."""
         self._over = max(self._over, incarnation)
         if self.state is not SessionState.OPEN or self.peer_incarnation > incarnation:
             return False

@@ -10,7 +10,7 @@ class Generate(Struct, frozen=True, tag="generate"):
 
 
 class PoolKind(Enum):
-    """Which hidden states of the last layer, after the final norm, make the vector. Names as in vLLM's PoolerConfig."""
+    """The choice of hidden states of the last layer, after the final norm, that make the vector. Names as in vLLM's PoolerConfig."""
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all tokens'

@@ -70,7 +70,7 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
 
 
 class Retry(Struct, frozen=True, omit_defaults=True):
-    """Of a request with an Idempotency-Key. Its request ids are made from `key`, so a Submit of ids that are known attaches to them:
+    """Marks a request with an Idempotency-Key. Its request ids are made from `key`, so a Submit of ids that are known attaches to them:
     all rows come again, to the newer connection, and the older one gets a Rejected."""
 
     key: str  # hexadecimal digest of the client's key; it also says which detokenizer has the request

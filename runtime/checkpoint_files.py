@@ -1,4 +1,4 @@
-"""Which files of a folder hold its weights, and what their headers say of each tensor, before any weight is read.
+"""Finds the files of a folder that hold its weights, and reads what their headers say of each tensor, before any weight is read.
 
 The supervisor calls it before a process starts; workers read the files that it chose. It imports no torch.
 """

@@ -1,4 +1,4 @@
-"""When deaths are a request's own doing: the deaths that it met since its last token, and whether they are too many. Pure.
+"""Counts the deaths that a request met since its last token, to tell when they are its own doing. Pure.
 
 A request that kills whoever has it must be given up before the supervisor gives up the mesh, which it does at more than
 `--max-restarts` deaths of one process within WINDOW_S (`allowed`). One that only waits meets deaths too, and is to outlive them: so

@@ -127,8 +127,8 @@ class Batching:
         return builder.finish(session, step, self.kv.pool.take_changes())
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
-        """In one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with more than
-        one token to compute."""
+        """Plans the decodes in one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with
+        more than one token to compute."""
         running, left = self.running, self.limits.max_num_batched_tokens
         stages = self.limits.num_stages
         if stages > 1:

@@ -1,4 +1,4 @@
-"""Which incarnations of detokenizers can be reached, and the requests that wait until theirs can: tokens would be lost before.
+"""Knows the incarnations of detokenizers that can be reached, and the requests that wait until theirs can: tokens would be lost before.
 
 Called by core.py. Pure. Knows nothing of requests that were taken in.
 """

@@ -317,8 +317,8 @@ class FakeEngine:
         self._state[arrays.slots] = state[:, None] + self._groups
 
     def _write_in_order(self, arrays: StepArrays) -> None:
-        """By first position: a request may share a prefix that another one computes in this very step, as a real model
-        allows, which writes all keys and values of a layer before it reads any."""
+        """Writes in the order of first positions: a request may share a prefix that another one computes in this very step, as a real
+        model allows, which writes all keys and values of a layer before it reads any."""
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
         for index in np.argsort(arrays.starts, kind="stable").tolist():
             begin, end = int(arrays.query_start[index]), int(arrays.query_start[index + 1])

@@ -1,4 +1,4 @@
-"""Which tiles attention is computed in on this GPU: tables/<gpu>.json, written by tune.py."""
+"""Chooses the tiles of attention on this GPU, from tables/<gpu>.json, which tune.py writes."""
 
 from collections.abc import Callable
 from functools import cache

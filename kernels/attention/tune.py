@@ -45,7 +45,7 @@ def best(times: Times, cases: Iterable[Case]) -> tuple[Any, float]:
 
 
 def lone(case: Case) -> bool:
-    """As many splits as there are, and a short context."""
+    """The case of one request with a short context and as many splits as there are."""
     n, context, (_, kv_heads, _), multiprocessors = case
     splits = splits_of(n * kv_heads, min(PER_MULTIPROCESSOR), multiprocessors)
     return bool(splits == MAX_SPLITS and context <= SHORT_CONTEXT)

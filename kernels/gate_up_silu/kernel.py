@@ -66,7 +66,7 @@ class Shape(NamedTuple):
     programs: int = 1
 
     def grid(self, rows: int, outputs: int, device: torch.device) -> tuple[int]:
-        """As many programs as there are tiles, or as run at once."""
+        """The number of programs: one for each tile, or as many as run at once."""
         tiles = triton.cdiv(rows, self.block_m) * triton.cdiv(outputs, self.block_n)
         return (min(tiles, self.programs * pdl.multiprocessors(device)),)
 

@@ -179,7 +179,7 @@ BESIDE = 2 << 10  # bytes of shared memory that a program needs beside its tiles
 
 @cache
 def shape_of(outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
-    """As chosen in whole steps on this very GPU (benchmarks/tune_step.py), else the first entry of the table that fits.
+    """The tile shape: as chosen in whole steps on this very GPU (benchmarks/tune_step.py), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets. There BLOCK_N is of pairs, and here each program costs the reading of all packets.
     """

@@ -65,7 +65,7 @@ def tiles_of_parts(times: dict[tuple[int, int, int, bool, str], dict[Tile, float
 
 
 def best(found: list[dict[Tile, float]]) -> Tile:
-    """By the geometric mean of its slowdown over all cases that it fits."""
+    """Chooses the shape with the least geometric mean of its slowdown over all cases that it fits."""
 
     def cost(tile: Tile) -> float:
         return exp(sum(log(of[tile] / min(of.values())) for of in found) / len(found))

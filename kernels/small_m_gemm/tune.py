@@ -129,7 +129,7 @@ class Layers:
         return [sorted(times)[TURNS // 2] / LAYERS for times in zip(*turns, strict=True)]
 
     def tune(self) -> Iterator[tuple[str, Shape | None, float, float]]:
-        """By product: its shape, and the layer's time with cuBLAS's and with this one."""
+        """Gives for each product its shape, and the layer's time with cuBLAS's and with this one."""
         chosen: Choice = {}
         for name in ORDER:
             found = candidates(self.rows, self.keys[name])

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 
 class EPLBConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where experts are moved to, so that ranks have as many tokens each. Names and defaults are vLLM's, but for use_async."""
+    """The balancing of experts over ranks, so that each has about as many tokens. Names and defaults are vLLM's, but for use_async."""
 
     window_size: Annotated[int, Meta(ge=1)] = 1000  # steps whose tokens count
     step_interval: Annotated[int, Meta(ge=1)] = 3000  # steps between two rearrangements

@@ -1,4 +1,4 @@
-"""Which model is served, and how its files are read."""
+"""The settings of the model: which one is served, and how its files are read."""
 
 from typing import Annotated, Literal
 

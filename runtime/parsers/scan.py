@@ -95,7 +95,8 @@ class Scan:
             yield
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """As much as matches a pattern that any shorter text of the kind matches too, such as `\\w*`; "" where that is too long."""
+        """Reads as much as matches a pattern that any shorter text of the kind matches too, such as `\\w*`; "" where that is too
+        long."""
         while True:
             found = pattern.match(self.text, self.at)
             end = found.end() if found else self.at

@@ -11,8 +11,8 @@ from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAME
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
-    """By name, as flags.build takes them. None is the default, as in vLLM. TypeError for a name that nobody knows, ValueError for
-    what is not there."""
+    """Gives the settings by name, as flags.build takes them. None is the default, as in vLLM. TypeError for a name that nobody knows,
+    ValueError for what is not there."""
     known = {setting.name: setting for setting in flags.settings()}
     renamed = {flag: ours for names, ours in RENAMED.items() for flag in names}
     found: dict[str, object] = {}

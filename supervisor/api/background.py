@@ -48,7 +48,7 @@ class Background:
             raise
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Of the mesh. StartError when that ends first, with its reason: nobody would answer any more."""
+        """Asks the mesh. StartError when that ends first, with its reason: nobody would answer any more."""
         if not self._loop.is_running():
             work.close()
             raise RuntimeError("this LLM was shut down")

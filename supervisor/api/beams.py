@@ -69,7 +69,7 @@ def search(
     max_model_len: int,
     decode: Callable[[list[int]], str],
 ) -> list[BeamSearchOutput]:
-    """Of prompts as they were given, and as token ids. All of them go one token on with each call of `step`."""
+    """Searches for each prompt, given as it came and as token ids. All of them go one token on with each call of `step`."""
     ends = () if params.ignore_eos else eos
     wanted = SamplingParams(
         max_tokens=1,

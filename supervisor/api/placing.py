@@ -1,4 +1,4 @@
-"""Which detokenizer is asked what, and what waits until one takes it: while none is there, or none has room. Owned by client.py.
+"""Places requests at detokenizers, and keeps those that wait while none is there, or none has room. Owned by client.py.
 
 After the first refusal for want of room, as many are sent as end, and one now and then.
 """

@@ -58,7 +58,7 @@ class RepetitionDetectionParams:
             raise ValueError("RepetitionDetectionParams.min_count: must be at least 2; one time is no repetition")
 
     def wire(self) -> RepetitionDetection | None:
-        """As the mesh knows it; None where it is off."""
+        """Gives the value as the mesh knows it; None where it is off."""
         if not self.max_pattern_size:
             return None
         return RepetitionDetection(self.max_pattern_size, max(1, self.min_pattern_size), self.min_count)
@@ -199,7 +199,7 @@ class SamplingParams:
         )
 
     def _fits_logprobs(self) -> bool:
-        """As in vLLM: `logprobs` may be left out, or is their number."""
+        """Checks as vLLM does that `logprobs` is left out, or is their number."""
         return not self.logprob_token_ids or self.logprobs in (None, len(self.logprob_token_ids))
 
 

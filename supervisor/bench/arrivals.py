@@ -1,4 +1,4 @@
-"""When requests are sent: as a Poisson process, in bursts or evenly (gamma distribution), or faster and faster. Pure."""
+"""The times at which requests are sent: as a Poisson process, in bursts or evenly (gamma distribution), or faster and faster. Pure."""
 
 import math
 import random

@@ -103,7 +103,7 @@ class Reading:
     oversample: bool = True
 
     def filled(self, samples: list[Sample]) -> list[Sample]:
-        """As many samples as are wanted, some of them again where there are too few."""
+        """Gives as many samples as are wanted, some of them again where there are too few."""
         if not samples:
             raise self.error("no usable entry")
         missing = max(0, self.count - len(samples)) if self.oversample else 0

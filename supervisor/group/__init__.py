@@ -1,1 +1,1 @@
-"""Which process should run: the process group's pure cores, and what an operator may ask of them."""
+"""The process group's pure cores, which decide what should run, and what an operator may ask of them."""

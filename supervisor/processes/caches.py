@@ -1,4 +1,5 @@
-"""Where workers keep compiled kernels. Where the usual folders cannot be written there is a private one, so that none is left out.
+"""The folders in which workers keep compiled kernels. Where the usual ones cannot be written there is a private one, so that none is
+left out.
 
 Kernels are programs: the folder in their place is as private as the run directories beside it. Called by io.py.
 """

@@ -28,7 +28,7 @@ LOCK_WAIT_S = 1.0  # somebody may just be removing what a dead mesh left
 
 
 def base_dir(environment: Mapping[str, str]) -> Path:
-    """Where this user's run directories are. XDG_RUNTIME_DIR may be another user's, after `sudo`."""
+    """The folder of this user's run directories. XDG_RUNTIME_DIR may be another user's, after `sudo`."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     with contextlib.suppress(OSError):
         if runtime and os.stat(runtime).st_uid == os.getuid() and os.access(runtime, os.W_OK):
@@ -139,7 +139,7 @@ def _open_to_all(path: Path) -> list[str]:
 
 
 def stacks_file(identity: Identity) -> str:
-    """Where a process writes its stacks on SIGUSR1 (runtime/process.py), in the run directory."""
+    """The file to which a process writes its stacks on SIGUSR1 (runtime/process.py), in the run directory."""
     return f"{identity.role.value}-{identity.index}.stacks.txt"
 
 

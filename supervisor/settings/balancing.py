@@ -1,4 +1,4 @@
-"""Who balances the load over data-parallel ranks: this mesh (internal), an outer balancer (external), or both (hybrid). Pure.
+"""Finds out who balances the load over data-parallel ranks: this mesh (internal), an outer balancer (external), or both (hybrid). Pure.
 
 Dense ranks never talk to each other, so behind an outer balancer each part is a mesh of its own, with the numbers that its ranks
 have in the whole: in the label `engine` of /metrics, and in the header X-data-parallel-rank.

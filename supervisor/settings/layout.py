@@ -1,4 +1,4 @@
-"""Which processes are of which node, and where a node is: from the flags, before anything starts.
+"""Lays processes out over nodes, and says where a node is: from the flags, before anything starts.
 
 Called by serve.py, llm.py and io.py. A mesh of one node has no `Node`, and no tcp socket.
 """

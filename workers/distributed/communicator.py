@@ -90,7 +90,7 @@ def side_by_side(parts: list[Tensor], width: int, out: Tensor | None) -> Tensor:
 
 
 class Distributed:
-    """By torch.distributed: gloo for tensors on the CPU, NCCL on GPUs. `tensor` is the stage's group."""
+    """A communicator by torch.distributed: gloo for tensors on the CPU, NCCL on GPUs. `tensor` is the stage's group."""
 
     one_row = None
 

@@ -1,4 +1,4 @@
-"""Which processes a group is made of, and how its ranks meet.
+"""The processes that make a group, and how its ranks meet.
 
 The scheduler names the processes of the group (Reset.incarnations) whenever one of them is new. A worker process meets the others
 once: it loads its weights, then announces itself in a store that belongs to exactly these incarnations, and when all have done so it

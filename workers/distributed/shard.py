@@ -1,4 +1,4 @@
-"""Which part of the model a worker has: its tensor-parallel rank within its pipeline stage. Pure arithmetic.
+"""The part of the model that a worker has: its tensor-parallel rank within its pipeline stage. Pure arithmetic.
 
 Workers of a scheduler are numbered stage by stage: worker index = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank, as in vLLM.
 Column-parallel products (query, key, value, gate, up, embedding rows, head) are split by rows of the weight, row-parallel ones (o,

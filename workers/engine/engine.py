@@ -125,7 +125,7 @@ class ModelEngine:
         return max(self.resolved.spec.hidden_size, *others)
 
     def _make_balancer(self, group: ExpertGroup) -> Balancer | None:
-        """Of experts that move between ranks (--enable-eplb)."""
+        """Makes the balancer of experts that move between ranks (--enable-eplb)."""
         experts, mixtures = self.config.experts, self.model.mixtures()
         if not experts.enable_eplb or not mixtures:
             return None

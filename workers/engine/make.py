@@ -1,4 +1,4 @@
-"""Which engine a device gets. Called once, in the stepper thread; imports torch, and Triton only where it is used."""
+"""Makes the engine that a device gets. Called once, in the stepper thread; imports torch, and Triton only where it is used."""
 
 import os
 from collections.abc import Callable

@@ -129,7 +129,7 @@ class TritonInputs:
         return halves_of(batch, cut)
 
     def _batch(self, sizes: tuple[int, int], num_decodes: int, count: int, *, padded: bool) -> StepInputs:
-        """Of so many requests with so many tokens, of which `count` sample that are named in `places`."""
+        """Makes a batch of so many requests with so many tokens, of which the `count` that are named in `places` sample."""
         size, tokens = sizes
         rows, starts, ends, places = self.columns(size)
         tables, block_size = self._rows.block_tables, self._rows.block_size

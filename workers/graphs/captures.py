@@ -1,4 +1,5 @@
-"""When CUDA graphs are captured: before the first request, and in idle time. Owned by the engine; which ones, the dispatcher says."""
+"""Decides when CUDA graphs are captured: before the first request, and in idle time. Owned by the engine; which ones, the dispatcher
+says."""
 
 from collections.abc import Callable
 

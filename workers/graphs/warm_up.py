@@ -1,4 +1,5 @@
-"""Which steps a start runs, so that no later one has to compile: one of each kind of launch. Used by the engine; launches nothing."""
+"""The steps that a start runs, so that no later one has to compile: one of each kind of launch. Used by the engine; launches
+nothing."""
 
 from collections.abc import Iterator
 

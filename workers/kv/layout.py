@@ -1,4 +1,5 @@
-"""Where the layers of one worker keep what attention reads of earlier tokens: which block table of a request, and which tensor.
+"""Lays out where the layers of one worker keep what attention reads of earlier tokens: which block table of a request, and which
+tensor.
 
 The groups are those of the whole model (protocol/kv.py), so all workers of a scheduler have the same ones. A page is the same place
 in every tensor: layer j of each group, counted among this worker's own, lives in tensor j. Made once, by the engine.

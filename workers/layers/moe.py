@@ -110,7 +110,7 @@ class ExpertLinears(nn.Module):
         return self.gate_up, self.down
 
     def weights(self, act: str) -> ExpertWeights:
-        """As experts take them."""
+        """The weights as experts take them."""
         gate_up, down, scales = self.gate_up, self.down, None
         gate_up.prepare()
         down.prepare()
@@ -139,7 +139,7 @@ class MoE(nn.Module):
 
     @property
     def fused(self) -> FusedMoE:
-        """For who interleaves its steps with those of another micro-batch."""
+        """The object that interleaves its steps with those of another micro-batch."""
         assert self._fused is not None
         return self._fused
 

@@ -167,7 +167,7 @@ class Ops(Protocol):
         ...
 
     def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor:
-        """Where experts are that move between ranks: kernels/moe_slots."""
+        """Gives the slots of experts that move between ranks: kernels/moe_slots."""
         ...
 
     def norm_route(

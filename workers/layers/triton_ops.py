@@ -32,7 +32,8 @@ class TritonOps(Composed):
         return weight
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        """By the kernel: while kernels are compiled ahead, nobody has written the ids, and torch would stop at what stands there."""
+        """Gathers by the kernel: while kernels are compiled ahead, nobody has written the ids, and torch would stop at what stands
+        there."""
         return embed(ids, table)[0]
 
     def embed(
@@ -54,7 +55,7 @@ class TritonOps(Composed):
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
     ) -> PartialSum:
-        """Of few rows maybe split along K, for the norm behind it; of many rows in the residual already."""
+        """The product of few rows may be split along K, for the norm behind it; that of many rows is in the residual already."""
         if bias is None and x.is_contiguous():
             if (shape := shape_for(x.shape[0], *packed.shape, "parts")) is not None:
                 return PartialSum(small_m_gemm(x, packed, shape, "parts"), Kind.SPLIT_K, residual)
@@ -104,7 +105,7 @@ class TritonOps(Composed):
     def norm_route(
         self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In one kernel where there are few rows."""
+        """Norm and routing are one kernel where there are few rows."""
         added = x.kind is Kind.WHOLE or (x.kind is Kind.SPLIT_K and x.residual is not None)
         if not added or router.bias is not None or not fused_routing.takes(x.value):
             return super().norm_route(x, norm, router, slots)

@@ -1,4 +1,4 @@
-"""Which other way of computing a whole decoder a model gets when it is loaded, if any (decoder.py: Parts)."""
+"""Chooses another way of computing a whole decoder when a model is loaded, if there is one (decoder.py: Parts)."""
 
 import structlog
 import torch

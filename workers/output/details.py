@@ -38,6 +38,7 @@ class Details:
 def prompt_logprobs(
     hidden: Tensor, following: Tensor, place: int, width: int, logits_of: Callable[[Tensor], Tensor]
 ) -> Details:
-    """Of the prompt tokens `following` [p] of the request at this place, given the hidden states [p, hidden] before each."""
+    """Gives the log-probabilities of the prompt tokens `following` [p] of the request at this place, given the hidden states [p,
+    hidden] before each."""
     packed = logprobs.in_chunks(hidden, following.long(), width, logits_of)
     return Details(packed, [Part(place, 0, len(hidden), width)])

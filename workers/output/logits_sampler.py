@@ -112,7 +112,7 @@ class LogitsSampler:
         table: SamplingTable,
         ids: list[tuple[int, ...]] | None = None,
     ) -> list[Details]:
-        """Those of some lines; of the likeliest tokens, or of those that `ids` has for each line."""
+        """Gives the log-probabilities of some lines: of the likeliest tokens, or of those that `ids` has for each line."""
         if not len(lines):
             return []
         widths = table.logprobs[rows[lines]].tolist()

@@ -99,7 +99,7 @@ class Fp8Linear:
 
 
 class ExpertScales(NamedTuple):
-    """Of a layer's experts whose weights are codes: float32 [experts, outputs, groups of inputs]."""
+    """The scales of a layer's experts whose weights are codes: float32 [experts, outputs, groups of inputs]."""
 
     gate_up: Tensor
     down: Tensor

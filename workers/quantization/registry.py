@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised, by the names of their weights in the checkpoint, and the method of each."""
+"""Finds the layers of a model that are quantised, by the names of their weights in the checkpoint, and the method of each."""
 
 from importlib import import_module
 

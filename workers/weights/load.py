@@ -137,7 +137,7 @@ def _fill(
 def _place(
     name: str, scales: Mapping[str, ScaleTensor], model: Decoder
 ) -> tuple[WeightSlice | None, ScaleTensor | None]:
-    """Where a tensor belongs, and of what it is the scale."""
+    """Finds where a tensor belongs, and of what it is the scale."""
     scale = scales.get(name) or scales.get(f"model.{name}")
     found = place(name if scale is None else scale.weight, model.spec, model.shard)
     if found is not None and scale is not None:

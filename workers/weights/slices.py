@@ -1,4 +1,4 @@
-"""Where a tensor of the model belongs in a worker's part of it, and which part of the tensor that is. Pure."""
+"""Finds the place of a model's tensor in a worker's part of it, and which part of the tensor that is. Pure."""
 
 from functools import cache
 from typing import NamedTuple

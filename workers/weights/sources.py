@@ -1,4 +1,4 @@
-"""Where weights come from: tensors with Hugging Face names, one after the other, whatever the file format.
+"""The sources of weights: tensors with Hugging Face names, one after the other, whatever the file format.
 
 Each is a Source: its shape is known, and a part of it is read only when asked for, so that a rank reads no more than it keeps.
 """

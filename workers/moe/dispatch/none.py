@@ -96,7 +96,7 @@ class NoDispatchBatched:
         return tokens
 
     def _places(self, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-        """Which of [m, k] are of this rank's experts; of each its expert, and its row there: in the order of tokens."""
+        """Finds those of [m, k] that are of this rank's experts; of each its expert, and its row there, in the order of tokens."""
         local = local_numbers(routing, self.first, self.count).experts.long()
         mine = local >= 0
         chosen = torch.nn.functional.one_hot(local.clamp(min=0), self.count) * mine[:, :, None]  # [m, k, count]

@@ -1,4 +1,5 @@
-"""Which expert each slot of each rank holds, out of how many tokens experts had. Pure; the same on every rank that is given the same.
+"""Chooses the expert that each slot of each rank holds, from the number of tokens that experts had. Pure; the same on every rank that
+is given the same.
 
 A rank has as many slots as every other; those of rank r are r * each to (r + 1) * each. With more slots than experts some experts have
 replicas, which share their tokens: they go to those with the most tokens per replica (greedy replication; DeepSeek-AI 2025, "EPLB").
@@ -37,7 +38,7 @@ def balancedness(loads: Sequence[float]) -> float:
 
 
 def balance(load: Sequence[int], slots: Sequence[int], first: Sequence[int], num_ranks: int) -> list[int]:
-    """Where experts go from `slots`, which hold them now. load: tokens of each. The largest load of a rank is never above what it is
+    """Moves experts from `slots`, which hold them now. load: tokens of each. The largest load of a rank is never above what it is
     with `slots` or with `first`, and experts stay where moving them does not make it smaller."""
     packed = _settled(slots, _packed(load, _replicas(load, len(slots), num_ranks), len(slots) // num_ranks, num_ranks))
     peaks = [max(rank_loads(load, given, num_ranks)) for given in (slots, packed, first)]

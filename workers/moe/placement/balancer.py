@@ -30,7 +30,8 @@ BROKEN = -1
 
 
 class Experts(NamedTuple):
-    """Those that members of a group have together: numbers of the model's experts, rank by rank; and slots beyond one for each."""
+    """The experts that members of a group have together: numbers of the model's experts, rank by rank; and slots beyond one for
+    each."""
 
     numbers: list[int]
     num_redundant: int
@@ -38,7 +39,7 @@ class Experts(NamedTuple):
 
     @classmethod
     def of(cls, moe: MoESpec, shard: Shard, group: ExpertGroup) -> "Experts":
-        """Of a group whose members are the workers of one tensor-parallel rank, as `shard` is."""
+        """Makes them for a group whose members are the workers of one tensor-parallel rank, as `shard` is."""
         begin, end = shard.experts(moe.num_experts)
         stride = (end - begin) * shard.tp_size
         first = begin - group.rank * stride
@@ -113,7 +114,7 @@ class Balancer:
             self._before.append(self._counts.clone())
 
     def _load(self, since: Tensor) -> list[list[int]]:
-        """By layer: the tokens of each expert since then, on all ranks. Waits for the device."""
+        """Counts by layer the tokens of each expert since then, on all ranks. Waits for the device."""
         of_ranks = self._group.all_gather((self._counts - since)[None])
         load: list[list[int]] = of_ranks.sum(dim=0)[:, [number + 1 for number in self._experts]].tolist()
         return load

@@ -17,7 +17,7 @@ PIECE = 64 << 20
 
 
 class Moves(NamedTuple):
-    """Of one rank in a layer: what it copies from slot to slot of its own, and of each member what it sends to and gets from it."""
+    """The moves of one rank in a layer: what it copies from slot to slot of its own, and what it sends to and gets from each member."""
 
     copies: list[tuple[int, int]]
     sends: list[list[int]]
@@ -53,7 +53,7 @@ def moves_of(rank: int, old: Sequence[int], new: Sequence[int], num_ranks: int) 
 
 
 def rearrange(weights: Sequence[Tensor], old: Sequence[int], new: Sequence[int], group: ExpertGroup) -> None:
-    """Of a layer: the weights of this rank's slots, [slots, ...] each, become those of `new`. All members do it. StepAborted."""
+    """Makes the weights of this rank's slots in a layer, [slots, ...] each, those of `new`. All members do it. StepAborted."""
     moves = [moves_of(rank, old, new, group.size) for rank in range(group.size)]
     most, own = max(one.most for one in moves), moves[group.rank]
     sends, takes = ([slot for of in slots for slot in of] for slots in (own.sends, own.takes))
