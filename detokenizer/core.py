@@ -128,7 +128,7 @@ class Detokenizer(Attempts):
             return effects
         self._next_job += 1
         self.jobs[self._next_job] = requests
-        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words)]
+        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words, submit.sampling.grammar)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
@@ -162,7 +162,9 @@ class Detokenizer(Attempts):
             Send(frontend, replies.accepted(mine, prompt, self.table)) for frontend, mine in _by_frontend(now).items()
         ]
         for request, params in zip(now, sampling, strict=True):
-            request.begin(self.table, prompt, replace(params, bad_words_token_ids=event.bad_words))
+            request.begin(
+                self.table, prompt, replace(params, bad_words_token_ids=event.bad_words, grammar=event.grammar)
+            )
             effects += self._admit(request)
         if later:
             self.jobs[event.job] = later

@@ -4,17 +4,19 @@ from array import array
 
 from msgspec import Struct
 
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.text_edge import Prompt
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
 
 
 class Encoded(Struct, frozen=True):
-    """A prompt's ids and those of words that may not come, or why there are none."""
+    """A prompt's ids, those of words that may not come and the compiled grammar, or why there are none."""
 
     job: int
     token_ids: "array[int] | None" = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     error: RequestError | None = None
 
 
@@ -27,6 +29,7 @@ class Encode(Struct, frozen=True):
     job: int
     prompt: Prompt
     bad_words: tuple[str, ...] = ()
+    grammar: Grammar | None = None
 
 
 Effect = Encode | Send

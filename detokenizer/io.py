@@ -16,6 +16,7 @@ from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
+from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.questions import Question, Questions
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
@@ -66,9 +67,11 @@ class DetokenizerApp:
         self._mesh: Mesh | None = None
         self._core: Detokenizer | None = None
         self._encoder: Encoder | None = None
+        self._grammars: Grammars | None = None
         self._num_threads = min(MOST_ENCODE_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
         self._large_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "encode-large")
+        self._grammar_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "grammar")
         self._question_thread = ThreadPoolExecutor(1, "question")
         self._questions = Questions()
         self._answers = False  # the thread of questions is busy
@@ -91,6 +94,8 @@ class DetokenizerApp:
             self._encoder = Encoder(loaded, resolved.chat_templates, mesh.config.model.chat_template_content_format)
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
+        special = {table.text[token] or "": token for token in table.special if token < len(table)}
+        self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids))
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
         self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)
@@ -120,7 +125,7 @@ class DetokenizerApp:
     def _perform(self, effect: Effect) -> None:
         assert self._mesh is not None
         match effect:
-            case Encode(prompt=TokenPrompt(), bad_words=()):
+            case Encode(prompt=TokenPrompt(), bad_words=(), grammar=None):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)
                 if self._core is not None and event.job in self._core.jobs:  # more of its choices wait
@@ -131,14 +136,17 @@ class DetokenizerApp:
                 self._send(effect.to, effect.message)
 
     def _encode_later(self, ask: Encode) -> None:
-        size = num_bytes_of(ask.prompt)
+        size = num_bytes_of(ask.prompt) + (len(ask.grammar.text) if ask.grammar is not None else 0)
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
             error = RequestError(ErrorKind.OVERLOADED, "too many prompts wait to be tokenized; try again")
             self._do(Encoded(ask.job, error=error))
             return
         self._waiting[ask.job] = size
         self._waiting_bytes += size
-        if size > LARGE_BYTES:
+        assert self._grammars is not None
+        if ask.grammar is not None and not self._grammars.knows(ask.grammar):
+            self._grammar_threads.submit(self._encode_large, ask)
+        elif size > LARGE_BYTES:
             self._large_threads.submit(self._encode_large, ask)
         else:
             self._to_encode.append(ask)
@@ -206,7 +214,7 @@ class DetokenizerApp:
             self._mesh.call_soon_threadsafe(self._encoded, events)
 
     def _encode_large(self, ask: Encode) -> None:
-        """Encodes in the thread for large prompts."""
+        """Encodes in a thread for large prompts or for new grammars."""
         assert self._mesh is not None
         self._mesh.call_soon_threadsafe(self._encoded, [self._encode(ask)])
 
@@ -214,10 +222,12 @@ class DetokenizerApp:
         """Encodes one prompt; called in any thread."""
         assert self._encoder is not None
         assert self._core is not None
+        assert self._grammars is not None
         if not self._core.is_wanted(ask.job):  # its client left
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
         try:
-            return Encoded(ask.job, self._encoder.encode(ask.prompt), self._encoder.bad_words(ask.bad_words))
+            grammar = None if ask.grammar is None else self._grammars.compile(ask.grammar)
+            return Encoded(ask.job, self._encoder.encode(ask.prompt), self._encoder.bad_words(ask.bad_words), grammar)
         except RequestError as error:
             return Encoded(ask.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
@@ -297,5 +307,5 @@ class DetokenizerApp:
         self._to_encode.clear()
         self._to_admit.clear()
         self._questions = Questions()
-        for threads in (self._threads, self._large_threads, self._question_thread):
+        for threads in (self._threads, self._large_threads, self._grammar_threads, self._question_thread):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -11,13 +11,14 @@ from msgspec import Raw
 
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
+from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextParams, TextPrompt, TokenPrompt, num_bytes_of
 
 MAX_LISTED_IDS = (
     1 << 18
 )  # of logit_bias, allowed_token_ids, stop_token_ids and logprob_token_ids together, times the sequences
-MAX_COPIED_BYTES = 1 << 22  # of stop, bad_words and cache_salt together, in UTF-8, times the sequences
+MAX_COPIED_BYTES = 1 << 22  # of stop, bad_words, cache_salt and the grammar together, in UTF-8, times the sequences
 # Of one prompt's text, or of a chat's messages, tools and template. A longer context allows more, so much for each of its tokens: a
 # tokenizer takes a hundred times a text's bytes, and seconds for a megabyte.
 MIN_PROMPT_BYTES, BYTES_PER_TOKEN = 1 << 20, 16
@@ -86,7 +87,9 @@ def check(
         if num_ids * num_sequences > MAX_LISTED_IDS:
             _refuse(name, f"{num_ids} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
     num_bytes = 0
-    for name, texts in (("stop", text.stop), ("bad_words", text.bad_words), ("cache_salt", (cache_salt,))):
+    grammar = sampling.grammar or Grammar(GrammarKind.COMPILED)
+    copied = {"stop": text.stop, "bad_words": text.bad_words, "cache_salt": (cache_salt,)}
+    for name, texts in {**copied, grammar.param.split(".")[0]: (grammar.text,)}.items():
         num_bytes += sum(len(text.encode()) for text in texts)
         if num_bytes * num_sequences > MAX_COPIED_BYTES:
             _refuse(name, f"{num_bytes} bytes for each of {num_sequences} sequences", MAX_COPIED_BYTES)

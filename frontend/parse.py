@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend import limits, reasoning
+from meshlm.frontend import limits, reasoning, structured
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import check_shapes, of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
@@ -162,6 +162,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
+        reasoning_between=_before_grammar(server, request.continue_final_message)
+        if begins_with_reasoning
+        else ("", ""),
     )
     tags = (
         *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
@@ -181,6 +184,15 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         tools=tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
+
+
+def _before_grammar(server: ServerConfig, goes_on: bool) -> tuple[str, str]:
+    """What stands around the reasoning of an answer that begins with it: its grammar begins behind. No opening text where there is
+    reasoning without one."""
+    if server.structured_outputs.enable_in_reasoning:
+        return "", ""
+    open, close = reasoning.tags(server.reasoning_parser)
+    return "" if goes_on or registry.reasoning_parser(server.reasoning_parser).assumed else open, close
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
@@ -250,8 +262,9 @@ def _ask(
     prompt_logprobs: int | None,
     is_chat: bool,
     cap_max_tokens: bool = False,
+    reasoning_between: tuple[str, str] = ("", ""),
 ) -> ParsedRequest:
-    """The part that both endpoints share."""
+    """The part that both endpoints share. reasoning_between: see `_before_grammar`."""
     _check_common(request, len(prompts), num_choices)
     options = request.stream_options or StreamOptions()
     force_usage = server.enable_force_include_usage
@@ -267,6 +280,10 @@ def _ask(
     limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
+    if (grammar := structured.grammar(request, server)) is not None:
+        opens_with, begins_after = reasoning_between
+        grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after)
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     text = _text_params(request, stops, truncation)
     if request.use_beam_search:
@@ -303,8 +320,6 @@ def _ask(
 
 def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
     """Refuses fields that do not fit each other, and more sequences than one request may have."""
-    if request.response_format is not None and (kind := request.response_format.get("type")) != "text":
-        raise HttpError(400, f"response_format: type {kind!r} is not supported; only 'text' is", "response_format")
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:

@@ -17,15 +17,12 @@ MAX_PATTERN = 1024  # tokens
 MAX_TOKENS = 1 << 30
 MAX_TIMEOUT_S = 1e9
 
-# An empty value asks for something too: the schema {} for any JSON, as in vLLM, which takes all but null as a constraint.
-STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 _MEDIA = "images and sound are not supported"
 _KV_TRANSFER = "KV transfer is not supported"
 _RENDER = "it belongs to vLLM's /render paths, which are not here"
 _FUNCTIONS = "not supported; send tools, its newer name"
 # Fields of vLLM and OpenAI that decide what the answer is: to ignore them, as unknown fields are, would be a wrong answer.
 NOT_SUPPORTED = {
-    **dict.fromkeys(STRUCTURED, "structured outputs are not supported"),
     "prompt_embeds": "not supported; a prompt is text or token ids",
     "mm_processor_kwargs": _MEDIA,
     "media_io_kwargs": _MEDIA,
@@ -45,7 +42,6 @@ NOT_SUPPORTED = {
 }
 # The values of these fields that ask for nothing; of the others, those that are false or empty.
 ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(STRUCTURED, ()),
     "thinking_token_budget": (-1,),
     "function_call": ("none", "auto"),
     "web_search_options": (),
@@ -73,6 +69,7 @@ Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 TOOL_CHOICE = {"description": "To force a call is not supported.", "enum": ["none", "auto", None]}
+GUIDED_JSON = {"description": "A JSON schema, as an object or as JSON text.", "type": ["object", "string", "null"]}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -109,6 +106,15 @@ class Common(Struct, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Annotated[Any, Meta(extra_json_schema=GUIDED_JSON)] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    structural_tag: str | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from meshlm.protocol.grammar import Grammar
+
 
 class RepetitionDetection(Struct, frozen=True):
     """An answer ends where its last tokens are one pattern, min_count times in a row."""
@@ -55,3 +57,6 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`, their number: these tokens' instead of the likeliest
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences whose last token may not follow the rest
     repetition_detection: RepetitionDetection | None = None
+    grammar: Grammar | None = (
+        None  # that the text keeps to; the mask of each token is the worker's (output/grammars.py)
+    )

@@ -91,7 +91,15 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     num_drafts: bytes = b""  # int32[n]; b"" means none
 
 
-SchedulerToWorker = Reset | StepPlan | ResetGroup
+class PrepareGrammar(Struct, frozen=True, tag="prepare_grammar"):
+    """A request that waits for a row has this grammar. It is compiled beside the steps, and answered with GrammarReady."""
+
+    session: int
+    number: int  # of the grammar, in this incarnation of the scheduler
+    text: str
+
+
+SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareGrammar
 
 
 class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
@@ -144,6 +152,9 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     gap_ns: int = 0  # that the device was idle before it, since the step before
     counts: bytes = b""  # int32[number of samples], 0 .. 1 + num_drafts each; b"" means one each
     pooled: dict[int, bytes] = {}  # batch place -> float32: the vector of a Pool whose prompt is computed now
+    failed: dict[
+        int, str
+    ] = {}  # batch place -> why its request ends with an error (its grammar); its token here is none
 
 
 class StepFailed(Struct, frozen=True, tag="failed"):
@@ -154,10 +165,18 @@ class StepFailed(Struct, frozen=True, tag="failed"):
     message: str
 
 
+class GrammarReady(Struct, frozen=True, tag="grammar_ready"):
+    """Rows may have the grammar from now on; or why it is none."""
+
+    session: int
+    number: int
+    error: str = ""
+
+
 class WorkerStats(Struct, frozen=True, tag="stats"):
     """A worker's counts, once a second at most, when they have changed."""
 
     graphs: GraphCounts
 
 
-WorkerToScheduler = WorkerReady | LastPlan | StepResult | StepFailed | WorkerStats
+WorkerToScheduler = WorkerReady | LastPlan | StepResult | StepFailed | GrammarReady | WorkerStats

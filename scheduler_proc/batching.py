@@ -166,7 +166,8 @@ class Batching:
         left = self.limits.max_num_batched_tokens - builder.num_tokens
         for request in builder.decodes:
             virtual = len(request.tokens) + request.num_output_placeholders
-            count = min(self.max_drafts, request.max_len - virtual, left)
+            most = self.max_drafts if request.grammar is None else 0  # a grammar's mask is of one token
+            count = min(most, request.max_len - virtual, left)
             needed = virtual + count - 1  # the last one that may be sampled is not computed
             if needed > request.capacity:
                 if (blocks := self.kv.grow(request, needed)) is not None:
@@ -244,8 +245,8 @@ class Batching:
         at = 0
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
-            if request.num_output_placeholders:
-                at += 1  # preempted with results outstanding: others may pass
+            if request.num_output_placeholders or (request.grammar is not None and request.grammar.missing):
+                at += 1  # preempted with results outstanding, or its grammar is being compiled: others may pass
                 continue
             num_cached = self.kv.match(request)
             count = self._startable(builder, request, len(request.tokens) - num_cached, left)

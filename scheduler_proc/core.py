@@ -11,7 +11,7 @@ from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.protocol.lockstep import JointOrder
 from meshlm.protocol.operations import Operation, OperationDone, ResetPrefixCache, Stop
-from meshlm.protocol.step_edge import LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
+from meshlm.protocol.step_edge import GrammarReady, LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, StillThere
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.batching import Batching
@@ -85,6 +85,8 @@ class Scheduler:
                 self.load.tell_all()
                 if self.lockstep is not None:
                     self.lockstep.tell_again()
+        if self.serving:
+            effects += self.table.grammars.asks(self.session)
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
@@ -124,6 +126,9 @@ class Scheduler:
                 return self.operations.answered(event.sender, done)
             case WorkerStats() as stats:
                 self.load.worker(stats.graphs, event.incarnation)
+            case GrammarReady() as grammar if grammar.session == self.session:
+                for request in self.table.grammars.ready(event.sender, grammar):
+                    self.table.fail_grammar(request, output, grammar.error)
             case StepFailed() as failed:
                 self._step_failed(failed, output)
             case AttachTokens() as attach:
@@ -177,6 +182,7 @@ class Scheduler:
             self.batching.preempt(request)
         for request in self.requests.values():
             request.num_output_placeholders = 0
+        self.table.grammars.begin()
 
     def _worker_ready(self, sender: Identity, ready: WorkerReady, output: Output) -> list[Send]:
         facts = self.workers.ready(sender, ready)

@@ -45,6 +45,17 @@ def _stop_ids(*ids: tuple[int, ...]) -> frozenset[int]:
     return frozenset(chain(*ids))
 
 
+class RequestGrammar:
+    """The grammar that requests share; grammars.py changes it."""
+
+    __slots__ = ("missing", "number", "requests", "text")
+
+    def __init__(self, number: int, text: str, missing: set[Identity]) -> None:
+        self.number, self.text = number, text
+        self.missing = missing  # workers that have not compiled it: its requests wait for them
+        self.requests: set[Request] = set()
+
+
 class Request:
     """Plain data; core.py changes it."""
 
@@ -56,6 +67,7 @@ class Request:
         "detokenizer",
         "extra_keys",
         "free_at",
+        "grammar",
         "handle",
         "hashes",
         "incarnation",
@@ -111,6 +123,7 @@ class Request:
         self.num_cached = -1  # prompt tokens found cached at first; -1: not scheduled yet, -2: told
         self.num_reused = -1  # the same; stays
         self.prompt_logprobs: list[LogprobColumns] = []
+        self.grammar: RequestGrammar | None = None
 
     @property
     def order(self) -> tuple[int, float, str]:

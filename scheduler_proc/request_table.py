@@ -13,6 +13,7 @@ from meshlm.protocol.token_edge import AttachTokens, Ended, StillThere, TokenDel
 from meshlm.runtime.events import Send
 from meshlm.scheduler_proc.batching import Batching, tokens_of
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
+from meshlm.scheduler_proc.grammars import Grammars
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.load_reporter import LoadReporter
 from meshlm.scheduler_proc.output import Output
@@ -29,6 +30,7 @@ class RequestTable:
         self.batching = Batching(limits, 0, 1, 0)
         self.detokenizers = Detokenizers()
         self.load = LoadReporter()
+        self.grammars = Grammars(workers.all)
 
     def assign(self, assign: Assign, output: Output) -> None:
         work = assign.work
@@ -47,6 +49,7 @@ class RequestTable:
         )
         request.arrived_ns = output.now_ns
         self.by_id[work.request_id] = request
+        self.grammars.add(request)
         self.batching.enqueue(request)
         if len(request.tokens) >= request.max_len and request.pool is None:
             self.finish(request, output, FinishReason.LENGTH)
@@ -83,6 +86,12 @@ class RequestTable:
         """End it with a terminal row of its own."""
         output.end(request, reason, message, kind, param)
         self.drop(request)
+
+    def fail_grammar(self, request: Request, output: Output, message: str) -> None:
+        """End a request whose grammar the workers cannot follow, with the client's name of it."""
+        grammar = request.work.sampling.grammar
+        param = grammar.param if grammar is not None else ""
+        self.finish(request, output, FinishReason.ERROR, f"{param}: {message}", ErrorKind.INVALID, param.split(".")[0])
 
     def too_long(self, detokenizer: Identity, deltas: TokenDeltas, text: str) -> list[Send]:
         """No frame holds these rows of ours: their requests end where they were before."""
@@ -127,6 +136,7 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         """Forgets a request as `drop` does, but the coordinator is not told that it ended."""
         self.batching.remove(request)
+        self.grammars.remove(request)
         request.move(RequestState.FINISHED)
         del self.by_id[request.work.request_id]
         self.load.live_tokens -= len(request.tokens) - request.num_given

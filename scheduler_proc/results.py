@@ -38,7 +38,14 @@ class Results:
         self._learn(record, result)
         self._table.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
         tokens = ints(result.token_ids)
-        if record.samples or record.num_drafts or result.counts or result.logprobs or result.prompt_logprobs:
+        if (
+            record.samples
+            or record.num_drafts
+            or result.counts
+            or result.logprobs
+            or result.prompt_logprobs
+            or result.failed
+        ):
             self._tokens_with_details(record, result, tokens, output)
         else:
             self._tokens(record.batch, tokens, output)
@@ -100,6 +107,9 @@ class Results:
             if not samples[place]:
                 continue
             count = next(counts)
+            if place in result.failed and alive:
+                self._table.fail_grammar(request, output, result.failed[place])
+                alive = False
             if alive:
                 self._not_given(request, 1 + (record.num_drafts[place] if record.num_drafts else 0) - count)
                 for nth in range(count):

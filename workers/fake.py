@@ -25,6 +25,8 @@ from meshlm.protocol.token_edge import LogprobColumns
 from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
+from meshlm.workers.output.grammars import COMPUTED, Constraint, Grammars
+from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.rows import I32, I64, RowTable, StepArrays
 
 _FACTOR = 6364136223846793005  # odd, so that it has an inverse mod 2^64 (Knuth's MMIX multiplier)
@@ -122,6 +124,7 @@ class FakeEngine:
         self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
         self._state = np.zeros(num_blocks * block_size, np.uint64)
+        self.grammars = Grammars(loader(resolved))
         self._free_at = 0.0
         self._exchange: StepExchange | None = None  # with other ranks, if they step together
         self._num_together = 0  # steps with them
@@ -131,6 +134,7 @@ class FakeEngine:
 
     def reset(self) -> None:
         self._rows.reset()
+        self.grammars.reset()
 
     def join(self, exchange: StepExchange | None) -> None:
         if self._exchange is not None:
@@ -153,16 +157,21 @@ class FakeEngine:
             self._num_together += 1
             self.agreed = self._exchange.agree(StepAgreement(self._num_together, plan.num_tokens, True, False))
         self._rows.apply(plan)
+        self.grammars.apply(plan)
         num_drafts = self._draft(plan)
         arrays = self._rows.step(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
         launched = time.monotonic_ns()
         self._write(arrays, bool(plan.new_rows))
         pooled = self._pool(plan, arrays)
+        constraint = self.grammars.of_step(arrays.rows[arrays.samples])
         if num_drafts is None:
-            token_ids, counts = self._sample(arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples]), None
+            token_ids, counts = (
+                self._sample(arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples], constraint),
+                None,
+            )
             self._rows.sampled(arrays, token_ids)
         else:
-            token_ids, counts = self._accept(plan.step, arrays, num_drafts)
+            token_ids, counts = self._accept(plan.step, arrays, num_drafts, constraint)
         if self._step_s:
             begun = max(self._free_at, time.monotonic())
             self._free_at = begun + self._step_s
@@ -179,6 +188,7 @@ class FakeEngine:
                 done_ns=time.monotonic_ns(),
                 counts=b"" if counts is None else counts.tobytes(),
                 pooled=pooled,
+                failed={int(np.flatnonzero(arrays.samples)[line]): why for line, why in constraint.failed.items()},
             )
         )
 
@@ -234,17 +244,21 @@ class FakeEngine:
         starts = np.where(samples, self._rows.num_known[rows] - counts, starts)
         return msgspec.structs.replace(plan, starts=starts.astype(np.int32).tobytes(), counts=counts.tobytes())
 
-    def _accept(self, step: int, arrays: StepArrays, num_drafts: I32) -> tuple[I32, I32]:
+    def _accept(self, step: int, arrays: StepArrays, num_drafts: I32, constraint: Constraint) -> tuple[I32, I32]:
         """Sample every drafted position, and keep the tokens up to the first draft that differs; how many each row got."""
         table = self._rows
         tokens: list[I32] = []
-        for place in np.flatnonzero(arrays.samples).tolist():
+        ends = arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples]
+        constrained = self._sample(ends, constraint) if constraint else None
+        for line, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
             row, drafts, end = int(arrays.rows[place]), int(num_drafts[place]), int(arrays.query_start[place + 1])
-            sampled = self._sample(arrays.slots[end - 1 - drafts : end, 0])
+            sampled = self._tokens_of(self._state[arrays.slots[end - 1 - drafts : end, 0]])
+            if constrained is not None and constraint.has(line):  # it has no drafts
+                sampled = constrained[line : line + 1]
             known = int(table.num_known[row]) - drafts
             right = sampled[:drafts] == table.tokens[row, known : known + drafts]
             given = sampled[: 1 + int(np.logical_and.accumulate(right).sum())]
-            if _dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
+            if not constraint.has(line) and _dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
                 given = given[:0]
             table.tokens[row, known : known + len(given)] = given
             table.num_known[row] = known + len(given)
@@ -284,9 +298,17 @@ class FakeEngine:
         else:
             self._write_decodes(arrays)
 
-    def _sample(self, slots: I64) -> I32:
-        """The tokens that follow those in these slots."""
-        return self._tokens_of(self._state[slots])
+    def _sample(self, slots: I64, constraint: Constraint) -> I32:
+        """The tokens that follow those in these slots; where a grammar allows only some, one of these."""
+        state = self._state[slots]
+        tokens = self._tokens_of(state)
+        if (mask := constraint.mask()) is not None:
+            for line, allowed in zip(mask.lines, mask.allowed(self._vocab_size), strict=True):
+                if not allowed[tokens[line]]:
+                    among = np.flatnonzero(allowed)
+                    tokens[line] = among[int(state[line] >> np.uint64(33)) % len(among)]
+            constraint.sampled(tokens, COMPUTED)
+        return tokens
 
     def _tokens_of(self, state: U64) -> I32:
         chosen = (state >> np.uint64(33)) % np.uint64(self._vocab_size - FIRST_TOKEN)

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
@@ -19,7 +20,9 @@ from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation, ResetPrefixCache
 from meshlm.protocol.step_edge import (
+    GrammarReady,
     LastPlan,
+    PrepareGrammar,
     Reset,
     ResetGroup,
     StepFailed,
@@ -40,6 +43,7 @@ from meshlm.workers.operations import Operations
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 STATS_S = 1.0
+GRAMMAR_THREADS = 2
 ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
@@ -84,6 +88,7 @@ class WorkerApp:
         self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation, int] | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
         self._reset: Reset | None = None  # the scheduler's wish that came before the model was loaded
         self._launched = self._failed_launches = 0  # steps; the stepper's
         self._completed = 0  # the completer's
@@ -270,6 +275,8 @@ class WorkerApp:
                 if isinstance(message.action, ResetPrefixCache):
                     self._directory.reset_prefix_cache()
                 self._plans.put((message, 0))
+            case PrepareGrammar():
+                self._grammar_threads.submit(self._prepare_grammar, message)
             case ResetGroup():
                 if not self._membership.withdraw():
                     self._leave(message.reason)
@@ -302,6 +309,15 @@ class WorkerApp:
         assert self._mesh is not None
         if self._session == session:
             self._mesh.fatal("the ranks that step together lost one another, and none of them is gone")
+
+    def _prepare_grammar(self, ask: PrepareGrammar) -> None:
+        """Compiles in a thread of its own: the stepper waits for nobody."""
+        assert self._engine is not None
+        try:
+            error = self._engine.grammars.compile(ask.text) if self._shard.is_last else ""
+        except BaseException as panic:  # the library's panics are no Exceptions; the client waits for an answer
+            error = f"the grammar cannot be compiled: {panic}"
+        self._say(GrammarReady(ask.session, ask.number, error))
 
     def _make_exchange(self, group: StepGroup) -> StepExchange:
         assert self._mesh is not None

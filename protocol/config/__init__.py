@@ -15,6 +15,7 @@ from meshlm.protocol.config.per_node import PER_NODE
 from meshlm.protocol.config.resolved import Resolved
 from meshlm.protocol.config.run import RunConfig
 from meshlm.protocol.config.server import ServerConfig
+from meshlm.protocol.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
     "PER_NODE",
@@ -29,6 +30,7 @@ __all__ = [
     "RunConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "StructuredOutputsConfig",
     "WorkerConfig",
 ]
 

@@ -2,7 +2,10 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
+
+from meshlm.protocol.config.structured_outputs import StructuredOutputsConfig
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True):
@@ -84,6 +87,13 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     tool_parser_plugin: Annotated[str, Meta(description="Python file with more of them, in a dict TOOL_PARSERS")] = ""
+    structured_outputs_config: Annotated[
+        str,
+        Meta(
+            description="of response_format and structured_outputs, as JSON: backend (guidance), disable_any_whitespace, "
+            "disable_additional_properties, enable_in_reasoning"
+        ),
+    ] = "{}"
     reasoning_parser: Annotated[
         str,
         Meta(
@@ -109,3 +119,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
     ] = 60.0
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
+
+    @property
+    def structured_outputs(self) -> StructuredOutputsConfig:
+        """`structured_outputs_config`, read. msgspec.DecodeError or ValidationError where it is not right."""
+        return msgspec.json.decode(self.structured_outputs_config, type=StructuredOutputsConfig)

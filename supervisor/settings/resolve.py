@@ -79,6 +79,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
         plugins.check_names(os.environ)
         plugins.load_descriptions(os.environ)
         _check_parsers(config.server)
+        _check_structured_outputs(config.server)
         _check_backend(config.worker.attention_backend)
         files = model_files.resolve_model(
             config.model.model,
@@ -148,6 +149,14 @@ def _check_parsers(server: ServerConfig) -> None:
     if server.reasoning_parser:
         registry.reasoning_parser(server.reasoning_parser)
     registry.check_pair(server.tool_call_parser, server.reasoning_parser)
+
+
+def _check_structured_outputs(server: ServerConfig) -> None:
+    try:
+        assert server.structured_outputs
+    except msgspec.DecodeError as error:
+        hint = "; --reasoning-parser is the setting" if "reasoning_parser" in str(error) else ""
+        raise UsageError(f"--structured-outputs-config {server.structured_outputs_config}: {error}{hint}") from None
 
 
 def _check_backend(name: str) -> None:

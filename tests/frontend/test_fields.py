@@ -24,7 +24,6 @@ from meshlm.frontend.schema import (
     ASKS_FOR_NOTHING,
     NEEDLESS,
     NOT_SUPPORTED,
-    STRUCTURED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -64,14 +63,6 @@ def test_what_would_change_the_answer_is_not_ignored(endpoint: str, field: str) 
     raised, error = refused(endpoint, {field: {"type": "object"}})
     assert (raised.status, error["param"]) == (400, field)
     assert "supported" in str(error["message"])
-
-
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-@pytest.mark.parametrize("field", STRUCTURED)
-@pytest.mark.parametrize("value", [{}, "", [], False])
-def test_an_empty_schema_asks_for_json_and_is_not_ignored(endpoint: str, field: str, value: object) -> None:
-    raised, error = refused(endpoint, {field: value})
-    assert (raised.status, error["param"]) == (400, field)
 
 
 @pytest.mark.parametrize("value", [{}, "", [], False])

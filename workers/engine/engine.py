@@ -26,6 +26,7 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import NOT_BALANCED, EngineFacts, ProgressReport
+from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.kit import Kit
@@ -38,8 +39,10 @@ from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.output.details import Details, prompt_logprobs
+from meshlm.workers.output.grammars import Constraint, Grammars
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
+from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
 MB = 1 << 20
@@ -92,6 +95,7 @@ class ModelEngine:
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(PooledHeads(self.model.classifier, load_dense(resolved, device)))
+        self.grammars = Grammars(loader(resolved))
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._intermediate_tensors
@@ -184,6 +188,7 @@ class ModelEngine:
 
     def reset(self) -> None:
         self.rows.reset()
+        self.grammars.reset()
 
     def idle(self) -> bool:
         """Capture a graph, unless steps are on their way."""
@@ -238,11 +243,11 @@ class ModelEngine:
         changes, segments = self.rows.changes(plan)
         step = StepColumns(plan)
         places = step.places()
+        constraint = self._constraint(plan, step.rows[places])
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
-        key, cut, rebalance = self._course(
-            step, plan, "prompt_logprobs" if len(wanted) else "pooling" if pooling else ""
-        )
+        why_no_graph = "prompt_logprobs" if len(wanted) else "pooling" if pooling else "grammar" if constraint else ""
+        key, cut, rebalance = self._course(step, plan, why_no_graph)
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
@@ -258,7 +263,7 @@ class ModelEngine:
         elif not step.n:
             self.compute.idle()  # of ranks that step together
         else:
-            hidden = self.compute.eager(step, cut)
+            hidden = self.compute.eager(step, cut, constraint.mask)
             if self.shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
                 pooled = self.pooler.pool(hidden, pooling)
@@ -269,14 +274,23 @@ class ModelEngine:
             found = self.head.finish(self.rows.sample_rows(step, places), places)
         tokens = self._timeline.fetch(self.head.sampled[: len(places)])
         before, self._last = self._last, self._timeline.mark()
+        constraint.sampled(tokens, self._last)
         result = StepResult(
             session=plan.session,
             step=plan.step,
             token_ids=b"",
             received_ns=received_ns,
             launched_ns=self._timeline.launched_ns(begun_ns),
+            failed={int(places[line]): why for line, why in constraint.failed.items()},
         )
         return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
+
+    def _constraint(self, plan: StepPlan, rows: I32) -> Constraint:
+        """Of the rows that sample in this step."""
+        if not self.shard.is_last:
+            return self.grammars.of_step(rows[:0])
+        self.grammars.apply(plan)
+        return self.grammars.of_step(rows)
 
     def _prompt_logprobs(self, step: StepColumns, hidden: Tensor, wanted: NDArray[np.intp]) -> list[Details]:
         """The log-probabilities, for the requests at these places, of the prompt tokens that follow the positions of this step."""

@@ -130,6 +130,7 @@ class PendingStep:
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
             pooled=self._pooled.by_place() if self._pooled is not None else {},
+            failed=result.failed,
         )
 
 

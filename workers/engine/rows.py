@@ -16,6 +16,7 @@ from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.memory import zeros
+from meshlm.workers.output.grammars import unconstrained
 from meshlm.workers.output.sampler import SampleRows
 from meshlm.workers.output.table import EDITS, SamplingTable, edits
 from meshlm.workers.rows import Pooling, pooling
@@ -142,7 +143,7 @@ class DeviceRows:
 
     def _take(self, new: NewRow, changes: Changes) -> None:
         """A request takes a row."""
-        row, sampling = new.row, new.sampling
+        row, sampling = new.row, unconstrained(new.sampling)
         self.table.set(row, sampling)
         self.second_from[row] = 0
         if isinstance(new.task, Pool):

@@ -14,8 +14,9 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output import logprobs
+from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
+from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.sampler import SampleRows, put, sample
 
 
@@ -24,8 +25,8 @@ class Head(Protocol):
 
     sampled: Tensor  # int32 [l] or longer: the last step's tokens, in the order of its sampling requests
 
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
-        """A token for each of hidden [l, hidden]; it is written behind its row, too."""
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns, mask: TokenMask | None) -> None:
+        """A token for each of hidden [l, hidden]; it is written behind its row, too. mask: of the lines with a grammar."""
         ...
 
     def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
@@ -48,11 +49,13 @@ class TorchHead:
         self.sampled = torch.empty(0, dtype=torch.int32, device=self._device)
         self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
 
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns, mask: TokenMask | None) -> None:
         at, table = self._rows.sample_rows(step, step.places()), self._rows.table
         logits = self._model.logits(hidden)
         wanted = np.flatnonzero(table.logprobs[at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
+        if mask is not None:
+            masks.apply(logits, mask)
         self.sampled = sample(logits, at, table, self._rows.tokens).int()
         self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled
 

@@ -16,8 +16,9 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output import logprobs
+from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
+from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.sampler import SampleRows, put, sample
 from meshlm.workers.output.table import SamplingTable
 
@@ -47,10 +48,12 @@ class LogitsSampler:
         self._sampling = sampling.Rows(of.temperature, of.seeds, of.prompt_lens, rows.tokens)
         self._limits = truncation.Limits(of.temperature, of.min_p, of.top_k, of.top_p)
         self._penalties = penalties.Penalties(of.repetition, of.presence, of.frequency)
+        self._mask: TokenMask | None = None
         self._edits = penalties.Edits(of.num_edits, of.edit_ids, of.edit_adds, of.edit_untils)
 
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns, mask: TokenMask | None) -> None:
         self.choose(hidden, batch)
+        self._mask = mask
 
     def choose(self, hidden: Tensor, batch: StepInputs) -> None:
         """A token for each of hidden [l, hidden], as kernels can: bias, min_tokens, penalties, temperature, top-k, top-p, min-p.
@@ -85,11 +88,16 @@ class LogitsSampler:
 
     def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
-        needy = table.need_torch(at.rows, at.output_index)
+        needy, mask = table.need_torch(at.rows, at.output_index), self._mask
+        if mask is not None:
+            needy, self._mask = np.union1d(needy, mask.lines), None
         for begin in range(0, len(needy), LINES_BY_TORCH):
             lines = needy[begin : begin + LINES_BY_TORCH]
             some, index = at.some(lines), put(lines, self._device)
-            token_ids = sample(self._model.logits(self.hidden[index]), some, table, self._rows.tokens).int()
+            logits = self._model.logits(self.hidden[index])
+            if mask is not None:
+                masks.apply(logits, mask.of(lines))
+            token_ids = sample(logits, some, table, self._rows.tokens).int()
             where = put(np.stack((some.rows.astype(np.int64), some.lens)), self._device)
             self._rows.tokens[where[0], where[1]] = token_ids
             self.sampled[index] = token_ids

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, kv, lockstep, operations, sampling, session, tasks
+from meshlm.protocol import frames, grammar, kv, lockstep, operations, sampling, session, tasks
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -38,6 +38,9 @@ EDGES = (admit, control, step, text, token)  # besides: operations
 
 LIFE = Incarnation(1_750_000_000_000_000_000)
 SCHEDULER, DETOKENIZER = Identity(Role.SCHEDULER, 3), Identity(Role.DETOKENIZER, 1)
+GRAMMAR = grammar.Grammar(
+    grammar.GrammarKind.JSON_SCHEMA, "{}", "response_format", False, False, " ?", False, "</think>", "<think>"
+)
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
     min_tokens=2,
@@ -58,6 +61,7 @@ SAMPLING = sampling.SamplingParams(
     logprob_token_ids=(3, 4),
     bad_words_token_ids=((5,), (6, 7)),
     repetition_detection=sampling.RepetitionDetection(8, 2, 3),
+    grammar=GRAMMAR,
 )
 WORK = admit.EngineRequest(
     request_id=RequestId("cmpl-é-0"),
@@ -232,9 +236,23 @@ FULL: tuple[Struct, ...] = (
     ),
     step.LastPlan(77, 76, 5),
     step.StepResult(
-        77, StepId(5), pack_i32([3]), {0: COLUMNS}, {1: COLUMNS}, 1, 2, 3, 4, 5, pack_i32([1]), {2: pack_f32([0.5])}
+        77,
+        StepId(5),
+        pack_i32([3]),
+        {0: COLUMNS},
+        {1: COLUMNS},
+        1,
+        2,
+        3,
+        4,
+        5,
+        pack_i32([1]),
+        {2: pack_f32([0.5])},
+        {0: "no token"},
     ),
     step.StepFailed(77, StepId(5), "out of memory"),
+    step.PrepareGrammar(77, 3, "start: A"),
+    step.GrammarReady(77, 3, "no such rule"),
     step.WorkerStats(GRAPHS),
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),
@@ -293,6 +311,7 @@ ENUMS: tuple[type[Enum], ...] = (
     frames.Kind,
     tasks.PoolKind,
     tasks.PoolHead,
+    grammar.GrammarKind,
     lockstep.Phase,
 )
 

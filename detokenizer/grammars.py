@@ -1,0 +1,134 @@
+"""What a client asks of the text's form, in the language of the library that matches it: llguidance's. Called by io.py in a thread.
+
+The library compiles without the vocabulary here, so that each mistake is refused before the request is admitted; workers compile the
+same text with it (workers/output/grammars.py). It is imported with the first grammar: most meshes see none.
+"""
+
+import json
+import threading
+from typing import Any
+
+import msgspec
+
+from meshlm.detokenizer.json_schemas import close_objects, has_end
+from meshlm.detokenizer.structural_tags import GrammarError, StructuralTag, to_lark
+from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from meshlm.protocol.ids import ErrorKind
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.grammars import limits
+
+CACHED = 512  # grammars, refused ones too
+
+
+class Grammars:
+    """Safe to call from several threads."""
+
+    def __init__(self, special: dict[str, int], *, may_end: bool = True) -> None:
+        """special: the ids of special tokens by their text. may_end: the model has a token that ends its text."""
+        self._special, self._may_end = special, may_end
+        self._lock = threading.Lock()
+        self._known: dict[Grammar, tuple[str, str]] = {}  # the text, or what is wrong; those used last stand last
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `compile` takes no time."""
+        return _asked(grammar) in self._known
+
+    def compile(self, grammar: Grammar) -> Grammar:
+        """The same constraint as the library's text. RequestError names the client's field and what is wrong."""
+        asked = _asked(grammar)
+        with self._lock:
+            found = self._known.pop(asked, None)
+        found = found or self._translated(asked)
+        with self._lock:
+            self._known[asked] = found
+            if len(self._known) > CACHED:
+                del self._known[next(iter(self._known))]
+        text, error = found
+        if error:
+            raise RequestError(ErrorKind.INVALID, f"{grammar.param}: {error}", grammar.param.split(".")[0])
+        begins_after = "" if grammar.opens_with else grammar.begins_after
+        return Grammar(GrammarKind.COMPILED, text, grammar.param, begins_after=begins_after)
+
+    def _translated(self, grammar: Grammar) -> tuple[str, str]:
+        """The text, or what is wrong with the grammar."""
+        from llguidance import LLMatcher
+
+        if not self._may_end:
+            return "", "this model has no end-of-sequence token, so no text of it can end where a grammar does"
+        if (size := len(grammar.text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
+            return "", f"{size} bytes; at most {MAX_GRAMMAR_BYTES} in one grammar"
+        try:
+            text = self._text(grammar)
+            if grammar.opens_with:
+                text = self._tags(grammar).behind_optional(grammar.opens_with, grammar.begins_after, text)
+        except GrammarError as error:
+            return "", str(error)
+        except RecursionError:
+            return "", "the grammar is nested too deeply"
+        wrong = LLMatcher.validate_grammar(text, None, limits=limits())
+        return ("", _told(wrong)) if wrong and not wrong.startswith("WARNING") else (text, "")
+
+    def _text(self, grammar: Grammar) -> str:
+        """GrammarError for what is no such grammar."""
+        from llguidance import LLMatcher
+
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar, _parsed(grammar.text))))
+            case GrammarKind.JSON_OBJECT:
+                return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar, {"type": "object"})))
+            case GrammarKind.REGEX:
+                return LLMatcher.grammar_from_regex(grammar.text)
+            case GrammarKind.CHOICE:
+                choices = json.loads(grammar.text)
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+            case GrammarKind.GRAMMAR:
+                return LLMatcher.grammar_from_lark(to_lark(grammar.text))
+            case GrammarKind.STRUCTURAL_TAG:
+                return self._tags(grammar).translate(grammar.text)
+            case GrammarKind.COMPILED:
+                return grammar.text
+
+    def _tags(self, grammar: Grammar) -> StructuralTag:
+        return StructuralTag(self._special, lambda schema: _schema(grammar, schema))
+
+
+def _asked(grammar: Grammar) -> Grammar:
+    """What decides the library's text."""
+    return msgspec.structs.replace(grammar, param="", begins_after=grammar.begins_after if grammar.opens_with else "")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}") from None
+
+
+def _schema(grammar: Grammar, schema: Any) -> dict[str, Any]:
+    """The schema with the options of the library, which it reads from a key of its own."""
+    if isinstance(schema, bool):
+        if not schema:
+            raise GrammarError("no JSON fits the schema false")
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema must be an object, or true")
+    if not has_end(schema):
+        raise GrammarError("the schema requires itself without end: no finite JSON fits it")
+    if not grammar.additional_properties:
+        close_objects(schema)
+    options: dict[str, Any] = {"lenient": not grammar.strict, "coerce_one_of": not grammar.strict}
+    if grammar.whitespace_pattern:
+        options["whitespace_pattern"] = grammar.whitespace_pattern
+    else:
+        options["whitespace_flexible"] = grammar.any_whitespace
+    return {**schema, "x-guidance": options}
+
+
+def _told(error: str) -> str:
+    """The library's words, for a client."""
+    if error.startswith("Unimplemented keys: "):
+        return f"these keywords of the schema cannot be enforced: {error.partition(': ')[2]}"
+    if "coerce_one_of" in error:
+        return "oneOf can only be enforced where its schemas exclude one another; anyOf can always"
+    return error.removesuffix("<non-verbose/>").strip()[:500]

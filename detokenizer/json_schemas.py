@@ -1,0 +1,103 @@
+"""What is looked at in a JSON schema before it becomes a grammar: whether any text of it ends, and objects' other properties. Pure."""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+_SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", "unevaluatedProperties",
+            "unevaluatedItems", "additionalItems")  # fmt: skip
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ROUNDS = 64  # more than references that do not go round and round need
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas inside this one."""
+    for name in _SCHEMAS:
+        yield schema.get(name)
+    for name in _LISTS:
+        if isinstance(found := schema.get(name), list):
+            yield from found
+    for name in _NAMED:
+        if isinstance(found := schema.get(name), dict):
+            yield from found.values()
+
+
+def close_objects(schema: Any) -> None:
+    """Objects that name properties have no others, where their schema says nothing of them. Changes the schema."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += _parts(part)
+            if "additionalProperties" not in part and ("properties" in part or "patternProperties" in part):
+                part["additionalProperties"] = False
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """The schema that a reference within the document names; True where it names none: the library says so."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return True
+    found = root
+    for step in filter(None, reference[1:].split("/")):
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return True
+    return found
+
+
+def has_end(root: Any) -> bool:
+    """Whether any value of the schema is finite. One that requires itself again and again has none."""
+    order: list[dict[str, Any]] = []  # inner schemas before those that need them, but for circles
+    seen: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        part, left = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        if left:
+            order.append(part)
+        elif id(part) not in seen:
+            seen.add(id(part))
+            waiting.append((part, True))
+            waiting += [(inner, False) for inner in (*_parts(part), _target(root, part.get("$ref")))]
+    ending: set[int] = set()
+    for _ in range(_ROUNDS):
+        before = len(ending)
+        for part in order:
+            if id(part) not in ending and _ends(part, root, ending):
+                ending.add(id(part))
+        if len(ending) == before:
+            break
+    return not isinstance(root, dict) or id(root) in ending
+
+
+def _ends(part: dict[str, Any], root: Any, ending: set[int]) -> bool:
+    """Whether a value of it ends, given the schemas of which that is known."""
+
+    def known(schema: Any) -> bool:
+        return not isinstance(schema, dict) or id(schema) in ending
+
+    if "enum" in part or "const" in part:
+        return True
+    if "$ref" in part and not known(_target(root, part["$ref"])):
+        return False
+    for name, enough in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        if isinstance(found := part.get(name), list) and found and not enough(map(known, found)):
+            return False
+    kinds = part.get("type")
+    if kinds in ("object", ["object"]):
+        named, required = part.get("properties"), part.get("required")
+        named = named if isinstance(named, dict) else {}
+        names = required if isinstance(required, list) else []
+        return all(known(named.get(name, part.get("additionalProperties"))) for name in names if isinstance(name, str))
+    if kinds in ("array", ["array"]):
+        least, items, first = part.get("minItems"), part.get("items"), part.get("prefixItems")
+        least = least if isinstance(least, int) else 0
+        each = first if isinstance(first, list) else items if isinstance(items, list) else []
+        return all(map(known, each[:least])) and (least <= len(each) or isinstance(items, list) or known(items))
+    return True

@@ -1,0 +1,37 @@
+"""The grammar that a request's text keeps to, on its way from the frontend to the worker's matcher.
+
+The frontend says it in the client's words; the detokenizer translates it once (detokenizer/grammars.py) into the language of the
+library whose matcher stands beside the sampler (`COMPILED`), and that text is what schedulers and workers carry.
+"""
+
+from enum import Enum
+
+from msgspec import Struct
+
+MAX_GRAMMAR_BYTES = 1 << 18  # of one grammar, as the client says it
+
+
+class GrammarKind(Enum):
+    """The language in which `Grammar.text` is written."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any JSON object; no text
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of texts
+    GRAMMAR = "grammar"  # EBNF (GBNF) or Lark
+    STRUCTURAL_TAG = "structural_tag"  # JSON: free text in which tags have contents with grammars of their own
+    COMPILED = "compiled"  # the library's own
+
+
+class Grammar(Struct, frozen=True, omit_defaults=True):
+    """One constraint. Equal ones are translated and compiled once."""
+
+    kind: GrammarKind
+    text: str = ""
+    param: str = ""  # the client's field, which errors name
+    strict: bool = True  # what cannot be enforced of a JSON schema is refused; else it does not constrain
+    any_whitespace: bool = True  # JSON may have white space between its tokens
+    whitespace_pattern: str = ""  # that white space, where it is not to be any
+    additional_properties: bool = True  # objects that name properties may have others, where their schema does not say
+    begins_after: str = ""  # the constraint begins behind this text (the end of reasoning); empty: at once
+    opens_with: str = ""  # with begins_after: only where the text opens with this one; else at once

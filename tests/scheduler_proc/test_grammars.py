@@ -1,0 +1,142 @@
+"""A request with a grammar waits until its workers have compiled it, and nobody waits for it."""
+
+import pytest
+from bench import DETOKENIZER, LIFE, WORKER, Bench, limits, reference
+
+from meshlm.protocol.admit_edge import Assign, EngineRequest
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.ids import COORDINATOR, FinishReason, Handle, RequestId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import GrammarReady, PrepareGrammar, StepResult
+from meshlm.runtime.events import Received, Send
+from meshlm.scheduler_proc import grammars
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class GrammarBench(Bench):
+    """Notes what the worker is asked to compile."""
+
+    def take(self, sends: list[Send]) -> None:
+        self.asked = [*getattr(self, "asked", []), *(s.message for s in sends if isinstance(s.message, PrepareGrammar))]
+        super().take(sends)
+
+    def give(self, handle: int, text: str = "", max_tokens: int = 4) -> None:
+        grammar = Grammar(GrammarKind.COMPILED, text, "guided_regex.x") if text else None
+        sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar)
+        work = EngineRequest(
+            RequestId(f"r{handle}"), Handle(handle), pack_i32(PROMPT), sampling, arrival_s=float(handle)
+        )
+        self.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+
+    def ready(self, ask: PrepareGrammar, error: str = "") -> None:
+        self.event(Received(WORKER, LIFE, GrammarReady(ask.session, ask.number, error)))
+
+
+def test_it_waits_and_others_pass() -> None:
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, "a")
+    bench.give(2)
+    while bench.plans:
+        bench.step()
+    assert bench.ended == {2: FinishReason.LENGTH}
+    (ask,) = bench.asked
+    assert ask.text == "a"
+    bench.ready(ask)
+    bench.finish()
+    assert bench.tokens[1] == reference(PROMPT, 4)
+    assert not bench.core.table.grammars._by_text
+
+
+def test_requests_share_a_grammar_and_the_last_one_takes_it_along() -> None:
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, "a")
+    bench.give(2, "a")
+    assert len(bench.asked) == 1
+    bench.ready(bench.asked[0])
+    bench.give(3, "a")
+    bench.finish()
+    assert len(bench.asked) == 1
+    bench.give(4, "a")
+    assert len(bench.asked) == 2
+    assert bench.asked[1].number != bench.asked[0].number
+    bench.ready(bench.asked[0])  # late, and of nobody
+    assert not bench.plans
+    bench.ready(bench.asked[1])
+    bench.finish()
+    assert bench.tokens[4] == reference(PROMPT, 4)
+
+
+def test_what_cannot_be_compiled_ends_by_its_field() -> None:
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, "bad")
+    bench.give(2, "bad")
+    bench.ready(bench.asked[0], "no text fits it")
+    assert bench.refused == dict.fromkeys((1, 2), "guided_regex: guided_regex.x: no text fits it")
+    assert not bench.core.requests
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_new_worker_is_asked_again(num_steps: int) -> None:
+    """Its predecessor's answer counts no more, and the request goes on behind the tokens that it has."""
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, "a")
+    bench.ready(bench.asked[0])
+    for _ in range(num_steps):
+        bench.step()
+    bench.lose_worker()
+    assert [ask.text for ask in bench.asked] == ["a", "a"]
+    assert bench.asked[0].session < bench.asked[1].session
+    assert not bench.plans
+    bench.ready(bench.asked[0])
+    assert not bench.plans
+    bench.ready(bench.asked[1])
+    bench.finish()
+    assert bench.tokens[1] == reference(PROMPT, 4)
+
+
+def test_a_burst_of_grammars_leaves_room_on_the_link() -> None:
+    bench = GrammarBench(limits(), 64, 4)
+    for handle in range(3 * grammars.MAX_ASKED):
+        bench.give(handle, f"grammar {handle}")
+    assert len(bench.asked) == grammars.MAX_ASKED
+    for ask in bench.asked[:5]:
+        bench.ready(ask)
+    assert len(bench.asked) == grammars.MAX_ASKED + 5
+    at = 5
+    while at < len(bench.asked):
+        bench.ready(bench.asked[at])
+        at += 1
+    bench.finish()
+    assert len(bench.ended) == at == 3 * grammars.MAX_ASKED
+
+
+def test_a_row_that_fails_ends_alone() -> None:
+    bench = GrammarBench(limits(), 16, 4)
+    bench.give(1, "a")
+    bench.give(2)
+    bench.ready(bench.asked[0])
+    while 1 not in (handles := [request.handle for request in bench.core.inflight[0].batch]):
+        bench.step()
+    plan, place = bench.plans.popleft(), handles.index(1)
+    result = bench.model.run(plan)
+    failed = StepResult(result.session, result.step, result.token_ids, done_ns=1, failed={place: "no token is left"})
+    before = len(bench.tokens.get(1, []))
+    bench.event(Received(WORKER, LIFE, failed))
+    assert bench.refused == {1: "guided_regex: guided_regex.x: no token is left"}
+    assert len(bench.tokens[1]) == before
+    bench.finish()
+    assert bench.tokens[2] == reference(PROMPT, 4)
+
+
+def test_a_row_with_a_grammar_has_no_drafts() -> None:
+    bench = GrammarBench(limits(), 16, 4, max_drafts=3)
+    bench.give(1, "a", max_tokens=12)
+    bench.ready(bench.asked[0])
+    seen = []
+    while bench.plans:
+        seen += [bench.plans[0].num_drafts]
+        bench.step()
+    assert set(seen) == {b""}
+    assert bench.tokens[1] == reference(PROMPT, 12)

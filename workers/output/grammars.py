@@ -1,0 +1,281 @@
+"""Rows whose text keeps to a grammar: their matchers, and the masks of the tokens that may come next. No torch.
+
+The matcher (llguidance) of a row is advanced by the row's own tokens and is rebuilt from them where the row begins anew, so it is a
+function of the tokens alone. Owned by the engine and used by its stepper thread, but for `compile`, which other threads call. The
+library and the vocabulary are loaded with the first grammar.
+
+What a request says of tokens by their ids (allowed_token_ids, bad_words, min_tokens) is applied here, too: where the grammar leaves
+only the end, the text ends whatever min_tokens says; where nothing is left at all the request ends with an error.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+from meshlm.runtime.grammars import limits
+from meshlm.workers.output.vocabulary import Vocabulary
+from meshlm.workers.rows import I32
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+CACHED = 256  # compiled grammars that are kept for rows to come
+MAX_COMPILE_S = 10.0  # a grammar that takes longer is refused: its masks would take long, too
+MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
+
+
+class Mark(Protocol):
+    """A point in what was launched: tokens are on the host behind it."""
+
+    def synchronize(self) -> None: ...
+
+
+class _Computed:
+    """The mark of a device that computes in step."""
+
+    def synchronize(self) -> None:
+        """It was computed at once."""
+
+
+COMPUTED = _Computed()
+
+
+class TokenMask(NamedTuple):
+    """The tokens that may come: for the lines of logits that have a mask, a bit for each token, lowest first."""
+
+    lines: NDArray[np.intp]  # [m], ascending
+    words: I32  # [m, words]
+
+    def of(self, lines: NDArray[np.intp]) -> "TokenMask":
+        """The masks of these lines alone, which are ascending, by their places among these."""
+        here = np.isin(self.lines, lines)
+        return TokenMask(np.searchsorted(lines, self.lines[here]), self.words[here])
+
+    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
+        """[m, vocab]"""
+        return np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def unconstrained(sampling: SamplingParams) -> SamplingParams:
+    """The rest of what a row with a grammar asks for: without that which its mask does."""
+    if sampling.grammar is None:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=None, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
+
+
+class _Unread(NamedTuple):
+    """Tokens that were sampled for rows with a grammar, on their way to the host."""
+
+    matchers: "dict[int, RowMatcher]"  # by their lines in tokens
+    tokens: I32
+    mark: Mark
+
+
+class RowMatcher:
+    """One row's constraint. `error`: why its text cannot go on."""
+
+    def __init__(self, matcher: "LLMatcher", vocabulary: Vocabulary, sampling: SamplingParams) -> None:
+        assert sampling.grammar is not None
+        self._matcher, self._vocabulary, self._sampling = matcher, vocabulary, sampling
+        self._until = sampling.grammar.begins_after.encode()  # free text goes on up to this; empty: it is over
+        self._tail = b""
+        self._output: list[int] = []
+        self._special = bool(sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.min_tokens)
+        self.error = ""
+
+    @property
+    def is_free(self) -> bool:
+        """Any token may come: the constraint has not begun."""
+        return bool(self._until) and not self._special
+
+    def push(self, token: int) -> None:
+        """One more output token of the row. What comes behind the end of the text is nobody's."""
+        self._output.append(token)
+        if self._until:
+            self._tail += self._vocabulary.bytes_of(token)
+            begin = self._tail.find(self._until)
+            if begin < 0:
+                self._tail = self._tail[-len(self._until) :]
+                return
+            rest = self._tail[begin + len(self._until) :]
+            self._until = b""
+            if rest:  # a token that reaches beyond the end of the free text
+                self._matcher.try_consume_tokens(self._vocabulary.tokens_of(rest))
+        elif not self.error and not self._matcher.is_stopped() and not self._matcher.consume_token(token):
+            self.error = f"token {token} came, which does not follow: {self._matcher.get_error()[:200]}"
+
+    def fill(self, words: I32) -> None:
+        """The mask of the next token [words]; see `error` afterwards."""
+        if self._until:
+            words[:] = -1
+        else:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if self._matcher.is_error():
+                self.error = self._matcher.get_error().removesuffix("<non-verbose/>").strip()[:300]
+        if self._special and not self.error:
+            self._restrict(words)
+
+    def _restrict(self, words: I32) -> None:
+        """Applies what the request says of ids. The text may always end where nothing else is left of the grammar."""
+        sampling, ends = self._sampling, self._vocabulary.mask_of(self._vocabulary.eos)
+        may_end = words & ends
+        if sampling.allowed_token_ids:
+            words &= self._vocabulary.mask_of(sampling.allowed_token_ids) | (ends if not self._until else 0)
+        for *before, last in sampling.bad_words_token_ids:
+            if not before or self._output[-len(before) :] == before:
+                words[last >> 5] &= ~_bit(last)
+        if len(self._output) < sampling.min_tokens:
+            stops = sampling.stop_token_ids + sampling.eos_token_ids
+            words &= ~self._vocabulary.mask_of(stops)
+            if not words.any():
+                words |= may_end
+        if not words.any():
+            self.error = "with allowed_token_ids, bad_words and stop tokens no token is left that it allows"
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).view(np.int32)
+
+
+class Grammars:
+    """See the module docstring. `load` gives the vocabulary."""
+
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: dict[str, tuple[LLMatcher | None, str]] = {}  # or the error; those used last stand last
+        self.rows: dict[int, RowMatcher] = {}
+        self._unread: list[_Unread] = []
+
+    def prepare(self) -> Vocabulary:
+        """Loads the vocabulary, if it is not there yet: half a second for a large one, in which no other thread runs."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            return self._vocabulary
+
+    def compile(self, text: str) -> str:
+        """Have the grammar ready for rows; why it cannot be. Called in any thread."""
+        return self._ready(text)[1]
+
+    def _ready(self, text: str) -> "tuple[LLMatcher | None, str]":
+        from llguidance import LLMatcher
+
+        vocabulary = self.prepare()
+        with self._lock:
+            found = self._compiled.pop(text, None)
+        if found is None:
+            begun = time.monotonic()
+            matcher = LLMatcher(vocabulary.tokenizer, text, limits=limits(), log_level=0)
+            words = np.empty(vocabulary.num_words, np.int32)
+            first = matcher.deep_copy()
+            first.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            error = (matcher.get_error() or first.get_error()).removesuffix("<non-verbose/>").strip()[:300]
+            if not error and not words.any():
+                error = "no text fits it"
+            if not error and (took_s := time.monotonic() - begun) > MAX_COMPILE_S:
+                error = f"it takes {took_s:.0f} s to compile; at most {MAX_COMPILE_S:.0f} are allowed"
+            found = (None, error) if error else (matcher, "")
+        with self._lock:
+            self._compiled[text] = found
+            if len(self._compiled) > CACHED:
+                del self._compiled[next(iter(self._compiled))]
+        return found
+
+    # --- the stepper thread ---
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.rows.clear()
+        self._unread.clear()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Rows that go, rows that come."""
+        if self.rows and plan.removed_rows:
+            for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
+                self.rows.pop(row, None)
+        for new in plan.new_rows:
+            self.rows.pop(new.row, None)
+            if new.sampling.grammar is not None:
+                self.rows[new.row] = self._row(new)
+
+    def _row(self, new: NewRow) -> RowMatcher:
+        assert new.sampling.grammar is not None
+        compiled, error = self._ready(new.sampling.grammar.text)
+        from llguidance import LLMatcher
+
+        vocabulary = self.prepare()
+        matcher = LLMatcher(vocabulary.tokenizer, "") if compiled is None else compiled.deep_copy()
+        row = RowMatcher(matcher, vocabulary, new.sampling)
+        for token in np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist():
+            row.push(token)
+        row.error = error or row.error
+        return row
+
+    def of_step(self, rows: I32) -> "Constraint":
+        """The constraint of a step in which these rows sample."""
+        if not self.rows:
+            return Constraint(self, {})
+        return Constraint(self, {line: self.rows[row] for line, row in enumerate(rows.tolist()) if row in self.rows})
+
+    def mask(self, matchers: dict[int, RowMatcher]) -> TokenMask:
+        """The masks of the next tokens of these lines. Waits for the tokens of earlier steps."""
+        self.advance()
+        words = np.empty((len(matchers), self.prepare().num_words), np.int32)
+        for matcher, each in zip(matchers.values(), words, strict=True):
+            if not matcher.error:
+                matcher.fill(each)
+            if matcher.error:
+                each[:] = -1
+        return TokenMask(np.fromiter(matchers, np.intp), words)
+
+    def sampled(self, matchers: dict[int, RowMatcher], tokens: I32, mark: Mark) -> None:
+        """The tokens of these lines are on the host behind the mark."""
+        self._unread.append(_Unread(matchers, tokens, mark))
+        if len(self._unread) > MAX_UNREAD:
+            self.advance()
+
+    def advance(self) -> None:
+        """Reads all tokens that are on their way."""
+        unread, self._unread = self._unread, []
+        for matchers, tokens, mark in unread:
+            mark.synchronize()
+            for line, matcher in matchers.items():
+                matcher.push(int(tokens[line]))
+
+
+class Constraint:
+    """One step's rows with a grammar, by their lines among those that sample; few steps have any."""
+
+    __slots__ = ("_grammars", "_matchers", "failed")
+
+    def __init__(self, grammars: Grammars, matchers: dict[int, RowMatcher]) -> None:
+        self._grammars, self._matchers = grammars, matchers
+        self.failed: dict[int, str] = {}  # by line: why the row's text cannot go on
+
+    def __bool__(self) -> bool:
+        return bool(self._matchers)
+
+    def has(self, line: int) -> bool:
+        return line in self._matchers
+
+    def mask(self) -> TokenMask | None:
+        """Called when the model is launched: what follows waits for the tokens of the step before."""
+        if not self._matchers:
+            return None
+        mask = self._grammars.mask(self._matchers)
+        self.failed = {line: matcher.error for line, matcher in self._matchers.items() if matcher.error}
+        return mask
+
+    def sampled(self, tokens: I32, mark: Mark) -> None:
+        """The step's tokens [lines] are on the host behind the mark."""
+        if self._matchers:
+            self._grammars.sampled(self._matchers, tokens, mark)
