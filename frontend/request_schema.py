@@ -12,6 +12,7 @@ from meshlm.frontend.messages import request_schema as anthropic
 from meshlm.frontend.responses_api import request_schema as responses_api
 from meshlm.frontend.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.runtime.messages import NEED_CONTENT, PARTS
+from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}
@@ -83,9 +84,10 @@ def _fields(served: Served) -> Json:
         "model": {"enum": [*served.names, None]},
         "messages": {"type": "array", "minItems": 1, "items": _message()},
         "tools": _or_null({"type": "array", "items": _tool(), "minItems": 1}) if served.takes_tools else _NULL,
-        "response_format": _or_null(
-            {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}
-        ),
+        "response_format": _or_null(*_formats()),
+        "structured_outputs": _or_null(*_constraints()),
+        "guided_choice": _or_null(_choice()),
+        "guided_decoding_backend": {"enum": ["auto", "guidance", "", None]},
         "modalities": _or_null({"type": "array", "items": {"const": "text"}}),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
         "stop_token_ids": _or_null(_ids(served, 0)),
@@ -108,6 +110,43 @@ def _fields(served: Served) -> Json:
 
 def _or_null(*kinds: Json) -> Json:
     return {"anyOf": [*kinds, _NULL]}
+
+
+def _formats() -> list[Json]:
+    schema: Json = {"type": "object", "description": "A JSON schema."}
+    named: Json = {"name": {"type": "string"}, "schema": schema, "strict": _or_null({"type": "boolean"})}
+    of_schema: Json = {"type": "object", "required": ["name", "schema"], "properties": named}
+    kinds: list[Json] = [
+        {"type": {"const": "text"}},
+        {"type": {"const": "json_object"}},
+        {"type": {"const": "json_schema"}, "json_schema": of_schema},
+    ]
+    return [{"type": "object", "required": list(kind), "properties": kind} for kind in kinds]
+
+
+def _choice() -> Json:
+    return {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
+
+
+def _constraints() -> list[Json]:
+    """structured_outputs has one kind, and options."""
+    kinds: Json = {
+        "json": {"type": ["object", "string"], "description": "A JSON schema."},
+        "regex": {"type": "string"},
+        "choice": _choice(),
+        "grammar": {"type": "string", "description": "EBNF or Lark."},
+        "json_object": {"const": True},
+        "structural_tag": {"type": ["object", "string"]},
+    }
+    options: Json = {
+        "disable_any_whitespace": {"type": "boolean"},
+        "disable_additional_properties": {"type": "boolean"},
+        "whitespace_pattern": _or_null({"type": "string"}),
+    }
+    return [
+        {"type": "object", "required": [name], "properties": {name: kind, **options}, "additionalProperties": False}
+        for name, kind in kinds.items()
+    ]
 
 
 def _up_to(most: int) -> Json:

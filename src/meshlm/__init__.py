@@ -6,10 +6,23 @@ The public Python API is `LLM` and the parameters that it takes; everything else
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "RepetitionDetectionParams", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "RepetitionDetectionParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from meshlm.supervisor.api.llm import LLM, BeamSearchParams, RepetitionDetectionParams, SamplingParams
+    from meshlm.supervisor.api.llm import (
+        LLM,
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, Beam
 from meshlm.supervisor.api.client import name_of
 from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
-from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams
+from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
 
@@ -240,13 +240,14 @@ class LLM:
     ) -> Iterator[tuple[Submit, RequestOutput]]:
         assert self._config.resolved is not None
         eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
+        constraints = self._config.server.structured_outputs
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
             name, prompt = f"{run}-{number}", given.prompt
             submit = Submit(
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
-                sampling=params.wire(eos, self.vocab_size, self._draws.getrandbits(63)),
+                sampling=params.wire(eos, self.vocab_size, self._draws.getrandbits(63), constraints),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,
@@ -278,4 +279,5 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

@@ -1,13 +1,18 @@
 """`SamplingParams` of the Python API: vLLM's names, checked and turned into what the mesh knows. Used by llm.py."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from meshlm.protocol.config import StructuredOutputsConfig
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.sampling import SamplingParams as WireParams
 from meshlm.protocol.text_edge import TextParams
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.structured_outputs import of_structured_outputs
 
 OF_THE_VOCABULARY = (
     "stop_token_ids",
@@ -33,7 +38,6 @@ INTEGERS = (
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
 NOT_SUPPORTED = {
-    "structured_outputs": "structured outputs are not supported",
     "logits_processors": "logits processors are not supported",
     "flat_logprobs": "logprobs are a dict a position",
     "thinking_token_budget": "max_tokens bounds reasoning and answer together",
@@ -62,6 +66,35 @@ class RepetitionDetectionParams:
         if not self.max_pattern_size:
             return None
         return RepetitionDetection(self.max_pattern_size, max(1, self.min_pattern_size), self.min_count)
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The text keeps to one of these: a JSON schema, a pattern, one of several texts, a grammar (EBNF or Lark), any JSON object, or
+    tags. Names are vLLM's."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        self.wire(StructuredOutputsConfig())
+
+    def wire(self, config: StructuredOutputsConfig) -> Grammar:
+        """The grammar as the mesh knows it. ValueError names the field at fault."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        try:
+            return of_structured_outputs(fields, config, "StructuredOutputsParams")
+        except RequestError as error:
+            raise ValueError(error.message) from None
+        except TypeError as error:  # a value that JSON does not have
+            raise ValueError(f"StructuredOutputsParams: {error}") from None
 
 
 @dataclass
@@ -95,7 +128,7 @@ class SamplingParams:
     output_kind: Any = None  # an answer comes when it is complete, whatever is asked for; so does vLLM's `LLM`
     skip_clone: bool = False  # nothing is copied, and nothing changed
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Any = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
@@ -115,6 +148,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"SamplingParams.{name}: {value!r} is no number")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError("SamplingParams.structured_outputs: must be StructuredOutputsParams")
         self.seed = None if self.seed == -1 else self.seed  # as in vLLM
         if self.stop and not self.detokenize:
             raise ValueError("SamplingParams.stop: stop strings are found in text; they need detokenize=True")
@@ -130,8 +165,11 @@ class SamplingParams:
             **{name: value for name, value in fields.items() if value is not None or name in may_be_none}
         )
 
-    def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
+    def wire(
+        self, eos: tuple[int, ...], vocab_size: int, drawn: int, config: StructuredOutputsConfig | None = None
+    ) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
+        constraint = self.structured_outputs
         certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         return WireParams(
             min_tokens=self.min_tokens,
@@ -151,6 +189,7 @@ class SamplingParams:
             prompt_logprobs=_wanted(self.prompt_logprobs, vocab_size),
             logprob_token_ids=certain,
             repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
+            grammar=None if constraint is None else constraint.wire(config or StructuredOutputsConfig()),
         )
 
     def check(self, vocab_size: int) -> None:

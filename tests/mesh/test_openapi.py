@@ -41,6 +41,30 @@ def brief(case: Any) -> None:
     case.body.setdefault("max_output_tokens" if case.path == RESPONSES else "max_tokens", MOST["max_tokens"])
 
 
+# Schemas, patterns and grammars are texts of languages of their own. Here are some of each.
+WRITTEN = {
+    "json": {"type": "object"}, "regex": "[a-c]+", "grammar": 'root ::= "a"+', "schema": {"enum": [1, "b"]},
+    "structural_tag": '{"format": {"type": "const_string", "value": "a"}}', "whitespace_pattern": " ?",
+}  # fmt: skip
+CONSTRAINTS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_json_object", "structural_tag",
+)  # fmt: skip
+
+
+def constrain(body: dict[str, Any]) -> None:
+    """One constraint at most, and one that is understood."""
+    given = [name for name in CONSTRAINTS if body.get(name) not in (None, False)]
+    for name in given[1:]:
+        del body[name]
+    fields = (body, body.get("structured_outputs"), (body.get("response_format") or {}).get("json_schema"))
+    for some in filter(None, fields):
+        for name, text in WRITTEN.items():
+            for spelling in (name, f"guided_{name}"):
+                if some.get(spelling) is not None:
+                    some[spelling] = text
+
+
 def consistent(case: Any) -> None:
     """What JSON schema cannot say: fields that need or exclude others, JSON in text, ranks that there are, keys used once."""
     headers = case.headers or {}
@@ -71,6 +95,7 @@ def consistent(case: Any) -> None:
             body.pop(name, None)
     if case.path not in GENERATION:
         return
+    constrain(body)
     for name in ("max_tokens", "max_completion_tokens"):
         body[name] = body.get(name) or MOST[name]
     body["stream"] = bool(body.get("stream")) and body.get("prompt_logprobs") is None

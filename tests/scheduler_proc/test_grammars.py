@@ -119,7 +119,7 @@ def test_a_row_that_fails_ends_alone() -> None:
     bench.ready(bench.asked[0])
     while 1 not in (handles := [request.handle for request in bench.core.inflight[0].batch]):
         bench.step()
-    plan, place = bench.plans.popleft(), handles.index(1)
+    plan, place = bench.plans.popleft(), handles.index(Handle(1))
     result = bench.model.run(plan)
     failed = StepResult(result.session, result.step, result.token_ids, done_ns=1, failed={place: "no token is left"})
     before = len(bench.tokens.get(1, []))

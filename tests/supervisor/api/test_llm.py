@@ -16,7 +16,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     resolved = SimpleNamespace(eos_token_ids=(), spec=SimpleNamespace(vocab_size=9))
 
     def resolve(config: MeshConfig) -> Any:
-        return SimpleNamespace(model=config.model, scheduler=config.scheduler, resolved=resolved)
+        return SimpleNamespace(model=config.model, scheduler=config.scheduler, server=config.server, resolved=resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
     background = SimpleNamespace(supervisor=None, client=client, stop=lambda: None)

@@ -4,7 +4,9 @@ from typing import Any, cast
 
 import pytest
 
-from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams
+from meshlm.protocol.config import StructuredOutputsConfig
+from meshlm.protocol.grammar import GrammarKind
+from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -124,3 +126,45 @@ def test_other_mistakes_are_found_at_once() -> None:
     assert SamplingParams.from_optional(n=None, logit_bias={"3": 1.0}, max_tokens=None) == SamplingParams(
         logit_bias={3: 1.0}, max_tokens=None
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"json": {"type": "object"}}, GrammarKind.JSON_SCHEMA, '{"type":"object"}'),
+        ({"json": '{"a": 1}'}, GrammarKind.JSON_SCHEMA, '{"a": 1}'),
+        ({"regex": "a+"}, GrammarKind.REGEX, "a+"),
+        ({"choice": ["a", "b"]}, GrammarKind.CHOICE, '["a","b"]'),
+        ({"grammar": "start: A"}, GrammarKind.GRAMMAR, "start: A"),
+        ({"json_object": True}, GrammarKind.JSON_OBJECT, ""),
+        ({"structural_tag": '{"format": {}}'}, GrammarKind.STRUCTURAL_TAG, '{"format": {}}'),
+    ],
+)
+def test_structured_outputs(fields: dict[str, Any], kind: GrammarKind, text: str) -> None:
+    asked = StructuredOutputsParams(**fields, disable_any_whitespace=True, whitespace_pattern=" ")
+    grammar = SamplingParams(structured_outputs=asked).wire((), 100, drawn=1).grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.text, grammar.strict) == (kind, text, True)
+    assert (grammar.any_whitespace, grammar.additional_properties, grammar.whitespace_pattern) == (False, True, " ")
+    config = StructuredOutputsConfig(disable_additional_properties=True)
+    grammar = SamplingParams(structured_outputs=asked).wire((), 100, 1, config).grammar
+    assert grammar is not None
+    assert not grammar.additional_properties
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"json": {}, "regex": "a"},
+        {"choice": []},
+        {"regex": 3},
+        {"json_object": False},
+        {"json": {"a": {3: object()}}},
+    ],
+)
+def test_structured_outputs_that_are_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="StructuredOutputsParams"):
+        StructuredOutputsParams(**fields)
+    with pytest.raises(ValueError, match="structured_outputs"):
+        SamplingParams(structured_outputs=cast(Any, fields))
