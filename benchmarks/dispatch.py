@@ -4,6 +4,7 @@
 
 One process a GPU. A round is dispatch and combine of one layer without experts, in a CUDA graph of several rounds. `nccl` is two
 all-to-alls of as many rows, the bare collectives; `limit_us` what one direction of NVLink needs for the bytes that leave a rank.
+`peer_memory` writes each row by kernels, `peer_memory, copied` all of them by copy engines.
 """
 
 import argparse
@@ -23,12 +24,13 @@ from meshlm.protocol.model import ModelSpec, MoESpec
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.moe.dispatch.peer_memory import PeerMemory
 from meshlm.workers.moe.parts import Dispatcher, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import group_dispatch
 
 HIDDEN, EXPERTS, TOPK = 2048, 128, 8  # Qwen3-30B-A3B
 TOKENS = (1, 32, 128, 512, 1024, 4096)
-BACKENDS = ("allgather_reducescatter", "all_to_all", "peer_memory")
+BACKENDS = ("allgather_reducescatter", "all_to_all", "peer_memory", "peer_memory, copied")
 ROUNDS, REPLAYS = 10, 20
 NVLINK = 450e9  # bytes a second in one direction
 
@@ -80,9 +82,11 @@ def measure(rank: int, size: int, folder: str, answers: Any) -> None:
     for epoch, backend in enumerate((*BACKENDS, "nccl"), 1):
         group = ExpertGroup(rank, size, "0", device)
         name = BACKENDS[0] if backend == "nccl" else backend
-        if backend == "peer_memory":
+        if backend.startswith("peer_memory"):
             group.share_memory(max(TOKENS), spec, torch.bfloat16)
-        way = group_dispatch(moe, shard, group, name)
+        way = group_dispatch(moe, shard, group, name.partition(",")[0])
+        if isinstance(way, PeerMemory):
+            way.copied = 0 if backend.endswith("copied") else max(TOKENS) + 1
         try:
             group.connect(folder, Epoch(epoch))
         except (RuntimeError, StepAborted) as error:

@@ -50,8 +50,8 @@ LONGEST, CONTEXT, BLOCKS, REQUESTS = (
     10,
     72,
 )  # of a prompt; of decodes, and blocks of each; of graphs of prompts
-GRAPHS_UP_TO = 2560  # tokens of prompts: as the mesh has them of this model
-TURNS, DECODES, PROMPTS = 3, 8, 5  # turns of each kind, and steps of a turn
+GRAPHS_UP_TO = 8192  # tokens of prompts: as the mesh has them of this model
+TURNS, DECODES, PROMPTS = 3, 6, 4  # turns of each kind, and steps of a turn
 COMMUNICATION = ("nccl", "_send", "_give_back", "_signal", "_wait", "_add", "PtoP", "Peer")
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
@@ -80,9 +80,9 @@ def engine_of(arguments: argparse.Namespace, rank: int, run_dir: str) -> ModelEn
         values["enable_dbo"] = True
     config = resolve.resolve(flags.build(values, None))
     engine = make_engine(config, lambda *progress: None, WorkerPlacement.of(config, rank, Membership()))
-    keys = [Key(tokens, tokens) for tokens in arguments.tokens if tokens <= MAX_DECODES]
+    keys = [Key(tokens, tokens) for tokens in arguments.tokens if tokens <= arguments.most_decodes]
     keys += [Key(tokens, REQUESTS) for tokens in arguments.tokens if 128 <= tokens <= GRAPHS_UP_TO]
-    engine.graphs._wanted = sorted(keys + [] if arguments.skew else keys + [key._replace(halves=True) for key in keys])
+    engine.graphs._wanted = sorted(keys if arguments.skew else keys + [key._replace(halves=True) for key in keys])
     return engine
 
 
@@ -219,7 +219,7 @@ def by_backend(engine: ModelEngine, arguments: argparse.Namespace, rank: int, fo
             if kind == "decode":
                 steps.fill(min(max(arguments.tokens), 1024))
             for tokens in arguments.tokens:
-                if not few or tokens in FEW:
+                if (not few or tokens in FEW) and (kind == "prefill" or tokens <= arguments.most_decodes):
                     if kind == "decode" and tokens > 1024:
                         steps.fill(tokens)
                     line = {"backend": backend, **steps.measure(kind, tokens)}
@@ -253,7 +253,11 @@ def skewed(engine: ModelEngine, arguments: argparse.Namespace, rank: int, folder
     def all_sizes() -> list[dict[str, Any]]:
         lines = [steps.measure("prefill", tokens, halves=False) for tokens in arguments.tokens]
         steps.fill(min(max(arguments.tokens), 1024))
-        return lines + [steps.measure("decode", tokens, halves=False) for tokens in arguments.tokens if tokens <= 1024]
+        return lines + [
+            steps.measure("decode", tokens, halves=False)
+            for tokens in arguments.tokens
+            if tokens <= arguments.most_decodes
+        ]
 
     found["before"] = all_sizes()
     assert engine.balancer is not None
@@ -308,6 +312,7 @@ def main() -> None:
         help="backends that are measured at some of the sizes alone",
     )
     parser.add_argument("--profiled", nargs="*", default=["prefill:1024", "prefill:4096", "decode:128"])
+    parser.add_argument("--most-decodes", type=int, default=MAX_DECODES, help="of a rank: as many as have CUDA graphs")
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--redundant", type=int, default=16)
     parser.add_argument("--limit-s", type=float, default=240.0)
