@@ -5,8 +5,9 @@
 The engine alone, a process a GPU, no mesh; dummy weights, bfloat16; two steps are in flight. Prompts are of 1,024 tokens at most;
 decodes have a context of 96. `ms` is the wall time of a step without halves and with (the median of the turns, which alternate),
 `communication` the part of a whole step in which rank 0's GPU sends, or waits for what others send. `peer_memory, written` is
-peer_memory without copy engines. --skew: routers prefer the experts of rank 0 by such a factor; then experts move (--enable-eplb), and
-the same steps are measured again. --trace: kernels of two layers, of which benchmarks/overlap_plots.py draws the timeline.
+peer_memory whose halves use no copy engines either. --skew: routers prefer the experts of rank 0 by such a factor; then experts
+move (--enable-eplb), and the same steps are measured again. --trace: kernels of two layers, of which benchmarks/overlap_plots.py
+draws the timeline.
 """
 
 import argparse
@@ -268,7 +269,7 @@ def skewed(engine: ModelEngine, arguments: argparse.Namespace, rank: int, folder
         steps.run(steps.decodes, min(arguments.tokens), 1)
         moves.append(round(time.perf_counter() - begun, 4))
     held = [sum(a != b for a, b in zip(slots, engine.balancer._first, strict=True)) for slots in engine.balancer.slots]
-    found |= {"step_that_moves_s": moves[0], "step_that_moves_nothing_s": moves[1], "slots_changed": sum(held)}
+    found |= {"step_that_moves_s": moves[0], "step_that_moves_again_s": moves[1], "slots_changed": sum(held)}
     found |= {"of": sum(map(len, engine.balancer.slots)), "captured_anew": dict(engine.graphs.misses) != captured}
     found["after"] = all_sizes()
     return found

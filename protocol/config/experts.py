@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+NO_STEP = 32768
+"""Tokens that are more than steps have: over NVLink halves took longer than whole steps at every size (docs/moe.md)."""
+
 
 class EPLBConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The balancing of experts over ranks, so that each has about as many tokens. Names and defaults are vLLM's, but for use_async."""
@@ -52,10 +55,10 @@ class ExpertConfig(Struct, frozen=True, kw_only=True):
     ] = False
     dbo_decode_token_threshold: Annotated[
         int, Meta(ge=0, description="tokens of each rank from which on a step of decodes is halved")
-    ] = 32
+    ] = NO_STEP
     dbo_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="tokens of each rank from which on a step with prompts is halved")
-    ] = 512
+    ] = NO_STEP
 
     @property
     def eplb(self) -> EPLBConfig:

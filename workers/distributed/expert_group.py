@@ -8,6 +8,7 @@ Used by the stepper thread. All members make the same calls in the same order, w
 on which they have agreed. While it is not connected (dummy steps at the start) what this rank sends stands for what all send.
 """
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -87,12 +88,16 @@ class ExpertGroup:
         self._group = None
 
     def abort(self) -> None:
-        """End what waits for other members on the device; called in any thread."""
+        """End what waits for other members on the device; called in any thread, and waits for nothing itself.
+
+        NCCL ends what waits at once, and then does not return as long as there are CUDA graphs with its communicator, which the stepper
+        has until it meets the next group. So a thread of its own sees to it.
+        """
         if self.rooms is not None:
             self.rooms.leave()
         group = self._group
         if group is not None and self.device.type == "cuda":
-            group.abort()
+            threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
     def _say(self, call: Callable[[], object]) -> None:
         """A collective. StepAborted when a member is gone; then so is this one, since others may wait for it."""

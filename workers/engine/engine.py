@@ -77,6 +77,7 @@ class ModelEngine:
         self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
         self.balancer: Balancer | None = None
         if self.together is not None:
+            self.together.warn(resolved.max_num_batched_tokens)
             self.balancer = self._make_balancer(self.together.experts)
             slots = self.balancer is not None
             if config.experts.all2all_backend == "peer_memory":

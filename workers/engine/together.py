@@ -5,6 +5,8 @@ Owned by the engine; used by the stepper thread.
 
 from typing import NamedTuple
 
+import structlog
+
 from meshlm.protocol.config import ExpertConfig
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.workers.distributed.expert_group import ExpertGroup
@@ -12,6 +14,8 @@ from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.micro_batches import Turns, cut_of
 from meshlm.workers.graphs.dispatcher import Dispatcher, Key
+
+_log = structlog.get_logger()
 
 
 class Course(NamedTuple):
@@ -30,6 +34,19 @@ class Together:
         self.turns = Turns(experts)
         self._exchange: StepExchange | None = None
         self._num_steps = 0
+
+    def warn(self, most_tokens: int) -> None:
+        """Say so where no step, of up to so many tokens, will be halved although that was asked for."""
+        config = self._config
+        if config.enable_dbo and most_tokens < min(
+            config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
+        ):
+            _log.warning(
+                "--enable-dbo: no step is halved: lower --dbo-prefill-token-threshold or --dbo-decode-token-threshold",
+                prefill=config.dbo_prefill_token_threshold,
+                decode=config.dbo_decode_token_threshold,
+                max_num_batched_tokens=most_tokens,
+            )
 
     def join(self, exchange: StepExchange | None) -> None:
         """See `LockstepEngine.join`."""

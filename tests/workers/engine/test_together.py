@@ -6,15 +6,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import structlog
 import tokenizers
 import torch
 from cpu_steps import MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
 
+from meshlm.protocol.config import ExpertConfig
 from meshlm.protocol.ids import Epoch, StepId
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.supervisor.settings import flags, resolve
+from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine.engine import ModelEngine
@@ -123,3 +126,16 @@ def test_a_group_that_is_made_anew_before_all_have_come(
         empty(ranks[0])
     join(ranks, tmp_path, pool, epoch=6)
     assert both(pool, [lambda: empty(ranks[0]), lambda: empty(ranks[1])]) == [[], []]
+
+
+def test_who_asks_for_halves_and_gets_none_is_told() -> None:
+    group = ExpertGroup(0, 2, "0", torch.device("cpu"))
+    for config, told in (
+        (ExpertConfig(), 0),
+        (ExpertConfig(enable_dbo=True), 1),
+        (ExpertConfig(enable_dbo=True, dbo_prefill_token_threshold=8192), 0),
+        (ExpertConfig(enable_dbo=True, dbo_decode_token_threshold=64), 0),
+    ):
+        with structlog.testing.capture_logs() as logs:
+            Together(group, config).warn(8192)
+        assert len(logs) == told, config

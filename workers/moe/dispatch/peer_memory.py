@@ -1,8 +1,9 @@
 """Rows written straight into the memory of the members that have their experts, and results straight back: GPUs of one host, NVLink.
 
-Few rows are written by the compute stream itself, each to the members that need it: writes are posted, and travel by themselves until
-somebody waits for them (kernels/expert_exchange). Many rows are copied, all of them, by the GPU's copy engines beside what is computed.
-Shapes are fixed, so a CUDA graph holds it. The memory is the dispatcher's: two rooms, which two halves of a step use in turns.
+Rows are written by the compute stream itself, each to the members that need it: writes are posted, and travel by themselves until
+somebody waits for them (kernels/expert_exchange). Of halves that take turns many rows are copied, all of them, by the GPU's copy
+engines: that takes longer, beside what the other half computes. Shapes are fixed, so a CUDA graph holds it. The memory is the
+dispatcher's: two rooms, which two halves of a step use in turns.
 """
 
 from functools import partial
@@ -26,7 +27,7 @@ from meshlm.workers.moe.parts import (
 )
 
 COPIED = 512
-"""Rows of a member from which on they are copied."""
+"""Rows of a member from which on a half's are copied."""
 
 
 class PeerMemory:
@@ -50,10 +51,13 @@ class PeerMemory:
     def most_tokens(self, tokens: int) -> int:
         return tokens * self._members.group.size
 
+    def _whole(self, num_rows: int) -> bool:
+        return self.overlapped and num_rows >= self.copied
+
     def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
         group, rows = self._members.group, x.contiguous()
         n = max(len(x), group.num_tokens)
-        whole, room = n >= self.copied, self._rooms.next(second=self.overlapped)
+        whole, room = self._whole(n), self._rooms.next(second=self.overlapped)
         send = partial(kernel.send, rows, *routing, n, room, self._owners, whole=whole)
         sent = group.start(send, beside=whole)
 
@@ -70,7 +74,7 @@ class PeerMemory:
         assert given.routing is not None
         group, room = self._members.group, self._rooms.of(given.x)
         sums, n, k = weighted_sum(out, given.routing, left), len(given.x) // group.size, routing.experts.shape[1]
-        whole = n >= self.copied
+        whole = self._whole(n)
         sent = group.start(partial(kernel.give_back, sums, n, k, room, whole=whole), beside=whole)
 
         def received() -> PartialSum:
