@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import torch
@@ -164,26 +166,80 @@ def test_seeded_sampling_repeats(smol: Serving) -> None:
     assert texts[0] != texts[1]
 
 
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_keep_to_what_is_asked_for(smol: Serving) -> None:
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Invent a person."}]
+        ask: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "messages": messages, "max_tokens": 200}
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+        extra = {"guided_whitespace_pattern": " ?"}
+        whole = client.chat.completions.create(
+            **ask, response_format=schema, extra_body=extra, n=3, seed=3, logprobs=True, frequency_penalty=0.5
+        )
+        for choice in whole.choices:
+            jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+            assert choice.finish_reason == "stop"
+            assert choice.logprobs is not None
+        streamed = client.chat.completions.create(**ask, response_format=schema, temperature=0, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+        assert (
+            client.chat.completions.create(**ask, response_format=schema, temperature=0).choices[0].message.content
+            == text
+        )
+        pattern = "[a-z]{3}-[0-9]{2}"
+        for kind, value, form in (("choice", ["left", "right"], "left|right"), ("regex", pattern, pattern)):
+            found = client.chat.completions.create(**ask, extra_body={"structured_outputs": {kind: value}})
+            assert re.fullmatch(form, found.choices[0].message.content or "")
+            assert found.choices[0].finish_reason == "stop"
+        for wrong in (
+            {"guided_regex": "(a"},
+            {"guided_json": {"$ref": "#"}},
+            {"guided_choice": ["a"], "allowed_token_ids": [9]},
+        ):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                client.chat.completions.create(**ask, extra_body=wrong)
+
+
+def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[str]) -> list[str]:
+    """Texts that are asked for alone, and then all at once while their worker is killed: they are the same."""
+    url = f"{server.url}/v1/completions"
+    alone = [httpx.post(url, json={**body, "prompt": prompt}, timeout=120).json() for prompt in prompts]
+    expected: list[str] = [answer["choices"][0]["text"] for answer in alone]
+    texts, killed = [""] * len(prompts), False
+    with httpx.stream("POST", url, json={**body, "prompt": prompts, "stream": True}, timeout=300) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+            if not killed and all(len(text) > 60 for text in texts):
+                os.kill(server.pid("worker"), signal.SIGKILL)
+                killed = True
+    assert killed
+    assert texts == expected
+    return texts
+
+
 @pytest.mark.timeout(400)
 def test_a_killed_worker_changes_no_seeded_text() -> None:
-    """Six seeded texts, each asked for alone; then all at once, and their worker is killed in the middle.
+    """Six seeded texts, each asked for alone; then all at once, and their worker is killed in the middle. So are two with a grammar,
+    whose matchers are rebuilt from their tokens.
 
     What was decoded one by one is then computed again in one prefill, beside others: the logits must be the same to the last bit.
     """
     body: dict[str, Any] = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "ignore_eos": True}
     with serving("--device", "cpu", "--kv-cache-memory", "512M", "--max-num-batched-tokens", "100") as server:
-        url = f"{server.url}/v1/completions"
-        alone = [httpx.post(url, json={**body, "prompt": prompt}, timeout=120).json() for prompt in PROMPTS[:6]]
-        expected = [answer["choices"][0]["text"] for answer in alone]
-        texts, killed = [""] * 6, False
-        with httpx.stream("POST", url, json={**body, "prompt": PROMPTS[:6], "stream": True}, timeout=300) as answer:
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                for choice in json.loads(line[6:])["choices"]:
-                    texts[choice["index"]] += choice["text"]
-                if not killed and all(len(text) > 60 for text in texts):
-                    os.kill(server.pid("worker"), signal.SIGKILL)
-                    killed = True
-        assert killed
-        assert texts == expected
+        killed_in_the_middle(server, body, PROMPTS[:6])
+        constrained = {**body, "ignore_eos": False, "max_tokens": 120, "guided_regex": "([a-z]{2,7}[,;] ){18}[0-9]{3}"}
+        for text in killed_in_the_middle(server, constrained, PROMPTS[6:8]):
+            assert re.fullmatch(constrained["guided_regex"], text)

@@ -1,8 +1,11 @@
 """The fake device says what the KV contents say, and notices a wrong block table."""
 
+import re
+
 import msgspec
 import numpy as np
 import pytest
+from byte_vocabulary import EOS, byte_vocabulary, of_regex
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.columns import ints, pack_i32
@@ -12,6 +15,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool, PoolKind
 from meshlm.workers.fake import FakeEngine, expected_token, expected_vector
+from meshlm.workers.output.grammars import Grammars
 
 VOCAB = 1000
 SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
@@ -163,3 +167,32 @@ def test_a_wrong_table_is_a_wrong_vector() -> None:
         result = fake.step(msgspec.structs.replace(plan([1], [8], [1], [asks]), samples=b"\x00"), 0).wait()
         found = np.frombuffer(result.pooled[0], np.float32).tolist()
         assert (found == expected_vector(tokens, PoolKind.LAST)) is right
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_rows_with_a_grammar(drafts: int) -> None:
+    """They are constrained here too; the others say what their KV contents say."""
+    fake = engine(drafts)
+    fake.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    form = "[a-d]{3}[0-9]{3}"
+    params = SamplingParams(grammar=of_regex(form), eos_token_ids=(EOS,))
+    prompt = list(range(20, 29))
+    plain, constrained = new(0, prompt, [*range(1, 9)]), new(1, prompt, [*range(9, 17)])
+    constrained = msgspec.structs.replace(constrained, sampling=params)
+    first = fake.step(plan([0, 1], [0, 0], [9, 9], [plain, constrained]), 0).wait()
+    given = ints(first.counts) or [1, 1]
+    found = ints(first.token_ids)
+    one, two = found[: given[0]], found[given[0] :]
+    while len(two) < 7:
+        assert one == [expected_token([*prompt, *one[:nth]], VOCAB) for nth in range(len(one))]
+        starts = [len(prompt) + len(one) - 1, len(prompt) + len(two) - 1]
+        ask = plan([0, 1], starts, [1, 1], [])
+        if drafts:
+            ask = msgspec.structs.replace(ask, num_drafts=pack_i32([drafts, 0]), num_tokens=2 + drafts)
+        result = fake.step(ask, 0).wait()
+        given = ints(result.counts) or [1, 1]
+        assert given[1] == 1
+        found = ints(result.token_ids)
+        one, two = one + found[: given[0]], two + found[given[0] :]
+    assert re.fullmatch(form, bytes(two[:6]).decode())
+    assert two[6:] == [EOS]

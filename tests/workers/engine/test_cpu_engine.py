@@ -1,20 +1,25 @@
 """The engine on a CPU, stepped as a scheduler would: chunks, decodes and neighbours give the model's tokens and log-probabilities."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
 import torch
-from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, alone, new, step, tokens_of
+from byte_vocabulary import EOS, byte_vocabulary, of_regex
+from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, VOCAB, alone, new, step, tokens_of
+from llguidance import LLMatcher
 
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
+from meshlm.workers.output.grammars import Grammars
 
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])
@@ -75,3 +80,58 @@ def test_a_cpu_has_no_graphs_and_its_steps_are_done_when_they_are_launched(made:
     assert not made.idle()
     assert (result.received_ns, result.gpu_ns, result.gap_ns) == (7, 0, 0)
     assert 0 < result.launched_ns <= result.done_ns
+
+
+def test_rows_with_a_grammar_beside_others(made: ModelEngine) -> None:
+    """Whatever the chunks, the others' tokens are what they were; log-probabilities are the model's own."""
+    made.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    plain = SamplingParams(temperature=0.9, seed=5)
+    expected = alone(made, PROMPTS[0], plain)
+    forms = {1: "[0-9]{4}[x-z]+", 2: "(ab|cd){3}"}
+    params = {
+        row: SamplingParams(
+            temperature=0.9, seed=row, grammar=of_regex(form), eos_token_ids=(EOS,), logprobs=0, frequency_penalty=1.0
+        )
+        for row, form in forms.items()
+    }
+    news = [new(row, PROMPTS[row], params.get(row, plain)) for row in range(3)]
+    found: list[list[int]] = [[], [], []]
+    found[0] += tokens_of(step(made, [(0, 0, 5, True), (2, 0, 20, False)], [news[0], news[2]]))
+    mixed = step(made, [(0, 5, 1, True), (1, 0, 25, True), (2, 20, 25, True)], news[1:2])
+    assert not mixed.failed
+    assert sorted(mixed.logprobs) == [1, 2]
+    for row, token in enumerate(tokens_of(mixed)):
+        found[row].append(token)
+    for _ in range(OUTPUT - 2):
+        decodes = [(row, len(PROMPTS[row]) + len(found[row]) - 1, 1, True) for row in (2, 0, 1)]
+        for row, token in zip((2, 0, 1), tokens_of(step(made, decodes, [])), strict=True):
+            found[row].append(token)
+    assert found[0] == expected
+    for row, form in forms.items():
+        matcher = LLMatcher(made.grammars.prepare().tokenizer, LLMatcher.grammar_from_regex(form))
+        assert len(found[row]) == OUTPUT - 1
+        assert matcher.try_consume_tokens(found[row]) == OUTPUT - 1
+
+
+def test_a_row_with_a_grammar_that_begins_anew(made: ModelEngine) -> None:
+    """Preempted after some tokens, it goes on as it would have."""
+    made.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    params = SamplingParams(temperature=1.2, seed=3, grammar=of_regex("[a-f]{2}[0-9]{2}[a-f]{2}"), eos_token_ids=(EOS,))
+    prompt, tokens = PROMPTS[0], list[int]()
+    tokens += tokens_of(step(made, [(0, 0, 5, True)], [new(0, prompt, params)]))
+    for nth in range(6):
+        tokens += tokens_of(step(made, [(0, 5 + nth, 1, True)], []))
+    assert re.fullmatch("[a-f]{2}[0-9]{2}[a-f]{2}", bytes(tokens[:6]).decode())
+    assert tokens[6] == EOS
+    for known in (1, 3, 5):
+        again = msgspec.structs.replace(new(1, prompt + tokens[:known], params), num_prompt_tokens=len(prompt))
+        assert tokens_of(step(made, [(1, 0, 5 + known, True)], [again])) == [tokens[known]]
+
+
+def test_a_row_whose_grammar_leaves_nothing_fails_alone(made: ModelEngine) -> None:
+    made.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    bad = SamplingParams(grammar=of_regex("ab"), allowed_token_ids=(5,), eos_token_ids=(EOS,))
+    fine = SamplingParams(grammar=of_regex("ab"), eos_token_ids=(EOS,))
+    result = step(made, [(0, 0, 5, True), (1, 0, 25, True)], [new(0, PROMPTS[0], bad), new(1, PROMPTS[1], fine)])
+    assert list(result.failed) == [0]
+    assert tokens_of(result)[1] == ord("a")
