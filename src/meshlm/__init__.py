@@ -1,6 +1,6 @@
 """MeshLM: an LLM serving engine built as a mesh of small processes.
 
-The public Python API is `LLM` and the parameters that it takes; everything else is the command line's and HTTP's.
+The public Python API is `LLM` and `AsyncLLM` with the parameters that they take; everything else is the command line's and HTTP's.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "BeamSearchParams",
+    "EngineArgs",
     "RepetitionDetectionParams",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
 ]
+_MODULES = {"AsyncEngineArgs": "engine_args", "AsyncLLM": "async_llm", "EngineArgs": "engine_args", "RequestOutputKind": "sampling"}
 
 if TYPE_CHECKING:
+    from meshlm.supervisor.api.async_llm import AsyncLLM
+    from meshlm.supervisor.api.engine_args import AsyncEngineArgs, EngineArgs
     from meshlm.supervisor.api.llm import (
         LLM,
         BeamSearchParams,
@@ -23,12 +30,13 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from meshlm.supervisor.api.sampling import RequestOutputKind
 
 
 def __getattr__(name: str) -> Any:
     """Import the API when it is asked for: the processes import this package too and must stay small."""
     if name in __all__:
-        from meshlm.supervisor.api import llm
+        from importlib import import_module
 
-        return getattr(llm, name)
+        return getattr(import_module(f"meshlm.supervisor.api.{_MODULES.get(name, 'llm')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

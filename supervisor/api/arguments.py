@@ -10,6 +10,14 @@ from meshlm.supervisor.settings.sizes import size_parser
 from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, RENAMED, SWITCHES
 
 
+def names() -> list[str]:
+    """All that `settings_of` takes, sorted: vLLM's names too, but for those that say that something is off."""
+    renamed = [flag for flags_of_one in RENAMED for flag in flags_of_one]
+    others = [*renamed, *ABSENT, *ONLY, *NEEDLESS, *SWITCHES]
+    words = {flag[2:].replace("-", "_") for flag in others if flag.startswith("--") and not flag.startswith("--no-")}
+    return sorted(words | {setting.name for setting in flags.settings()})
+
+
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
     """Gives the settings by name, as flags.build takes them. None is the default, as in vLLM. TypeError for a name that nobody knows,
     ValueError for what is not there."""

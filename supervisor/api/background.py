@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,8 @@ from meshlm.supervisor.processes import rundir
 from meshlm.supervisor.settings import layout
 
 STOP_S = 5.0
+SHUT_DOWN = "this LLM was shut down"
+NOT_HERE = "this LLM belongs to the process that made it; a fork of that process needs one of its own"
 
 T = TypeVar("T")
 
@@ -32,6 +35,7 @@ class Background:
     """All processes are ready once it is made. StartError says why not."""
 
     def __init__(self, config: MeshConfig) -> None:
+        self._pid = os.getpid()
         base = rundir.base_dir(os.environ)
         rundir.remove_dead(base)
         self._folder = contextlib.ExitStack()
@@ -49,13 +53,19 @@ class Background:
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Asks the mesh. StartError when that ends first, with its reason: nobody would answer any more."""
-        if not self._loop.is_running():
+        return _result(self.start(unless_ended(self.supervisor, work)))
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have it done in the mesh's loop, for somebody who does not wait here."""
+        if not self._loop.is_running() or os.getpid() != self._pid:
             work.close()
-            raise RuntimeError("this LLM was shut down")
-        return self._call(_unless_ended(self.supervisor, work))
+            raise RuntimeError(SHUT_DOWN if os.getpid() == self._pid else NOT_HERE)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self) -> None:
-        """End all processes, the loop and its thread."""
+        """End all processes, the loop and its thread. A fork of the process has none of them, and nothing to end."""
+        if os.getpid() != self._pid:
+            return
         if (
             threading.current_thread() is self._thread
         ):  # it held the last reference to the LLM, and cannot wait for itself
@@ -65,12 +75,7 @@ class Background:
         self._end()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:  # Ctrl-C: nobody waits for it any more
-            future.cancel()
-            raise
+        return _result(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _start(self) -> tuple[io.Supervisor, Client]:
         members = [identity for identity in layout.identities(self._config) if identity.role is not Role.FRONTEND]
@@ -83,8 +88,8 @@ class Background:
             await supervisor.start()
             await client.mesh.open()
             # All of them: until then the death of any ends the start, also when requests are served already.
-            await _unless_ended(supervisor, supervisor.ready.wait())
-            await _unless_ended(supervisor, client.serving.wait())
+            await unless_ended(supervisor, supervisor.ready.wait())
+            await unless_ended(supervisor, client.serving.wait())
         except BaseException:
             supervisor.ended.cancel()  # nobody asks any more how it ended
             await client.mesh.close()
@@ -113,7 +118,15 @@ class Background:
         self._folder.close()
 
 
-async def _unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
+def _result(future: Future[T]) -> T:
+    try:
+        return future.result()
+    except BaseException:  # Ctrl-C: nobody waits for it any more
+        future.cancel()
+        raise
+
+
+async def unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
     """Gives what `work` gives, or raises StartError with the reason when the mesh ends before."""
     task = asyncio.ensure_future(work)
     either: set[asyncio.Future[Any]] = {task, supervisor.ended}

@@ -7,7 +7,7 @@ another one, or of its next incarnation, after the tokens that are here (sequenc
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from meshlm.runtime.errors import LinkDown, LinkFull
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.api.outputs import RequestOutput, logprobs_of
 from meshlm.supervisor.api.placing import Message, Placing
-from meshlm.supervisor.api.sequences import Generated
+from meshlm.supervisor.api.sequences import Generated, Run
 
 SENDS_A_TURN = 32  # between two looks at what came back
 
@@ -66,12 +66,9 @@ class Client:
         self.serving = asyncio.Event()
         self._mesh_serves = False
         self._rows: dict[int, Generated] = {}
-        self._errors: list[str] = []
         self._asked: dict[int, Question] = {}
         self._placing = Placing(self)
         self._next = 0
-        self._bar: Any = None
-        self._all_done: asyncio.Event = asyncio.Event()
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
@@ -117,7 +114,7 @@ class Client:
             row = self._rows[old]
             new = self.new_handle()
             if given_up := row.again(new, now, self.max_deaths):
-                self._errors.append(given_up)
+                row.run.errors.append(given_up)
                 self._end(old)
             else:
                 del self._rows[old]
@@ -160,40 +157,48 @@ class Client:
         self._next = self._next % 0x7FFF_FFFF + 1
         return Handle(self._next)
 
-    async def run(self, submits: Iterable[tuple[Submit, RequestOutput]], bar: Any) -> list[RequestOutput]:
-        """Send each as soon as it is made; return when all have ended. ValueError with the first refusal.
+    async def run(
+        self,
+        submits: Iterable[tuple[Submit, RequestOutput]],
+        bar: Any,
+        news: Callable[[list[Generated]], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Send each as soon as it is made; return when all have ended. ValueError with the first refusal. `news`: see Run.
 
         When one cannot be made, or nobody waits any more, those before it end, and the error is raised.
         """
         assert self.mesh is not None
-        self._bar, self._errors = bar, []
+        run = Run(bar, news)
         sent: list[RequestOutput] = []
         try:
-            await self._send(submits, sent)
-            if self._rows:
-                self._all_done.clear()  # those that were sent may all have ended before the next ones were
-                await self._all_done.wait()
+            await self._send(submits, sent, run)
+            if run.num_open:
+                run.all_done.clear()  # those that were sent may all have ended before the next ones were
+                await run.all_done.wait()
         except BaseException:
-            self._abort()
+            self._abort(run)
             raise
-        if self._errors:
-            raise ValueError(self._errors[0])
+        if run.errors:
+            raise ValueError(run.errors[0])
         return sent
 
-    async def _send(self, submits: Iterable[tuple[Submit, RequestOutput]], sent: list[RequestOutput]) -> None:
+    async def _send(self, submits: Iterable[tuple[Submit, RequestOutput]], sent: list[RequestOutput], run: Run) -> None:
         for number, (submit, request) in enumerate(submits):
             for choice, handle in enumerate(submit.handles):
-                self._rows[handle] = Generated(request, submit, choice)
+                self._rows[handle] = Generated(request, submit, choice, run)
+            run.num_open += len(submit.handles)
             sent.append(request)
             self._placing.place(submit)
             if number % SENDS_A_TURN == SENDS_A_TURN - 1:
                 await asyncio.sleep(0)
 
-    def _abort(self) -> None:
+    def _abort(self, run: Run) -> None:
         """Nobody waits for what was sent."""
         assert self.mesh is not None
-        names = tuple(row.name for row in self._rows.values())
-        self._rows.clear()
+        left = {handle: row.name for handle, row in self._rows.items() if row.run is run}
+        for handle in left:
+            del self._rows[handle]
+        names = tuple(left.values())
         for peer in self.mesh.peers(Role.DETOKENIZER):
             with contextlib.suppress(LinkDown, LinkFull):
                 self.mesh.send(peer, Abort(names))
@@ -229,6 +234,7 @@ class Client:
         counts = unpack_i32(message.counts).tolist() if message.counts else [1] * len(handles)
         finished = {end.row: end for end in message.finished}
         has_details = bool(message.logprobs or message.prompt_logprobs or message.first)
+        changed: dict[Run, list[Generated]] = {}  # of those who want to know
         at = 0
         for row, (handle, count) in enumerate(zip(handles, counts, strict=True)):
             known = self._rows.get(handle)
@@ -240,12 +246,17 @@ class Client:
                     output.text += message.texts[row]
                     if has_details:
                         self._details(message, row, known)
+                    if known.run.news is not None:
+                        changed.setdefault(known.run, []).append(known)
                     if row in finished:
                         output.pooled = message.pooled.get(row, b"")
                         self._finish(handle, known, finished[row])
                 elif starts[row] > have:
                     self._attach(handle, known)
             at += count
+        for run, rows in changed.items():
+            assert run.news is not None
+            run.news(rows)
 
     def _attach(self, handle: int, row: Generated) -> None:
         """A gap: have the rest sent again."""
@@ -270,24 +281,21 @@ class Client:
         output = row.output
         output.finish_reason, output.stop_reason = end.reason.value, end.stop_reason
         if end.reason is FinishReason.ERROR:
-            self._errors.append(end.message)
+            row.run.errors.append(end.message)
         self._end(handle)
 
     def _rejected(self, message: Rejected) -> None:
         """The mesh refused requests: for lack of space they wait, since nobody is in a hurry; for any other reason they end."""
         for handle in [handle for handle in message.handles if handle in self._rows]:
+            row = self._rows[handle]
             if message.kind is ErrorKind.OVERLOADED:
-                row = self._rows[handle]
                 row.alone(handle)
                 self._placing.refused(row.submit)
             else:
-                self._errors.append(f"{message.param}: {message.message}" if message.param else message.message)
+                row.run.errors.append(f"{message.param}: {message.message}" if message.param else message.message)
                 self._end(handle)
 
     def _end(self, handle: int) -> None:
-        del self._rows[handle]
+        run = self._rows.pop(handle).run
         self._placing.ended()
-        if self._bar is not None:
-            self._bar.update(1)
-        if not self._rows:
-            self._all_done.set()
+        run.ended()

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
@@ -29,6 +29,9 @@ from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingPa
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
 
+if TYPE_CHECKING:
+    from meshlm.supervisor.api.engine_args import EngineArgs
+
 # Work comes at once, nothing idles then, and nobody reads along.
 OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
 
@@ -39,8 +42,10 @@ class LLM:
     The processes end with `shutdown`, with the last reference to the object, or with the program.
     """
 
+    _settings: ClassVar[dict[str, Any]] = OFFLINE  # that hold unless others are given
+
     def __init__(self, model: str = "", **settings: Any) -> None:
-        given = {**OFFLINE, **settings_of(settings), "model": model}
+        given = {**self._settings, **settings_of(settings), "model": model}
         config = flags.build(given, None, vllm_env.settings_of(os.environ))
         if idle := vllm_env.without_effect(os.environ):
             warnings.warn(idle, stacklevel=2)
@@ -50,6 +55,11 @@ class LLM:
         self._background = Background(self._config)
         self._supervisor, self._client = self._background.supervisor, self._background.client
         self._finalizer = weakref.finalize(self, self._background.stop)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: "EngineArgs") -> "LLM":
+        """With the settings of an EngineArgs."""
+        return cls(**engine_args.given())
 
     def generate(
         self,
@@ -64,7 +74,7 @@ class LLM:
         """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt".
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         options = of_tokenization(tokenization_kwargs)
         keep = options.pop("truncate_prompt_tokens", None)
         items = many(prompts)
@@ -87,7 +97,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         if chat_template_content_format not in ("auto", self._config.model.chat_template_content_format):
             raise ValueError("chat_template_content_format: give it to LLM(...); it holds for all conversations")
         options = of_tokenization(tokenization_kwargs)
@@ -120,7 +130,7 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences behind each prompt. `concurrency_limit`: prompts that are searched at the same time."""
-        _refuse(lora_request=lora_request)
+        refuse(lora_request=lora_request)
         items = many(prompts)
         given = [of_generate(item) for item in items]
         texts = [one.prompt for one in given if not isinstance(one.prompt, TokenPrompt)]
@@ -212,6 +222,25 @@ class LLM:
     ) -> list[RequestOutput]:
         """`prompts` are made one by one, in the loop: the first is on its way while the others are not. `keep`: truncate each to so
         many tokens."""
+        each, ranks = self._checked(params, count, priority, keep)
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        total = sum(one.n for one in each)
+        with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            found = self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
+        for request, one in zip(found, each, strict=True):
+            if not one.detokenize:
+                for output in request.outputs:
+                    output.text = ""
+        return found
+
+    def _checked(
+        self,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        priority: Sequence[int] | None,
+        keep: int | None,
+    ) -> tuple[list[SamplingParams], list[int]]:
+        """The settings and the priority of each prompt. ValueError."""
         params = self.get_default_sampling_params() if params is None else params
         each = [params] * count if not isinstance(params, Sequence) else list(params)
         if len(each) != count:
@@ -225,18 +254,10 @@ class LLM:
             each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():
             one.check(self.vocab_size)
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        total = sum(one.n for one in each)
-        with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            found = self._background.ask(self._client.run(self._submits(prompts, each, ranks), bar))
-        for request, one in zip(found, each, strict=True):
-            if not one.detokenize:
-                for output in request.outputs:
-                    output.text = ""
-        return found
+        return each, ranks
 
     def _submits(
-        self, prompts: Iterator[Given], each: list[SamplingParams], ranks: list[int]
+        self, prompts: Iterator[Given], each: list[SamplingParams], ranks: list[int], dp_rank: int = -1
     ) -> Iterator[tuple[Submit, RequestOutput]]:
         assert self._config.resolved is not None
         eos, run = self._config.resolved.eos_token_ids, uuid.uuid4().hex
@@ -256,12 +277,13 @@ class LLM:
                 priority=priority,
                 cache_salt=given.cache_salt,
                 arrival_s=time.time(),
+                dp_rank=dp_rank,
             )
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
             yield submit, RequestOutput(name, given.text, ids, [CompletionOutput(index) for index in range(params.n)])
 
 
-def _refuse(**given: Any) -> None:
+def refuse(**given: Any) -> None:
     """Refuses arguments that would change the answers and are not supported."""
     why = {"lora_request": "LoRA adapters are not supported", "mm_processor_kwargs": "only text is supported"}
     for name, value in given.items():

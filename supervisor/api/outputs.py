@@ -54,7 +54,10 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
+    is_last: bool | None = field(
+        default=None, repr=False
+    )  # of the copies of `AsyncLLM.generate`, which may lack sequences
 
     @property
     def finished(self) -> bool:
-        return all(output.finished() for output in self.outputs)
+        return all(output.finished() for output in self.outputs) if self.is_last is None else self.is_last

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from enum import Enum
 from typing import Any
 
 from meshlm.protocol.config import StructuredOutputsConfig
@@ -97,6 +98,14 @@ class StructuredOutputsParams:
             raise ValueError(f"StructuredOutputsParams: {error}") from None
 
 
+class RequestOutputKind(Enum):
+    """What `AsyncLLM.generate` gives each time; names and values are vLLM's."""
+
+    CUMULATIVE = 0  # all that is there
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # all, at the end alone
+
+
 @dataclass
 class SamplingParams:
     """The settings of sampling; names, meanings and defaults are vLLM's. ValueError names what is not allowed or not supported."""
@@ -125,7 +134,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True  # False: outputs have no text
-    output_kind: Any = None  # an answer comes when it is complete, whatever is asked for; so does vLLM's `LLM`
+    output_kind: RequestOutputKind = (
+        RequestOutputKind.CUMULATIVE
+    )  # for `AsyncLLM`; an answer of `LLM` comes when it is complete
     skip_clone: bool = False  # nothing is copied, and nothing changed
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -150,6 +161,10 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams.{name}: {value!r} is no number")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise ValueError("SamplingParams.structured_outputs: must be StructuredOutputsParams")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise ValueError(f"SamplingParams.output_kind: {self.output_kind!r} is no RequestOutputKind") from None
         self.seed = None if self.seed == -1 else self.seed  # as in vLLM
         if self.stop and not self.detokenize:
             raise ValueError("SamplingParams.stop: stop strings are found in text; they need detokenize=True")

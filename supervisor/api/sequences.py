@@ -1,4 +1,9 @@
-"""One sequence that the Python API waits for, and how it is asked for again after its detokenizer's death. Owned by client.py."""
+"""One sequence that the Python API waits for, and how it is asked for again after its detokenizer's death; and the sequences that one
+caller waits for. Owned by client.py."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -9,13 +14,31 @@ from meshlm.runtime.deaths import Death, one_more, too_many
 from meshlm.supervisor.api.outputs import RequestOutput
 
 
+class Run:
+    """The sequences that one caller waits for. `news` gets those that have changed, after each message that changed some."""
+
+    def __init__(self, bar: Any = None, news: "Callable[[list[Generated]], None] | None" = None) -> None:
+        self.bar, self.news = bar, news
+        self.num_open = 0
+        self.errors: list[str] = []
+        self.all_done = asyncio.Event()
+
+    def ended(self) -> None:
+        """One of them has."""
+        self.num_open -= 1
+        if self.bar is not None:
+            self.bar.update(1)
+        if not self.num_open:
+            self.all_done.set()
+
+
 class Generated:
     """Choice number `choice` of `submit`, whose tokens are in `output`."""
 
-    __slots__ = ("begun", "choice", "deaths", "had", "output", "peer", "request", "submit")
+    __slots__ = ("begun", "choice", "deaths", "had", "output", "peer", "request", "run", "submit")
 
-    def __init__(self, request: RequestOutput, submit: Submit, choice: int) -> None:
-        self.request, self.output = request, request.outputs[choice]
+    def __init__(self, request: RequestOutput, submit: Submit, choice: int, run: Run) -> None:
+        self.request, self.output, self.run = request, request.outputs[choice], run
         self.submit, self.choice = submit, choice
         self.peer: Identity | None = None  # the detokenizer that has it
         self.begun = False  # its first token came

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Struct
 
@@ -96,6 +97,36 @@ def test_a_prompt_that_cannot_be_made_ends_those_before_it() -> None:
         assert stub.sent[-1] == Abort((name_of("r0", 0), name_of("r1", 0), name_of("r2", 0)))
         (one,) = await asyncio.wait_for(client.run(asks(client, 1), None), 30)
         assert one.finished  # the answers to the three came nevertheless, and before
+
+    asyncio.run(run())
+
+
+def test_two_callers_at_once_have_each_their_own() -> None:
+    """One's refusal is not the other's, and what one has given up the other still waits for."""
+
+    async def run() -> None:
+        client, stub = connected(0)
+        news: list[list[int]] = []
+
+        def names(prefix: str) -> Iterator[tuple[Submit, RequestOutput]]:
+            for submit, request in asks(client, 2):
+                name = name_of(f"{prefix}{request.request_id}", 0)
+                yield msgspec.structs.replace(submit, request_ids=(name,)), request
+
+        first = asyncio.ensure_future(client.run(names("a"), None))
+        second = asyncio.ensure_future(
+            client.run(names("b"), None, lambda rows: news.append([row.output.token_ids[-1] for row in rows]))
+        )
+        third = asyncio.ensure_future(client.run(names("c"), None))
+        await asyncio.sleep(0)
+        third.cancel()
+        handles = [message.handles for message in stub.sent if isinstance(message, Submit)]
+        client.on_message(DETOKENIZER, Rejected(handles[0], ErrorKind.INVALID, "too long"))
+        with pytest.raises(ValueError, match="too long"):
+            await asyncio.wait_for(first, 30)
+        assert all(one.finished for one in await asyncio.wait_for(second, 30))
+        assert news == [[7], [7]]
+        assert stub.sent[-1] == Abort((name_of("cr0", 0), name_of("cr1", 0)))
 
     asyncio.run(run())
 

@@ -1,0 +1,177 @@
+"""`AsyncLLM`: the same mesh as `LLM`, for programs with an event loop. Answers come as they are written.
+
+The mesh lives in the background thread of an `LLM` (background.py); any number of event loops may use it.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+from meshlm.protocol.operations import Profile, ResetPrefixCache
+from meshlm.protocol.text_edge import Submit
+from meshlm.supervisor.api.background import unless_ended
+from meshlm.supervisor.api.engine_args import EngineArgs
+from meshlm.supervisor.api.llm import LLM, refuse
+from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
+from meshlm.supervisor.api.outputs import RequestOutput
+from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
+from meshlm.supervisor.api.sequences import Generated
+from meshlm.supervisor.api.streaming import OutputStream, Progress
+from meshlm.supervisor.api.tokenizer import Tokenizer
+from meshlm.supervisor.errors import StartError
+
+
+class _Online(LLM):
+    """With the settings of `meshlm serve`: requests come one by one, and somebody reads along."""
+
+    _settings: ClassVar[dict[str, Any]] = {}
+
+
+class AsyncLLM:
+    """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores; making it takes as long as
+    the start. The processes end with `shutdown`, with the last reference to the object, or with the program."""
+
+    def __init__(self, model: str = "", **settings: Any) -> None:
+        self._llm = _Online(model, **settings)
+        self._open: dict[str, Future[None]] = {}  # by the name of the request
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> "AsyncLLM":
+        """With the settings of an AsyncEngineArgs; vLLM's further arguments say who calls it, and change nothing."""
+        return cls(**engine_args.given())
+
+    async def generate(
+        self,
+        prompt: OnePrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt, as `LLM.generate` takes it. Gives all that is there so far each time something came, or what is new,
+        or the whole at the end: `sampling_params.output_kind`. ValueError for bad input, StartError when the mesh has ended. Who stops
+        reading aborts the request."""
+        refuse(lora_request=lora_request)
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        given = of_generate(prompt, **options)
+        (params,), ranks = self._llm._checked(sampling_params, 1, [priority], keep)
+        rank = -1 if data_parallel_rank is None else data_parallel_rank
+        ((submit, request),) = self._llm._submits(iter([given]), [params], ranks, rank)
+        name = request_id or uuid.uuid4().hex
+        if name in self._open:
+            raise ValueError(f"request_id: {name!r} is the name of a request that runs")
+        stream, progress = OutputStream(params.output_kind), Progress(request, name, params)
+        work = self._open[name] = self._llm._background.start(self._follow(submit, request, params, stream, progress))
+        try:
+            async for found in stream.read():
+                yield found
+        finally:
+            del self._open[name]
+            work.cancel()
+
+    async def _follow(
+        self,
+        submit: Submit,
+        request: RequestOutput,
+        params: SamplingParams,
+        stream: OutputStream,
+        progress: Progress,
+    ) -> None:
+        """In the mesh's loop: push what comes until the request's end."""
+        final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+
+        def news(changed: list[Generated]) -> None:
+            stream.push(progress.take(one.output for one in changed))
+
+        background, error = self._llm._background, None
+        work = background.client.run(iter([(submit, request)]), None, None if final_only else news)
+        try:
+            await unless_ended(background.supervisor, work)
+            if final_only:
+                stream.push(progress.take(request.outputs))
+        except asyncio.CancelledError:  # by `abort`: its reader hears of that as of any other end
+            for output in request.outputs:
+                output.finish_reason = output.finish_reason or "abort"
+            stream.push(progress.take(request.outputs))
+        except (ValueError, StartError) as found:
+            error = found
+        finally:
+            stream.end(error)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End these requests, which get the finish_reason "abort"; a name that is not known is ignored."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if (work := self._open.get(name)) is not None:
+                work.cancel()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The mesh's tokenizer, with its chat template; its methods wait for the mesh."""
+        return self._llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the defaults of the model's generation_config.json."""
+        return self._llm.get_default_sampling_params()
+
+    async def start_profile(self) -> None:
+        """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
+        await self._operate(Profile(True))
+
+    async def stop_profile(self) -> tuple[str, ...]:
+        """End the trace: the files that were written, one a worker."""
+        return await self._operate(Profile(False))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Later requests find nothing of what is computed now. False while requests run that are not to be computed anew."""
+        try:
+            await self._operate(ResetPrefixCache(reset_running_requests))
+        except ValueError:
+            return False
+        return True
+
+    async def _operate(self, action: Profile | ResetPrefixCache) -> tuple[str, ...]:
+        background = self._llm._background
+        work = unless_ended(background.supervisor, background.supervisor.operate(action))
+        answer = await asyncio.wrap_future(background.start(work))
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer.paths
+
+    async def check_health(self) -> None:
+        """StartError with the reason when the mesh has ended."""
+        if self.errored:
+            raise self.dead_error
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the mesh has ended."""
+        return self._llm._background.supervisor.ended.done()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the mesh has ended, for whatever reason."""
+        return self.is_stopped
+
+    @property
+    def dead_error(self) -> StartError:
+        """The reason of the mesh's end."""
+        ended = self._llm._background.supervisor.ended
+        found = ended.exception() if ended.done() and not ended.cancelled() else None
+        return found if isinstance(found, StartError) else StartError("the mesh has ended")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all processes; what still runs ends with an error."""
+        self._llm.shutdown()
+
+
+__all__ = ["AsyncLLM"]
