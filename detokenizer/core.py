@@ -14,12 +14,13 @@ from meshlm.detokenizer.admission import checked_prompt, checked_sampling
 from meshlm.detokenizer.attempts import Attempts
 from meshlm.detokenizer.batch import FrontendBatch, is_long
 from meshlm.detokenizer.decode import TokenTable
-from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
+from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, Truncation
 from meshlm.detokenizer.journal import is_of
 from meshlm.detokenizer.request_state import NOBODY, RequestState, RequestStatus
 from meshlm.protocol.admit_edge import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
 from meshlm.protocol.columns import ints, unpack_i32
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.tasks import Pool
 from meshlm.protocol.text_edge import (
     Abort,
     Accepted,
@@ -128,7 +129,11 @@ class Detokenizer(Attempts):
             return effects
         self._next_job += 1
         self.jobs[self._next_job] = requests
-        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words, submit.sampling.grammar)]
+        keep, truncation = submit.text.truncate_prompt_tokens, None
+        if isinstance(submit.task, Pool) and keep:
+            truncation = Truncation(keep, submit.text.truncation_side)
+        grammar = submit.sampling.grammar
+        return [*effects, Encode(self._next_job, submit.prompt, submit.text.bad_words, grammar, truncation)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
@@ -165,6 +170,7 @@ class Detokenizer(Attempts):
             request.begin(
                 self.table, prompt, replace(params, bad_words_token_ids=event.bad_words, grammar=event.grammar)
             )
+            request.second_from = event.second_from
             effects += self._admit(request)
         if later:
             self.jobs[event.job] = later

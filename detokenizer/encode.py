@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshlm.detokenizer.events import Truncation
 from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
@@ -25,9 +26,16 @@ class Encoder:
     """Stateless but for compiled templates; safe to call from several threads."""
 
     def __init__(
-        self, loaded: LoadedTokenizer, chat_templates: Mapping[str, str], content_format: ContentFormat = "auto"
+        self,
+        loaded: LoadedTokenizer,
+        chat_templates: Mapping[str, str],
+        content_format: ContentFormat = "auto",
+        *,
+        lower_case: bool = False,
+        types: bool = False,
     ) -> None:
-        """RequestError for a source that is no template."""
+        """RequestError for a source that is no template. lower_case: all texts. types: the model tells a pair's texts apart."""
+        self._lower_case, self._types = lower_case, types
         self._tokenizer, self._content_format = loaded.tokenizer, content_format
         self._special = loaded.special_tokens
         self._templates = {name: ChatTemplate(source, self._special) for name, source in chat_templates.items()}
@@ -41,6 +49,51 @@ class Encoder:
                 return self._infilled(prompt) if prompt.suffix else self._ids(prompt.text, prompt.add_special_tokens)
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
+            case PairPrompt():
+                return self._pair(prompt, None)[0]
+
+    def encode_whole(self, prompt: Prompt, truncation: Truncation | None) -> tuple["array[int]", int]:
+        """The prompt's ids, and Pool.second_from. Truncation keeps the tokens around a text."""
+        if isinstance(prompt, PairPrompt):
+            return self._pair(prompt, truncation)
+        ids = self.encode(prompt)
+        if truncation is not None and len(ids) > truncation.keep and not isinstance(prompt, TokenPrompt):
+            text = self.render(prompt) if isinstance(prompt, ChatPrompt) else prompt.text
+            plain = self._plain(text)
+            around = self._tokenizer.num_special_tokens_to_add(False) if prompt.add_special_tokens else 0
+            plain.truncate(max(0, truncation.keep - around), direction=truncation.side)
+            if prompt.add_special_tokens:
+                plain = self._tokenizer.post_process(plain)
+            return array("i", plain.ids), 0
+        return ids, 0
+
+    def _pair(self, prompt: PairPrompt, truncation: Truncation | None) -> tuple["array[int]", int]:
+        first, second = self._plain(prompt.first), self._plain(prompt.second)
+        for text, most in ((first, prompt.max_first), (second, prompt.max_second)):
+            if most:
+                text.truncate(most)
+        if prompt.joined:
+            if prompt.max_first or prompt.max_second:
+                ids = array("i", first.ids + second.ids)
+            else:
+                ids = self._ids(prompt.first + prompt.second, True)
+            keep = len(ids) if truncation is None else truncation.keep
+            return (ids[:keep] if truncation is None or truncation.side == "right" else ids[-keep:]), 0
+        if truncation is not None:
+            room = max(0, truncation.keep - self._tokenizer.num_special_tokens_to_add(True))
+            short, long = (first, second) if len(first.ids) <= len(second.ids) else (second, first)
+            if len(short.ids) + len(long.ids) > room:  # the longer text is cut first, and then both
+                short.truncate(min(len(short.ids), room // 2), direction=truncation.side)
+                long.truncate(room - len(short.ids), direction=truncation.side)
+        both = self._tokenizer.post_process(first, second)
+        types = both.type_ids
+        return array("i", both.ids), types.index(1) if self._types and 1 in types else 0
+
+    def _plain(self, text: str) -> Any:
+        """The text's own tokens."""
+        text = text.lower() if self._lower_case else text
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding
 
     def _infilled(self, prompt: TextPrompt) -> "array[int]":
         begin = array("i")
@@ -61,6 +114,7 @@ class Encoder:
         return tuple(ids for ids in dict.fromkeys(found) if ids)
 
     def _ids(self, text: str, add_special_tokens: bool) -> "array[int]":
+        text = text.lower() if self._lower_case else text
         # Of the tokenizer's methods only those for batches let go of the interpreter's lock: else all threads would wait for this one.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("i", encoding.ids)

@@ -10,6 +10,13 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.events import PeerLost, PeerUp, Received, Send, Tick
 
 
+class Truncation(Struct, frozen=True):
+    """How much of a text stays, with the tokens around it: models for vectors read from those, so they are not cut off."""
+
+    keep: int
+    side: str  # that is cut
+
+
 class Encoded(Struct, frozen=True):
     """A prompt's ids, those of words that may not come and the compiled grammar, or why there are none."""
 
@@ -17,6 +24,7 @@ class Encoded(Struct, frozen=True):
     token_ids: "array[int] | None" = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    second_from: int = 0  # see Pool.second_from
     error: RequestError | None = None
 
 
@@ -30,6 +38,7 @@ class Encode(Struct, frozen=True):
     prompt: Prompt
     bad_words: tuple[str, ...] = ()
     grammar: Grammar | None = None
+    truncation: Truncation | None = None
 
 
 Effect = Encode | Send

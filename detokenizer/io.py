@@ -91,7 +91,14 @@ class DetokenizerApp:
         self._mesh = mesh
         loaded, table = _load(resolved.tokenizer_path)
         try:
-            self._encoder = Encoder(loaded, resolved.chat_templates, mesh.config.model.chat_template_content_format)
+            pooling = resolved.pooling
+            self._encoder = Encoder(
+                loaded,
+                resolved.chat_templates,
+                mesh.config.model.chat_template_content_format,
+                lower_case=pooling is not None and pooling.lower_case,
+                types=resolved.spec.type_vocab_size > 1,
+            )
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
         special = {table.text[token] or "": token for token in table.special if token < len(table)}
@@ -227,7 +234,8 @@ class DetokenizerApp:
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
         try:
             grammar = None if ask.grammar is None else self._grammars.compile(ask.grammar)
-            return Encoded(ask.job, self._encoder.encode(ask.prompt), self._encoder.bad_words(ask.bad_words), grammar)
+            ids, second_from = self._encoder.encode_whole(ask.prompt, ask.truncation)
+            return Encoded(ask.job, ids, self._encoder.bad_words(ask.bad_words), grammar, second_from)
         except RequestError as error:
             return Encoded(ask.job, error=error)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer

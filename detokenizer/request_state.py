@@ -3,11 +3,14 @@
 from array import array
 from enum import Enum
 
+from msgspec.structs import replace
+
 from meshlm.detokenizer.decode import Decoder, TokenTable
 from meshlm.detokenizer.stops import StopFinder
 from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool
 from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, Submit
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
@@ -59,6 +62,7 @@ class RequestState:
         "request_id",
         "sampling",
         "scheduler",
+        "second_from",
         "slow",
         "status",
         "stop",
@@ -116,6 +120,7 @@ class RequestState:
         self.hidden = False  # the last token is not shown
         self.tail = ""  # text behind the last token's
         self.pooled = b""  # the vector, at the end
+        self.second_from = 0  # see Pool.second_from; found with the prompt's tokens
 
     def begin(self, table: TokenTable, prompt: "array[int]", sampling: SamplingParams) -> None:
         """The prompt is encoded. Ids that the client has already (resume) are decoded silently."""
@@ -196,6 +201,7 @@ class RequestState:
 
     def work(self) -> EngineRequest:
         """The request as a scheduler needs it now."""
+        task = self.submit.task
         return EngineRequest(
             request_id=self.work_id,
             handle=self.handle,
@@ -207,6 +213,6 @@ class RequestState:
             cache_salt=self.submit.cache_salt,
             arrival_s=self.submit.arrival_s,
             deadline_s=self.submit.deadline_s,
-            task=self.submit.task,
+            task=replace(task, second_from=self.second_from) if isinstance(task, Pool) and self.second_from else task,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
         )

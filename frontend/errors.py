@@ -39,7 +39,8 @@ class HttpError(Exception):
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else {}
 
 
-_GENERATION = "generation is the only task"
+_TEXT = "this server gives text; --runner pooling serves vectors"
+_VECTORS = "this server gives vectors, and no text (--runner)"
 _LORA = "LoRA adapters are not supported"
 _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
@@ -50,14 +51,16 @@ NOT_SERVED = {
     ),
     **dict.fromkeys(("/invocations", "/inference/v1/generate"), "not supported; the other POST paths are"),
     **dict.fromkeys(
-        ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/generative_scoring"),
-        _GENERATION,
+        ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
+        _TEXT,
     ),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _GENERATION),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _TEXT),
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages"), _VECTORS),
     **dict.fromkeys(
         (f"/v1/{kind}/{verb}" for kind in ("completions", "chat/completions") for verb in ("render", "derender")),
         "not supported; POST /tokenize takes messages, and return_prompt_text shows what they became",
     ),
+    "/generative_scoring": "not supported; POST /score compares texts with a server of --runner pooling",
     "/tokenizer_info": "the tokenizer's files are in the model's folder",
     "/server_info": "not supported; meshlm status says what runs, GET /version which version",
     **dict.fromkeys(

@@ -25,10 +25,13 @@ from meshlm.frontend.pacing import Pace
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
+from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.ids import Handle
+from meshlm.protocol.tasks import GENERATE
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 
+WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
 MANY_CHOICES = 256  # whose answer is written away from the loop
 
 
@@ -60,11 +63,14 @@ class Backend(operating.Operates, Protocol):
     async def metrics(self) -> bytes: ...
 
 
+WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
+
+
 class Form(NamedTuple):
     """How an endpoint's answers look, whole and streamed. Both are made of the request, its id, when it came, the model's name and what
     to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
 
-    whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeResponse | TurnResponse]
+    whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeAnswer]
     stream: Callable[
         [parse.ParsedRequest, str, int, str, Callable[[], None], Callable[[bytes], None], retry.Progress | None],
         StreamResponse | TurnResponse,
@@ -98,6 +104,8 @@ class Generation:
     ) -> HttpResponse | None:
         """The answer of one request; None when the client left before its end."""
         backend = self._backend
+        if (ask.task is GENERATE) != (backend.resolved.pooling is None):
+            raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
@@ -128,7 +136,7 @@ class Generation:
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
-        answer: WholeResponse | StreamResponse | TurnResponse
+        answer: WholeAnswer | StreamResponse
         has = submits.position(ask, again)
         if ask.stream:
             progress = retry.Progress(has) if has else None
@@ -161,7 +169,8 @@ class Generation:
             # A quarter of a second, for as many as there may be.
             long = ask.logprobs >= 0 or ask.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
-            return HttpResponse(content, media_type="application/json", headers=dict.fromkeys(form.id_headers, shown))
+            headers = dict.fromkeys(form.id_headers, shown) | answer.headers
+            return HttpResponse(content, media_type=answer.media_type, headers=headers)
         except HttpError as error:
             status = error.status
             raise

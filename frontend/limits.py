@@ -13,7 +13,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextParams, TextPrompt, TokenPrompt, num_bytes_of
+from meshlm.protocol.text_edge import ChatPrompt, PairPrompt, Prompt, TextParams, TextPrompt, TokenPrompt, num_bytes_of
 
 MAX_LISTED_IDS = (
     1 << 18
@@ -110,10 +110,10 @@ def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
     match prompt:
         case TokenPrompt(token_ids=ids):
             check_num_ids(len(ids) // 4, truncates, resolved)
-        case TextPrompt() | ChatPrompt():
+        case TextPrompt() | ChatPrompt() | PairPrompt():
             most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
             if (size := num_bytes_of(prompt)) > most:
-                is_text = isinstance(prompt, TextPrompt)
+                is_text = not isinstance(prompt, ChatPrompt)
                 _refuse(
                     "prompt" if is_text else "messages",
                     f"{size} bytes" + ("" if is_text else " with tools and template"),

@@ -11,6 +11,7 @@ from meshlm.frontend.errors import STATUS
 from meshlm.frontend.messages import schema as anthropic
 from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
+from meshlm.frontend.vectors import schema as vectors
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
 EVENTS = "text/event-stream"
@@ -156,6 +157,24 @@ OPERATIONS = (
     Operation("/start_profile", "start_profile", responses.Traces, "Begin a trace in every worker.", None, ("POST",), _TRACES),
     Operation("/stop_profile", "stop_profile", responses.Traces, "End the traces.", None, ("POST",), _TRACES),
 )  # fmt: skip
+
+
+def _vectors(paths: tuple[str, ...], answers: type[Struct], summary: str, body: type[Struct]) -> tuple[Operation, ...]:
+    return tuple(Operation(path, "vectors", answers, summary, body, ("POST",), _ASKS, _NAMED[:2]) for path in paths)
+
+
+VECTORS = (
+    *_vectors(("/v1/embeddings",), vectors.EmbeddingResponse, "Vectors of texts.", vectors.EmbeddingRequest),
+    *_vectors(("/v2/embed",), vectors.CohereEmbedResponse, "Vectors of texts, by Cohere's API.", vectors.CohereEmbedRequest),
+    *_vectors(
+        ("/pooling",), vectors.PoolingResponse, "Vectors of texts, of their tokens, or a classifier's scores.", vectors.PoolingRequest
+    ),
+    *_vectors(("/classify",), vectors.ClassificationResponse, "The classes of texts.", vectors.ClassificationRequest),
+    *_vectors(("/score", "/v1/score"), vectors.ScoreResponse, "How well texts go with others.", vectors.ScoreRequest),
+    *_vectors(
+        ("/rerank", "/v1/rerank", "/v2/rerank"), vectors.RerankResponse, "Documents, the best for a query first.", vectors.RerankRequest
+    ),
+)  # fmt: skip
 DEVELOPMENT = (
     Operation(
         "/reset_prefix_cache",
@@ -187,7 +206,8 @@ DOCUMENTATION = (
 )
 
 
-def served(*, documentation: bool, development: bool) -> tuple[Operation, ...]:
-    """All routes of a server, with or without its documentation (--disable-fastapi-docs) and those for development
-    (--server-dev-mode)."""
-    return OPERATIONS + (DEVELOPMENT if development else ()) + (DOCUMENTATION if documentation else ())
+def served(*, documentation: bool, development: bool, pooling: bool = False) -> tuple[Operation, ...]:
+    """All routes of a server, of one that gives vectors or one that gives text (--runner), with or without its documentation
+    (--disable-fastapi-docs) and those for development (--server-dev-mode)."""
+    own = tuple(op for op in OPERATIONS if not op.streams) + VECTORS if pooling else OPERATIONS
+    return own + (DEVELOPMENT if development else ()) + (DOCUMENTATION if documentation else ())

@@ -22,6 +22,7 @@ from meshlm.frontend.schema import (
 )
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
+from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.text_edge import Prompt, TextParams
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Tools
@@ -69,6 +70,7 @@ class ParsedRequest(NamedTuple):
     request_id: str = ""
     beams: bool = False  # the choices are those of one beam search
     length_penalty: float = 1.0
+    task: Task = GENERATE
 
     @property
     def hides_tokens(self) -> bool:

@@ -62,6 +62,18 @@ def _prompt(item: Any, add_special: bool, vocab_size: int, suffix: str) -> Promp
     raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
 
 
+def of_ids(item: Any, resolved: Resolved, truncates: bool, name: str) -> TokenPrompt | None:
+    """Token ids; None where they are none. HttpError names those that are too many or unknown."""
+    if not isinstance(item, list) or not item:
+        return None
+    limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
+    ids = _whole_numbers(item)
+    if ids is None:
+        return None
+    token_ids(name, [min(ids), max(ids)], resolved.spec.vocab_size)
+    return TokenPrompt(pack_i32(ids))
+
+
 def _whole_numbers(items: list[Any]) -> list[int] | None:
     """The items where all are whole numbers, also as some languages write them: 5.0. No loop in Python for a million ids."""
     kinds = set(map(type, items))

@@ -337,6 +337,10 @@ class RequestTracker:
                         choice.sink.has_begun = True
                         self.begun.append(choice)
                 choice.last_at = now
+            elif details is not None and choice.pooled:  # a vector is its request's first news, and its last
+                choice.first_at = choice.last_at = now
+                choice.sink.has_begun = True
+                self.begun.append(choice)
             choice.sink.row(choice, count, text, details)
         return gaps
 

@@ -31,6 +31,7 @@ from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
 from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
 
@@ -78,7 +79,11 @@ class Routes:
 
     def _operations(self) -> tuple[Operation, ...]:
         server = self._backend.config.server
-        return served(documentation=not server.disable_fastapi_docs, development=server.server_dev_mode)
+        return served(
+            documentation=not server.disable_fastapi_docs,
+            development=server.server_dev_mode,
+            pooling=self._backend.resolved.pooling is not None,
+        )
 
     # --- small routes ---
 
@@ -219,6 +224,17 @@ class Routes:
         model = self._check_model(body.model)
         ask = parse.chat(body, unknown, resolved, self._backend.config.server)
         return ask, model, self._again(request, raw)
+
+    async def vectors(self, request: Request) -> HttpResponse | None:
+        asked = await self._read(request, self._vectors)
+        model = self._check_model(asked.model)
+        whole = await vector_routes.in_parts(asked, self._backend, partial(self._ask, request))
+        if whole is None:
+            return None
+        return await self._generation.answer(request, whole.ask, model, whole.prefix, None, whole.form())
+
+    def _vectors(self, request: Request, raw: bytes) -> vector_routes.Asked:
+        return vector_routes.read(request.url.path, raw, self._longest(), self._backend.config)
 
     async def messages(self, request: Request) -> HttpResponse | None:
         ask, model, again = await self._read(request, self._messages)

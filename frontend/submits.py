@@ -79,6 +79,7 @@ def build_each(
             deadline_s=now + ask.timeout_s if ask.timeout_s else 0.0,
             dp_rank=rank,
             retry=Retry(again.key, again.body, mine) if again else None,
+            task=ask.task,
         )
         choices = []
         for i, (handle, name) in enumerate(zip(handles, names, strict=True)):

@@ -38,7 +38,17 @@ class ChatPrompt(Struct, frozen=True, tag="chat"):
     add_special_tokens: bool = False
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+class PairPrompt(Struct, frozen=True, tag="pair", omit_defaults=True):
+    """Two texts that a classifier compares, as its tokenizer puts them together."""
+
+    first: str
+    second: str
+    joined: bool = False  # one text behind the other, as models that write text take them
+    max_first: int = 0  # tokens of the first that stay; 0: all
+    max_second: int = 0
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt
 
 
 def num_bytes_of(prompt: Prompt) -> int:
@@ -49,6 +59,8 @@ def num_bytes_of(prompt: Prompt) -> int:
         case TextPrompt(text=text, suffix=suffix):
             text += suffix
             return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        case PairPrompt(first=first, second=second):
+            return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():
             lists = len(prompt.messages_json) + len(prompt.tools_json) + len(prompt.template_kwargs_json)
             return lists + len(prompt.chat_template.encode("utf-8", "surrogatepass"))

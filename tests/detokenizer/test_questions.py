@@ -95,8 +95,10 @@ class Mesh:
     """What the app needs of its mesh; `sent` in order."""
 
     def __init__(self, tokenizer: Path, app: DetokenizerApp) -> None:
-        spec = SimpleNamespace(vocab_size=49152)
-        resolved = SimpleNamespace(tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000)
+        spec = SimpleNamespace(vocab_size=49152, type_vocab_size=0)
+        resolved = SimpleNamespace(
+            tokenizer_path=str(tokenizer), chat_templates={}, spec=spec, max_model_len=1000, pooling=None
+        )
         resolved.eos_token_ids = (2,)
         server = SimpleNamespace(retry_window=60.0)
         self.config = SimpleNamespace(resolved=resolved, server=server, run=RunConfig(), model=ModelConfig())

@@ -133,6 +133,8 @@ def test_a_strict_tool_is_refused_where_calls_are_read(strict: bool | None) -> N
 def test_every_path_of_vllms_is_served_or_says_why_not() -> None:
     paths = {operation.path for operation in served(documentation=True, development=False)}
     assert {path for path in VLLM_PATHS - paths if not why_not_served(path)} == set()
+    vectors = {operation.path for operation in served(documentation=True, development=False, pooling=True)}
+    assert all(why_not_served(path) for path in vectors - paths)
     docs = {"/docs", "/redoc", "/openapi.json"}  # a flag takes them away
-    assert {path for path in paths if why_not_served(path)} <= docs
+    assert {path for path in paths & vectors if why_not_served(path)} <= docs
     assert why_not_served("/v1/nothing") == ""

@@ -289,6 +289,7 @@ def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
 async def test_ready_tells_a_link_of_any_process() -> None:
     backend: Any = SimpleNamespace(
         config=MeshConfig(resolved=RESOLVED),
+        resolved=RESOLVED,
         version="1",
         not_ready_reason=lambda: "",
         blocked=lambda: "worker/0 hears nothing",

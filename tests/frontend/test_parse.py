@@ -25,7 +25,7 @@ from meshlm.frontend.submits import draws_of
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import Handle
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import ChatPrompt, Prompt, TextPrompt
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_required(endpoint: str, field: str) -> None:
 # --- /tokenize, /detokenize ---
 
 
-def tokenized(**fields: object) -> TextPrompt | TokenPrompt | ChatPrompt:
+def tokenized(**fields: object) -> Prompt:
     request, unknown = bodies.decode(json.dumps(fields).encode(), TokenizeRequest)
     assert unknown == ()
     return prompts.of_tokenize(request, SERVER)

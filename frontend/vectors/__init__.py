@@ -1,0 +1,1 @@
+"""Embeddings, scores and classes: what a server with `--runner pooling` answers."""

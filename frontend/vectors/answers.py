@@ -1,0 +1,248 @@
+"""What clients of vectors and scores read: `VectorsResponse` collects what the mesh gives, a function per endpoint writes it. Pure."""
+
+import math
+import struct
+import sys
+from array import array
+from binascii import b2a_base64
+from collections.abc import Callable, Sequence
+from operator import mul
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.responses import Response
+from meshlm.frontend.vectors.parse import Pairs
+from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
+from meshlm.protocol.pooling import PoolingSpec
+from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+
+Json = dict[str, Any]
+BYTES = "application/octet-stream"
+_encode = msgspec.json.Encoder().encode
+
+
+class VectorsResponse(Response):
+    """An answer of vectors. `parts`: how many prompts of the mesh each input of the client became, one after the other."""
+
+    def __init__(
+        self,
+        ask: ParsedRequest,
+        request_id: str,
+        created: int,
+        model: str,
+        on_end: Callable[[], None],
+        write: "Callable[[VectorsResponse], bytes]",
+        parts: Sequence[int] = (),
+    ) -> None:
+        super().__init__(ask, request_id, created, model, on_end)
+        self._write, self._parts = write, parts
+
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        if details is not None:
+            self.note(choice, details)
+            if details.finished is not None:
+                self.ended()
+
+    def body(self) -> bytes:
+        """The answer; call after the end, when `error` is None."""
+        return self._write(self)
+
+    def vectors(self) -> "list[array[float]]":
+        """One for each input: the mean of its parts, by their numbers of tokens, where it has several."""
+        found = [array("f", choice.pooled) for choice in self.choices]
+        if not any(count > 1 for count in self._parts):
+            return found
+        joined, begin = [], 0
+        for count in self._parts:
+            mine, own = found[begin : begin + count], self.choices[begin : begin + count]
+            weights = [choice.num_prompt_tokens for choice in own]
+            total = sum(weights)
+            columns = zip(*mine, strict=True)
+            joined.append(mine[0] if count == 1 else array("f", [sum(map(mul, c, weights)) / total for c in columns]))
+            begin += count
+        return joined
+
+    def lines(self) -> "list[list[array[float]]]":
+        """Of a task for tokens: each input's vectors."""
+        found = []
+        for choice in self.choices:
+            flat = array("f", choice.pooled)
+            size = len(flat) // max(1, choice.num_prompt_tokens)
+            found.append([flat[at : at + size] for at in range(0, len(flat), max(1, size))])
+        return found
+
+    def usage(self) -> Json:
+        prompt = self.num_prompt_tokens()
+        details = {"cached_tokens": sum(self.num_cached.values())}
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt,
+            "completion_tokens": 0,
+            "prompt_tokens_details": details,
+        }
+
+    def listed(self, data: list[Json]) -> bytes:
+        """The form that OpenAI's lists have."""
+        usage = {**self.usage(), "prompt_tokens_details": None}
+        head = {"id": self.request_id, "object": "list", "created": self.created, "model": self.model}
+        return _encode({**head, "data": data, "usage": usage})
+
+    @property
+    def pool(self) -> Pool:
+        """What was asked of the mesh."""
+        assert isinstance(self.ask.task, Pool)
+        return self.ask.task
+
+
+# --- embeddings, pooling ---
+
+
+def write_encoded(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
+    """kind: embedding or pooling, which is the name of an entry too; its field is `embedding` or `data`."""
+    of_tokens = answer.pool.kind is PoolKind.ALL
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return _bytes(answer, body, kind)
+    field = "embedding" if kind == "embedding" else "data"
+    values: list[Any]
+    if body.encoding_format == "base64":
+        vectors = [array("f", choice.pooled) for choice in answer.choices] if of_tokens else answer.vectors()
+        values = [b2a_base64(packed(vector, body), newline=False).decode() for vector in vectors]
+    elif of_tokens:
+        values = [[line.tolist() for line in lines] for lines in answer.lines()]
+    else:
+        values = [vector.tolist() for vector in answer.vectors()]
+    return answer.listed([{"index": place, "object": kind, field: value} for place, value in enumerate(values)])
+
+
+def packed(vector: "array[float]", body: EncodingCommon) -> bytes:
+    """A vector in the dtype and the order of bytes that the client wants."""
+    order = {"little": "<", "big": ">", "native": "<" if sys.byteorder == "little" else ">"}[body.endianness]
+    if body.embed_dtype == "float16":
+        most = 65504.0
+        inside = [value if -most <= value <= most else math.copysign(most, value) for value in vector]
+        return struct.pack(f"{order}{len(inside)}e", *inside)
+    if body.embed_dtype == "bfloat16":
+        bits = array("I", vector.tobytes())
+        halves = array(
+            "H", [min(bit + 0x7FFF + (bit >> 16 & 1), 0xFFFFFFFF) >> 16 for bit in bits]
+        )  # to the nearest, ties to even
+        return _ordered(halves, order)
+    return _ordered(vector, order)
+
+
+def _ordered(numbers: "array[Any]", order: str) -> bytes:
+    if order != ("<" if sys.byteorder == "little" else ">"):
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _bytes(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
+    """All vectors one after the other; a header says where each is, but for `bytes_only`."""
+    of_tokens = answer.pool.kind is PoolKind.ALL
+    vectors = [array("f", choice.pooled) for choice in answer.choices] if of_tokens else answer.vectors()
+    parts, data, begin = [], [], 0
+    for place, (choice, vector) in enumerate(zip(answer.choices, vectors, strict=False)):
+        parts.append(packed(vector, body))
+        rows = choice.num_prompt_tokens if of_tokens else 0
+        shape = [rows, len(vector) // rows] if rows else [len(vector)]
+        where = {"start": begin, "end": begin + len(parts[-1]), "shape": shape}
+        data.append({"index": place, "embed_dtype": body.embed_dtype, "endianness": body.endianness, **where})
+        begin += len(parts[-1])
+    answer.media_type = BYTES
+    if body.encoding_format == "bytes":
+        head = {"id": answer.request_id, "created": answer.created, "model": answer.model, "data": data}
+        answer.headers["metadata"] = _encode(
+            {**head, "usage": {**answer.usage(), "prompt_tokens_details": None}}
+        ).decode()
+    return b"".join(parts)
+
+
+# --- classes, scores ---
+
+
+def write_classes(answer: VectorsResponse, spec: PoolingSpec) -> bytes:
+    """POST /classify."""
+    data = []
+    for place, vector in enumerate(answer.vectors()):
+        probs = vector.tolist()
+        best = max(range(len(probs)), key=probs.__getitem__)
+        label = spec.labels[best] if best < len(spec.labels) else None
+        data.append({"index": place, "label": label, "probs": probs, "num_classes": len(probs)})
+    return answer.listed(data)
+
+
+def scores_of(answer: VectorsResponse, pairs: Pairs) -> list[float]:
+    """A classifier's, or how alike embeddings are: their cosine; of tokens' vectors the sum of each query token's best."""
+    if answer.pool.head is PoolHead.CLASSIFY:
+        return [vector[0] for vector in answer.vectors()]
+    count = len(pairs.queries)
+    if answer.pool.kind is PoolKind.ALL:
+        lines = answer.lines()
+        return [_max_sim(lines[query], lines[count + document]) for query, document in pairs.indices]
+    vectors = answer.vectors()
+    return [_cosine(vectors[query], vectors[count + document]) for query, document in pairs.indices]
+
+
+def _cosine(first: "array[float]", second: "array[float]") -> float:
+    norm = math.hypot(*first) * math.hypot(*second)
+    return sum(map(mul, first, second)) / norm if norm else 0.0
+
+
+def _max_sim(query: "list[array[float]]", document: "list[array[float]]") -> float:
+    """Late interaction (Khattab and Zaharia 2020), in numpy, which only a model with vectors for tokens loads."""
+    import numpy as np
+
+    return float((np.array(query) @ np.array(document).T).max(axis=1).sum())
+
+
+def write_scores(answer: VectorsResponse, pairs: Pairs) -> bytes:
+    """POST /score."""
+    scores = scores_of(answer, pairs)
+    return answer.listed([{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)])
+
+
+def write_ranks(answer: VectorsResponse, pairs: Pairs, body: RerankRequest) -> bytes:
+    """POST /rerank: the best first."""
+    found = []
+    for place, score in enumerate(scores_of(answer, pairs)):
+        document = {"text": pairs.documents[place], "multi_modal": None} if body.return_documents else None
+        found.append({"index": place, "document": document, "relevance_score": score})
+    found.sort(key=lambda one: -one["relevance_score"])  # type: ignore[operator]
+    usage = {name: answer.usage()[name] for name in ("prompt_tokens", "total_tokens")}
+    results = found[: body.top_n] if body.top_n else found
+    return _encode({"id": answer.request_id, "model": answer.model, "usage": usage, "results": results})
+
+
+# --- Cohere's form ---
+
+
+def write_cohere(answer: VectorsResponse, body: CohereEmbedRequest) -> bytes:
+    """POST /v2/embed."""
+    vectors = answer.vectors()
+    forms: dict[str, Callable[[array[float]], Any]] = {
+        "float": lambda vector: vector.tolist(),
+        "base64": lambda vector: b2a_base64(_ordered(vector, "<"), newline=False).decode(),
+        "ubinary": _bits,
+        "binary": lambda vector: [byte - 128 for byte in _bits(vector)],
+    }
+    kinds = dict.fromkeys(body.embedding_types or ("float",))
+    found: Json = {
+        "id": answer.request_id,
+        "embeddings": {kind: [forms[kind](vector) for vector in vectors] for kind in kinds},
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"input_tokens": answer.num_prompt_tokens(), "image_tokens": 0},
+        },
+        "response_type": "embeddings_by_type",
+    }
+    return _encode(found if body.texts is None else {**found, "texts": body.texts})
+
+
+def _bits(vector: "array[float]") -> list[int]:
+    """Eight signs in a byte, the first the highest."""
+    signs = [value >= 0 for value in vector]
+    return [sum(sign << 7 - place for place, sign in enumerate(signs[at : at + 8])) for at in range(0, len(signs), 8)]

@@ -1,0 +1,344 @@
+"""The bodies of the endpoints for vectors to what the mesh is asked. Pure; HttpError names the field at fault."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from meshlm.frontend import limits
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
+from meshlm.frontend.vectors.schema import (
+    ClassificationRequest,
+    CohereEmbedRequest,
+    EncodingCommon,
+    InputCommon,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    ScoringCommon,
+    VectorsCommon,
+)
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.pooling import PoolingSpec, PoolingTask
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool
+from meshlm.protocol.text_edge import PairPrompt, Prompt, TextParams, TextPrompt
+
+_INPUT: Mapping[str, str] = MappingProxyType({"prompt": "input"})
+MAX_PAIRS = 4096
+
+
+class Pairs(NamedTuple):
+    """Texts that are compared, one against many or pair by pair."""
+
+    queries: list[str]
+    documents: list[str]
+
+    @property
+    def indices(self) -> list[tuple[int, int]]:
+        """Which query goes with which document."""
+        return [(place if len(self.queries) > 1 else 0, place) for place in range(len(self.documents))]
+
+
+def spec_of(resolved: Resolved, task: PoolingTask | None = None) -> PoolingSpec:
+    """What the server's vectors are. HttpError where it has none, or has no such task."""
+    spec = resolved.pooling
+    if spec is None:
+        raise HttpError(404, "this server gives text, and no vectors (--runner pooling)", kind="not_found_error")
+    if task is not None and task not in spec.tasks:
+        text = f"the model does not support the task {task!r}; it has {', '.join(map(repr, spec.tasks))}"
+        raise HttpError(400, text, "task")
+    return spec
+
+
+def embeddings(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+    """POST /v1/embeddings."""
+    return _encoding(body, unknown, config, "embed")
+
+
+def pooling(body: PoolingRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+    """POST /pooling."""
+    return _encoding(body, unknown, config, body.task or spec_of(_resolved(config)).tasks[0])
+
+
+def classification(body: ClassificationRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+    """POST /classify."""
+    task = spec_of(_resolved(config), "classify").pool("classify", activation=body.use_activation)
+    return _asked(body, unknown, config, prompts_of(body, config), task)
+
+
+def _encoding(body: EncodingCommon, unknown: tuple[str, ...], config: MeshConfig, task: PoolingTask) -> ParsedRequest:
+    spec = spec_of(_resolved(config), task)
+    activation = body.use_activation if body.normalize is None else body.normalize
+    if body.normalize is not None and body.use_activation not in (None, body.normalize):
+        raise HttpError(400, "normalize: it is use_activation's older name, which says otherwise", "normalize")
+    if body.embed_dtype.startswith("fp8"):
+        raise HttpError(
+            400, f"embed_dtype: {body.embed_dtype} is not supported; float32, float16, bfloat16 are", "embed_dtype"
+        )
+    dimensions = _dimensions("dimensions", body.dimensions, spec, task)
+    pool = spec.pool(task, activation=activation, dimensions=dimensions)
+    return _asked(body, unknown, config, prompts_of(body, config), pool)
+
+
+def _dimensions(name: str, wanted: int | None, spec: PoolingSpec, task: PoolingTask) -> int:
+    """To how many numbers an embedding is cut; 0: not at all."""
+    if wanted is None:
+        return 0
+    if task not in ("embed", "token_embed"):
+        raise HttpError(400, f"{name}: the task {task!r} has none", name)
+    if not spec.matryoshka:
+        text = f"{name}: the model does not support Matryoshka embeddings, so they must be unset, not {wanted}"
+        raise HttpError(400, text, name)
+    if not 1 <= wanted <= spec.size:
+        raise HttpError(400, f"{name}: the model supports 1 to {spec.size}, got {wanted}", name)
+    if spec.matryoshka_dimensions and wanted not in spec.matryoshka_dimensions:
+        some = ", ".join(map(str, spec.matryoshka_dimensions))
+        raise HttpError(400, f"{name}: the model supports {some}, got {wanted}", name)
+    return wanted
+
+
+def prompts_of(body: InputCommon, config: MeshConfig) -> list[Prompt]:
+    """Texts, token ids or conversations."""
+    resolved = _resolved(config)
+    given, messages = body.input, body.messages
+    if (given is None) == (messages is None):
+        raise HttpError(400, "input: give either input or messages", "input")
+    if given is not None and not _is_chat(given):
+        add_special = body.add_special_tokens is not False
+        truncates = bool(body.truncate_prompt_tokens) or chunked(resolved)
+        return _of_input(given, add_special, resolved, truncates=truncates)
+    name = "input" if messages is None else "messages"
+    conversations = given if messages is None else messages
+    assert isinstance(conversations, list)
+    if not conversations:
+        raise HttpError(400, f"{name}: give at least one message", name)
+    several = conversations if isinstance(conversations[0], list) else [conversations]
+    if len(several) > MAX_PROMPTS:
+        raise HttpError(400, f"{name}: at most {MAX_PROMPTS} conversations", name)
+    kwargs = of_template(body.chat_template_kwargs or {}, config.server)
+    found: list[Prompt] = []
+    for one in several:
+        if not isinstance(one, list) or not one or not all(isinstance(message, dict) for message in one):
+            raise HttpError(400, f"{name}: a conversation is a list of messages", name)
+        found.append(
+            of_chat(
+                one,
+                None,
+                body.chat_template,
+                kwargs,
+                config.server,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                add_special_tokens=body.add_special_tokens is True,
+            )
+        )
+    return found
+
+
+def _is_chat(given: Any) -> bool:
+    """vLLM takes messages as `input` too."""
+    first = given[0] if isinstance(given, list) and given else None
+    first = first[0] if isinstance(first, list) and first else first
+    return isinstance(first, dict)
+
+
+def _of_input(given: Any, add_special: bool, resolved: Resolved, *, truncates: bool) -> list[Prompt]:
+    many = isinstance(given, list) and (not given or not isinstance(given[0], int | float))
+    items = given if many else [given]
+    if not 1 <= len(items) <= MAX_PROMPTS:
+        raise HttpError(400, f"input: give 1 to {MAX_PROMPTS} inputs, got {len(items)}", "input")
+    found: list[Prompt] = []
+    for item in items:
+        if isinstance(item, str):
+            found.append(TextPrompt(item, add_special))
+            continue
+        prompt = of_ids(item, resolved, truncates, "input")
+        if prompt is None:
+            raise HttpError(400, "input: must be text, a list of token ids, or a list of either", "input")
+        found.append(prompt)
+    return found
+
+
+def pairs_of(body: ScoreRequest) -> Pairs:
+    """The texts of POST /score, by any of their names."""
+    for first, second in (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")):
+        one, other = getattr(body, first), getattr(body, second)
+        if one is not None and other is not None:
+            return _checked(_texts(one), _texts(other), first, second)
+    raise HttpError(400, "queries: give queries and documents, or text_1 and text_2", "queries")
+
+
+def pairs_of_rerank(body: RerankRequest) -> Pairs:
+    """The query and the documents of POST /rerank."""
+    given = [body.documents] if isinstance(body.documents, str) else body.documents
+    documents = []
+    for item in given:
+        text = item.get("text") if isinstance(item, dict) else item
+        if not isinstance(text, str):
+            raise HttpError(
+                400, "documents: each must be text, or an object with a text; images are not supported", "documents"
+            )
+        documents.append(text)
+    return _checked([body.query], documents, "query", "documents")
+
+
+def _texts(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _checked(queries: list[str], documents: list[str], first: str, second: str) -> Pairs:
+    if not queries or not documents:
+        name = second if queries else first
+        raise HttpError(400, f"{name}: give at least one text", name)
+    if len(queries) not in (1, len(documents)):
+        raise HttpError(400, f"{first}: there must be one, or as many as {second}: 1:1, 1:N or N:N", first)
+    if len(documents) > MAX_PAIRS:
+        raise HttpError(400, f"{second}: at most {MAX_PAIRS} in one request", second)
+    return Pairs(queries, documents)
+
+
+def scoring(body: ScoringCommon, pairs: Pairs, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+    """POST /score and /rerank: pairs for a classifier, single texts for embeddings, whose vectors are compared."""
+    resolved = _resolved(config)
+    spec = spec_of(resolved)
+    task = spec.scores_by
+    if task == "token_classify" or (task == "classify" and spec.size != 1):
+        raise HttpError(400, "the model does not compare texts: that needs a classifier with one label, or embeddings")
+    for name, most in (
+        ("max_tokens_per_query", body.max_tokens_per_query),
+        ("max_tokens_per_doc", body.max_tokens_per_doc),
+    ):
+        if most >= resolved.max_model_len:
+            raise HttpError(400, f"{name}: must be less than the model's context, {resolved.max_model_len}", name)
+    if task != "classify":
+        if body.max_tokens_per_query or body.max_tokens_per_doc:
+            raise HttpError(400, "max_tokens_per_doc: embeddings have truncate_prompt_tokens", "max_tokens_per_doc")
+        texts: list[Prompt] = [TextPrompt(text) for text in (*pairs.queries, *pairs.documents)]
+        return _asked(body, unknown, config, texts, spec.pool(task))
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.instruction is not None:
+        kwargs.setdefault("instruction", body.instruction)
+    if kwargs and not config.model.chat_template:
+        raise HttpError(
+            400, "instruction: it needs a server with --chat-template for queries and documents", "instruction"
+        )
+    found = [
+        _pair(pairs.queries[query], pairs.documents[document], body, kwargs, config)
+        for query, document in pairs.indices
+    ]
+    return _asked(body, unknown, config, found, spec.pool("classify", activation=body.use_activation))
+
+
+def _pair(query: str, document: str, body: ScoringCommon, kwargs: dict[str, Any], config: MeshConfig) -> Prompt:
+    if config.model.chat_template:
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return of_chat(
+            messages,
+            None,
+            None,
+            of_template(kwargs, config.server),
+            config.server,
+            add_generation_prompt=False,
+            continue_final_message=False,
+            add_special_tokens=True,
+        )
+    joined = not _resolved(config).spec.encoder_only
+    return PairPrompt(query, document, joined, body.max_tokens_per_query, body.max_tokens_per_doc)
+
+
+def cohere(body: CohereEmbedRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
+    """POST /v2/embed."""
+    spec = spec_of(_resolved(config), "embed")
+    if body.images is not None:
+        raise HttpError(400, "images: images are not supported", "images")
+    texts = body.texts
+    if texts is None and body.inputs is not None:
+        texts = [_text_of(item) for item in body.inputs]
+    if not texts or (body.texts is not None and body.inputs is not None):
+        raise HttpError(400, "texts: give either texts or inputs, and at least one", "texts")
+    if len(texts) > MAX_PROMPTS:
+        raise HttpError(400, f"texts: at most {MAX_PROMPTS}", "texts")
+    before = ""
+    if body.input_type is not None and spec.prompts:
+        if body.input_type not in spec.prompts:
+            names = ", ".join(sorted(spec.prompts))
+            raise HttpError(
+                400, f"input_type: the model has no prompt {body.input_type!r}; it has {names}", "input_type"
+            )
+        before = spec.prompts[body.input_type]
+    dimensions = _dimensions("output_dimension", body.output_dimension, spec, "embed")
+    keep, side = (body.max_tokens or -1), "left" if body.truncate == "START" else "right"
+    prompts: list[Prompt] = [TextPrompt(before + text) for text in texts]
+    common = VectorsCommon(
+        truncate_prompt_tokens=None if body.truncate == "NONE" else keep,
+        truncation_side="left" if side == "left" else "right",
+        priority=body.priority,
+    )
+    return _asked(common, unknown, config, prompts, spec.pool("embed", dimensions=dimensions))
+
+
+def _text_of(item: dict[str, Any]) -> str:
+    parts = item.get("content")
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts] if isinstance(parts, list) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise HttpError(400, "inputs: each must have a content of texts; images are not supported", "inputs")
+    return "\n".join(map(str, texts))
+
+
+def _asked(
+    body: VectorsCommon, unknown: tuple[str, ...], config: MeshConfig, prompts: list[Prompt], task: Pool
+) -> ParsedRequest:
+    resolved = _resolved(config)
+    truncates = body.truncate_prompt_tokens is not None
+    for prompt in prompts:
+        limits.check_prompt(prompt, truncates or chunked(resolved), resolved)
+    return ParsedRequest(
+        prompts=prompts,
+        sampling=SamplingParams(),
+        seed=0,
+        text=_truncation(body, resolved),
+        max_tokens=1,
+        num_choices=1,
+        num_returned=1,
+        stream=False,
+        include_usage=True,
+        continuous_usage=False,
+        echo=False,
+        logprobs=-1,
+        prompt_logprobs=-1,
+        return_token_ids=False,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        timeout_s=0.0,
+        is_chat=False,
+        unknown_fields=unknown,
+        client_names=_INPUT,
+        prompt_only=True,
+        request_id=body.request_id or "",
+        task=task,
+    )
+
+
+def _truncation(body: VectorsCommon, resolved: Resolved) -> TextParams:
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return TextParams()
+    if keep == 0 or keep > resolved.max_model_len:
+        text = f"truncate_prompt_tokens: must be -1, or 1 to {resolved.max_model_len}, got {keep}"
+        raise HttpError(400, text, "truncate_prompt_tokens")
+    return TextParams(
+        truncate_prompt_tokens=resolved.max_model_len if keep < 0 else keep,
+        truncation_side=body.truncation_side or "right",
+    )
+
+
+def chunked(resolved: Resolved) -> bool:
+    """Whether texts longer than the context are embedded in parts."""
+    return resolved.pooling is not None and resolved.pooling.chunks
+
+
+def _resolved(config: MeshConfig) -> Resolved:
+    assert config.resolved is not None
+    return config.resolved
