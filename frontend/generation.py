@@ -193,7 +193,7 @@ class Generation:
 
     async def submits_of(
         self,
-        answer: WholeResponse | StreamResponse | TurnResponse,
+        answer: WholeAnswer | StreamResponse,
         ask: parse.ParsedRequest,
         rank: int,
         again: retry.IdempotencyKey | None,
@@ -215,7 +215,7 @@ class Generation:
 
     async def _search(
         self,
-        answer: WholeResponse | StreamResponse | TurnResponse,
+        answer: WholeAnswer | StreamResponse,
         ask: parse.ParsedRequest,
         rank: int,
         end: asyncio.Event,
