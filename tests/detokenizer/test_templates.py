@@ -7,6 +7,7 @@ from typing import Any
 import jinja2
 import msgspec
 import pytest
+from newer_template_families import NEWER
 from template_families import COMMAND_R, FAMILIES, PARTS_ALONE
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -51,8 +52,19 @@ CONVERSATIONS: dict[str, list[Json]] = {
         {"role": "tool", "tool_call_id": "c1", "content": '{"c": 21}'},
         {"role": "tool", "tool_call_id": "c2", "content": "x"},
     ],
+    "calls": [
+        USER,
+        {"role": "assistant", "content": "I look.", "tool_calls": [CALL, {**copy.deepcopy(CALL), "id": "c2"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+        {"role": "tool", "tool_call_id": "c2", "content": "y"},
+        {"role": "assistant", "content": "Sonnig."},
+        USER,
+    ],
     "thought": [USER, {"role": "assistant", "reasoning": "so\n", "content": "Ja."}, USER],
 }
+
+
+ALL = {**FAMILIES, **NEWER}
 
 
 def encoder(templates: dict[str, str], content_format: ContentFormat = "auto") -> Encoder:
@@ -103,30 +115,39 @@ def theirs(
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_prompt_is_that_of_transformers(family: str, conversation: str, tools: list[Json] | None) -> None:
     messages = CONVERSATIONS[conversation]
-    variables: Json = {"documents": DOCUMENTS, "enable_thinking": False, "date_string": "1 Jan 2020"}
+    variables: Json = {"documents": DOCUMENTS, "enable_thinking": False, "date_string": "1 Jan 2020", "thinking": True}
     nothing: Json = {}
     for extra in (nothing, variables):
         try:
-            expected = theirs(FAMILIES[family], messages, tools, **copy.deepcopy(extra))
+            expected = theirs(ALL[family], messages, tools, **copy.deepcopy(extra))
         except (jinja2.TemplateError, TypeError):
             with pytest.raises(RequestError, match="the chat template refuses"):
-                ours(FAMILIES[family], messages, tools, **extra)
+                ours(ALL[family], messages, tools, **extra)
         else:
-            assert ours(FAMILIES[family], messages, tools, **extra) == expected
+            assert ours(ALL[family], messages, tools, **extra) == expected
+
+
+def test_a_null_content_is_an_empty_one() -> None:
+    """As for vLLM; with transformers many templates fail."""
+    for family in NEWER:
+        said, null = ([USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}] for content in ("", None))
+        assert ours(ALL[family], null, TOOLS) == theirs(ALL[family], said, TOOLS)
 
 
 GOES_ON = ["Once upon", "Once upon ", "s", "<|", "end", "assistant"]
 
 
 @pytest.mark.parametrize("text", GOES_ON)
-@pytest.mark.parametrize("family", ["llama3", "qwen", "mistral", "hermes", "gemma2", "gemma3", "phi", "deepseek"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "qwen", "mistral", "hermes", "gemma2", "gemma3", "phi", "deepseek", *NEWER]
+)
 def test_a_message_goes_on_as_with_transformers(family: str, text: str) -> None:
     """Also where what the template puts behind it has the same letters."""
     messages = [USER, {"role": "assistant", "content": text}]
-    assert ours(FAMILIES[family], messages, goes_on=True) == theirs(FAMILIES[family], messages, goes_on=True)
+    assert ours(ALL[family], messages, goes_on=True) == theirs(ALL[family], messages, goes_on=True)
 
 
 def test_an_empty_message_goes_on() -> None:
