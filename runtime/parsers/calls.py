@@ -41,12 +41,29 @@ class Finder(Protocol):
         ...
 
 
+class Structure(Struct, frozen=True):
+    """How a call whose arguments are held to their schema is written: `trigger` begins `begin`, in which NAME is the tool's."""
+
+    trigger: str
+    begin: str
+    end: str
+    number_before: str = ""  # a number and this text stand before the arguments
+
+    def content(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What stands between begin and end, as a format of a structural tag."""
+        if not self.number_before:
+            return arguments
+        head = [{"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": self.number_before}]
+        return {"type": "sequence", "elements": [*head, arguments]}
+
+
 class ToolParser(Struct, frozen=True):
     """One format of tool calls: what --tool-call-parser names, and what an entry point of `meshlm.tool_parsers` gives."""
 
     finder: Callable[[Tools], Finder]  # makes that of one answer
     tags: tuple[str, ...] = ()  # what may be a special token of the model's, which its decoder must show the finder
     ends_reasoning: bool = False  # tags tell calls from other text, so one may begin before the reasoning ends
+    structure: Structure | None = None  # None: the format's arguments cannot be held to a schema
     short_ids: bool = False  # a call's id has nine letters and digits, as Mistral's templates demand
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from meshlm.runtime.parsers.calls import Call, Part, ToolParser, Tools
+from meshlm.runtime.parsers.calls import Call, Part, Structure, ToolParser, Tools
 from meshlm.runtime.parsers.scan import JsonMarks, Scan, Steps
 from meshlm.runtime.parsers.tags import Tags
 
@@ -175,10 +175,14 @@ class StreamedCalls:
             self._pending = None
 
 
-def parser(form: Form, *special: str, short_ids: bool = False) -> ToolParser:
+def parser(form: Form, *special: str, structure: Structure | None = None, short_ids: bool = False) -> ToolParser:
     """The parser of a form; `special` are more tags that may be special tokens."""
     tags = tuple(dict.fromkeys((*form.wrappers, *form.opens, *form.closes, *special)))
     json = JsonMarks(Tags(*form.opens, *form.closes, *form.wrappers))
     return ToolParser(
-        lambda tools: StreamedCalls(form, json, tools), tags=tags, ends_reasoning=not form.starts, short_ids=short_ids
+        lambda tools: StreamedCalls(form, json, tools),
+        tags=tags,
+        ends_reasoning=not form.starts,
+        structure=structure,
+        short_ids=short_ids,
     )

@@ -1,6 +1,7 @@
 """DeepSeek V3 and R1: between tags of their own "function", the name, and the arguments as a block of JSON."""
 
 from meshlm.runtime.parsers import json_calls
+from meshlm.runtime.parsers.calls import Structure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
 from meshlm.runtime.parsers.tags import Tags
@@ -20,4 +21,6 @@ def head(answer: Answer) -> Steps[tuple[str, str]]:
 
 
 FORM = Form(json_calls.named(head, behind="\n```"), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
-PARSER = parser(FORM, SEPARATOR)
+PARSER = parser(
+    FORM, SEPARATOR, structure=Structure(OPEN, f"{OPEN}function{SEPARATOR}NAME\n```json\n", f"\n```{CLOSE}")
+)

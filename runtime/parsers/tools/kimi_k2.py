@@ -3,6 +3,7 @@
 import re
 
 from meshlm.runtime.parsers import json_calls
+from meshlm.runtime.parsers.calls import Structure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
 from meshlm.runtime.parsers.tags import Tags
@@ -20,4 +21,4 @@ def head(answer: Answer) -> Steps[tuple[str, str]]:
 
 
 FORM = Form(json_calls.named(head), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
-PARSER = parser(FORM, SEPARATOR)
+PARSER = parser(FORM, SEPARATOR, structure=Structure(OPEN, f"{OPEN}functions.NAME:", CLOSE, SEPARATOR))

@@ -1,0 +1,161 @@
+"""Which calls a request wants, and the schemas that hold an answer to them. Pure; HttpError names the field. Called by parse.py.
+
+`required` is a list of calls, and a named function its arguments alone, as in vLLM; so neither needs a parser of the model's format.
+The tools' schemas stand under $defs by their names, where references within them are made to point.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.prompts import check_shapes
+from meshlm.frontend.schema import ChatRequest
+from meshlm.runtime.parsers.calls import Structure, Tools
+
+Json = dict[str, Any]
+NO_PARAMETERS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
+DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
+NAMED = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)  # whose values are schemas by name
+MAX_DEPTH = 100
+
+
+class ToolChoice(NamedTuple):
+    """What is asked of an answer: whether calls are looked for, and which one must be there."""
+
+    tools: Tools  # that may be called; empty: nothing is looked for
+    required: bool = False
+    name: str = ""  # of the one function that must be called
+
+    @property
+    def forces(self) -> bool:
+        return self.required or bool(self.name)
+
+
+def read(request: ChatRequest) -> ToolChoice:
+    """The request's tools and tool_choice."""
+    check_shapes([], request.tools)
+    if request.tools == []:
+        raise HttpError(400, "tools: give at least one tool, or leave the field out", "tools")
+    choice = request.tool_choice
+    if choice in (None, "none"):
+        looks = choice is None and bool(request.tools)
+        return ToolChoice(_parameters(request.tools or []) if looks else {})
+    if choice not in ("auto", "required") and not isinstance(choice, dict):
+        raise HttpError(400, "tool_choice: 'none', 'auto', 'required' or a function is expected", "tool_choice")
+    if request.tools is None:
+        raise HttpError(
+            400, f"tool_choice: {choice if isinstance(choice, str) else 'a function'!r} needs tools", "tool_choice"
+        )
+    tools = _parameters(request.tools)
+    if isinstance(choice, str):
+        return ToolChoice(tools, required=choice == "required")
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"), tools)
+    return ToolChoice(tools, name=_name(choice, tools))
+
+
+def _name(choice: Any, tools: Tools) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        text = '{"type": "function", "function": {"name": ...}} is expected'
+        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    if name not in tools:
+        raise HttpError(400, f"tool_choice: there is no tool {name[:64]!r}", "tool_choice")
+    return name
+
+
+def _allowed(allowed: Any, tools: Tools) -> ToolChoice:
+    """A choice among some of the tools."""
+    mode, names = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(names, list) or not names:
+        text = "allowed_tools needs a mode, 'auto' or 'required', and a list of tools"
+        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    if mode == "auto":
+        text = "allowed_tools with mode 'auto' is not supported; send these tools alone"
+        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    return ToolChoice({name: tools[name] for name in (_name(one, tools) for one in names)}, required=True)
+
+
+def _parameters(tools: list[Json]) -> Tools:
+    """Of each tool the JSON schema of its parameters."""
+    found = {}
+    for tool in tools:
+        given = tool["function"].get("parameters")
+        found[tool["function"]["name"]] = NO_PARAMETERS if given is None else given
+    return found
+
+
+def schema(choice: ToolChoice, *, parallel: bool) -> Json:
+    """The schema of an answer that a forced choice asks for."""
+    if choice.name:
+        return of_object(choice.tools[choice.name])
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{_escaped(name)}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name in choice.tools
+    ]
+    found: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions(choice.tools)}
+    return found if parallel else {**found, "maxItems": 1}
+
+
+def structural_tag(form: Structure, choice: ToolChoice, strict: Collection[str]) -> Json:
+    """Free text, in which calls of these tools keep to their schemas; those of others have any object as arguments."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": form.begin.replace("NAME", name),
+            "content": form.content(
+                {"type": "json_schema", "json_schema": given if name in strict else {"type": "object"}}
+            ),
+            "end": form.end,
+        }
+        for name, given in ((name, of_object(given)) for name, given in choice.tools.items())
+    ]
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}}
+
+
+def definitions(tools: Tools) -> Json:
+    """The tools' schemas as definitions of a larger one."""
+    return {name: _moved(of_object(given), f"#/$defs/{_escaped(name)}", 0) for name, given in tools.items()}
+
+
+def of_object(given: Mapping[str, Any]) -> Json:
+    """Arguments are an object, also where their schema does not say so."""
+    says = any(key in given for key in ("type", "$ref", "anyOf", "oneOf", "allOf"))
+    return dict(given) if says else {"type": "object", **given}
+
+
+def _moved(part: Any, base: str, depth: int) -> Any:
+    """A schema whose references to itself point to its new place."""
+    if depth > MAX_DEPTH:
+        raise HttpError(400, f"tools: a schema is nested more than {MAX_DEPTH} deep", "tools")
+    if isinstance(part, list):
+        return [_moved(item, base, depth + 1) for item in part]
+    if not isinstance(part, dict):
+        return part
+    found = {}
+    for key, value in part.items():
+        if key in NAMED and isinstance(value, dict):
+            found[key] = {name: _moved(inner, base, depth + 1) for name, inner in value.items()}
+        else:
+            found[key] = value if key in DATA else _moved(value, base, depth + 1)
+    target = part.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        found["$ref"] = base + target[1:]
+    return found
+
+
+def _escaped(name: str) -> str:
+    """A name within a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,134 @@
+"""The schemas of forced calls hold what they must, and texts that fit them are read as calls."""
+
+import json
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from meshlm.frontend import tool_choice
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.schema import ChatRequest
+from meshlm.frontend.tool_choice import ToolChoice
+from meshlm.runtime.parsers import forced_calls
+from meshlm.runtime.parsers.calls import Call, ToolParser, joined
+from meshlm.runtime.parsers.registry import TOOL_PARSERS
+
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#"}, "leaf": {"$ref": "#/$defs/leaf"}, "const": {"type": "integer"}},
+    "required": ["leaf"],
+    "additionalProperties": False,
+    "$defs": {"leaf": {"enum": ["#", {"$ref": "#"}]}},
+}
+TOOLS: dict[str, Any] = {
+    "a/b~c": TREE,
+    "weather": {"properties": {"city": {"type": "string"}}},
+    "time": tool_choice.NO_PARAMETERS,
+}
+GOOD = [
+    [{"name": "time", "parameters": {}}],
+    [{"name": "weather", "parameters": {"city": "Bern"}}, {"name": "time", "parameters": {}}],
+    [{"name": "a/b~c", "parameters": {"leaf": "#", "left": {"leaf": {"$ref": "#"}, "const": 1}}}],
+]
+BAD: list[Any] = [
+    [],
+    {"name": "time", "parameters": {}},
+    [{"name": "other", "parameters": {}}],
+    [{"name": "time", "parameters": {"x": 1}}],
+    [{"name": "time"}],
+    [{"name": "weather", "parameters": []}],
+    [{"name": "weather", "parameters": {"city": 1}}],
+    [{"name": "a/b~c", "parameters": {"leaf": "#", "left": {}}}],
+    [{"name": "a/b~c", "parameters": {"leaf": "x"}}],
+    [{"name": "a/b~c", "parameters": {"leaf": "#", "const": "x"}}],
+]
+
+
+def fits(schema: dict[str, Any], value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+def test_the_schema_of_required_calls() -> None:
+    choice = ToolChoice(TOOLS, required=True)
+    schema = tool_choice.schema(choice, parallel=True)
+    assert [fits(schema, value) for value in GOOD] == [True] * len(GOOD)
+    assert [value for value in BAD if fits(schema, value)] == []
+    one = tool_choice.schema(choice, parallel=False)
+    assert [fits(one, value) for value in GOOD] == [True, False, True]
+
+
+def test_the_schema_of_a_named_function_is_its_own() -> None:
+    schema = tool_choice.schema(ToolChoice(TOOLS, name="a/b~c"), parallel=True)
+    assert fits(schema, {"leaf": "#"})
+    assert not fits(schema, {})
+    assert not fits(tool_choice.schema(ToolChoice(TOOLS, name="weather"), parallel=True), [])
+
+
+def test_a_schema_without_end_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"items": deep}
+    with pytest.raises(HttpError, match="nested"):
+        tool_choice.schema(ToolChoice({"f": deep}, required=True), parallel=True)
+
+
+def found(parser: ToolParser, pieces: list[str]) -> tuple[str, list[Call]]:
+    finder = parser.finder(TOOLS)
+    return joined([part for piece in pieces for part in finder.push(piece)] + finder.finish())
+
+
+@pytest.mark.parametrize("value", GOOD)
+def test_required_calls_are_read(value: list[dict[str, Any]]) -> None:
+    text = json.dumps(value)
+    calls = [Call(call["name"], json.dumps(call["parameters"])) for call in value]
+    assert found(forced_calls.REQUIRED, [text]) == found(forced_calls.REQUIRED, list(text)) == ("", calls)
+
+
+def test_a_named_call_is_read() -> None:
+    text = ' {"city": "Bern"}'
+    named = forced_calls.named("weather")
+    assert found(named, [text]) == found(named, list(text)) == ("", [Call("weather", '{"city": "Bern"}')])
+    assert found(named, [" "]) == ("", [])
+
+
+@pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if parser.structure is not None])
+def test_a_tag_of_strict_calls_is_what_the_parser_reads(name: str) -> None:
+    """The tag's text around any arguments is a call of that tool, and the trigger begins it."""
+    parser = TOOL_PARSERS[name]
+    assert parser.structure is not None
+    tag = tool_choice.structural_tag(parser.structure, ToolChoice(TOOLS), {"a/b~c"})
+    begin, content, end = (tag["format"]["tags"][1][key] for key in ("begin", "content", "end"))
+    assert begin.startswith(tag["format"]["triggers"][0])
+    middle = "0" + content["elements"][1]["value"] if content["type"] == "sequence" else ""
+    shown, (call,) = found(parser, [f"{begin}{middle}{{}}{end}"])
+    assert (shown, call.name, call.arguments) == ("", "weather", "{}")
+    schemas = [
+        content.get("json_schema", content.get("elements", [{}])[-1].get("json_schema")) for content in [content]
+    ]
+    assert schemas == [{"type": "object"}]
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ASKS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, (["weather", "time"], False, "")),
+        ("auto", (["weather", "time"], False, "")),
+        ("none", ([], False, "")),
+        ("required", (["weather", "time"], True, "")),
+        (NAMED, (["weather", "time"], False, "weather")),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
+            (["weather"], True, ""),
+        ),
+    ],
+)
+def test_choices(choice: object, expected: tuple[list[str], bool, str]) -> None:
+    request = msgspec.convert({"messages": [], **ASKS, "tool_choice": choice}, ChatRequest)
+    read = tool_choice.read(request)
+    assert (list(read.tools), read.required, read.name) == expected
