@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend import limits, reasoning, structured
+from meshlm.frontend import limits, reasoning, structured, tool_choice
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.prompts import check_shapes, of_chat, of_completion, of_template, token_ids
+from meshlm.frontend.prompts import of_chat, of_completion, of_template, token_ids
 from meshlm.frontend.schema import (
     MAX_BAD_WORDS,
     MAX_SEQUENCES,
@@ -20,7 +20,9 @@ from meshlm.frontend.schema import (
     CompletionRequest,
     StreamOptions,
 )
+from meshlm.frontend.tool_choice import NO_CALLS, ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.text_edge import Prompt, TextParams
@@ -65,6 +67,7 @@ class ParsedRequest(NamedTuple):
     include_reasoning: bool = True
     tool_call_parser: str = ""  # how the model writes calls that the client wants to have; empty: it wants none
     tools: Tools = MappingProxyType({})  # that may be called
+    tool_choice: ToolChoice = NO_CALLS
     parallel_tool_calls: bool = True
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     request_id: str = ""
@@ -127,10 +130,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
         raise HttpError(400, "modalities: only text is supported", "modalities")
-    _check_tool_choice(request)
-    reads_tool_calls = bool(request.tools) and request.tool_choice != "none"
-    tools = _check_tools(request.tools or [], server) if reads_tool_calls else {}
-    parser = server.tool_call_parser if reads_tool_calls else ""
+    choice = tool_choice.read(request)
+    parser = "" if choice.forces or not choice.tools else server.tool_call_parser
+    grammar = tool_choice.grammar(choice, request, server)
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     logprobs = _num_logprobs("top_logprobs", num_top, request, server, resolved)
     asked = request.max_completion_tokens or request.max_tokens
@@ -150,6 +152,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     begins_with_reasoning = reasoning.begins(
         server.reasoning_parser, template_kwargs, request.messages, request.continue_final_message
     )
+    opened = begins_with_reasoning and reasoning.opened(
+        server.reasoning_parser, template_kwargs, request.continue_final_message
+    )
     ask = _ask(
         request,
         unknown,
@@ -164,7 +169,8 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
-        reasoning_between=_before_grammar(server, request.continue_final_message)
+        tool_grammar=grammar,
+        reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
         if begins_with_reasoning
         else ("", ""),
     )
@@ -178,23 +184,14 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         begins_with_reasoning=begins_with_reasoning,
         reasoning_parser=server.reasoning_parser,
         changes_content=reasoning.changes_content(server.reasoning_parser),
-        opened_reasoning=begins_with_reasoning
-        and reasoning.opened(server.reasoning_parser, template_kwargs, request.continue_final_message),
+        opened_reasoning=opened,
         include_reasoning=request.include_reasoning,
         return_prompt_text=bool(request.return_prompt_text),
         tool_call_parser=parser,
-        tools=tools,
+        tool_choice=choice,
+        tools=choice.tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
-
-
-def _before_grammar(server: ServerConfig, goes_on: bool) -> tuple[str, str]:
-    """What stands around the reasoning of an answer that begins with it: its grammar begins behind. No opening text where there is
-    reasoning without one."""
-    if server.structured_outputs.enable_in_reasoning:
-        return "", ""
-    open, close = reasoning.tags(server.reasoning_parser)
-    return "" if goes_on or registry.reasoning_parser(server.reasoning_parser).assumed else open, close
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
@@ -206,38 +203,6 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
         wanted["reasoning_effort"] = request.reasoning_effort
         wanted.setdefault("enable_thinking", request.reasoning_effort != "none")
     return wanted
-
-
-def _check_tool_choice(request: ChatRequest) -> None:
-    """Checks tool_choice as OpenAI and vLLM do: no empty list of tools, and no choice among none."""
-    if request.tools == []:
-        raise HttpError(400, "tools: give at least one tool, or leave the field out", "tools")
-    choice = request.tool_choice
-    if choice == "required" or isinstance(choice, dict):
-        text = "to force a call needs structured outputs, which are not supported; only 'none' and 'auto' are"
-        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise HttpError(400, "tool_choice: only 'none' and 'auto' are supported", "tool_choice")
-    if choice == "auto" and request.tools is None:
-        raise HttpError(400, "tool_choice: 'auto' needs tools", "tool_choice")
-
-
-def _check_tools(tools: list[dict[str, Any]], server: ServerConfig) -> Tools:
-    """The tools that may be called: the JSON schemas of their parameters."""
-    check_shapes([], tools)
-    if not server.enable_auto_tool_choice:
-        text = (
-            "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
-        )
-        raise HttpError(400, f"tools: {text}", "tools")
-    found = {}
-    for place, tool in enumerate(tools):
-        function = tool["function"]
-        if function.get("strict"):
-            text = "calls that keep to a schema need structured outputs, which are not supported"
-            raise HttpError(400, f"tools[{place}].function.strict: {text}", "tools")
-        found[function["name"]] = function.get("parameters") or {}
-    return found
 
 
 def _continued(message: dict[str, Any]) -> str:
@@ -264,9 +229,10 @@ def _ask(
     prompt_logprobs: int | None,
     is_chat: bool,
     cap_max_tokens: bool = False,
+    tool_grammar: Grammar | None = None,
     reasoning_between: tuple[str, str] = ("", ""),
 ) -> ParsedRequest:
-    """The part that both endpoints share. reasoning_between: see `_before_grammar`."""
+    """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`."""
     _check_common(request, len(prompts), num_choices)
     options = request.stream_options or StreamOptions()
     force_usage = server.enable_force_include_usage
@@ -282,7 +248,7 @@ def _ask(
     limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
-    if (grammar := structured.grammar(request, server)) is not None:
+    if (grammar := tool_grammar or structured.grammar(request, server)) is not None:
         opens_with, begins_after = reasoning_between
         grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after)
         sampling = msgspec.structs.replace(sampling, grammar=grammar)

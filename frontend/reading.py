@@ -7,8 +7,8 @@ import msgspec
 
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
-from meshlm.runtime.parsers import registry
-from meshlm.runtime.parsers.calls import Call, Finder, Part
+from meshlm.runtime.parsers import forced_calls, registry
+from meshlm.runtime.parsers.calls import Call, Finder, Part, ToolParser
 from meshlm.runtime.parsers.harmony import Channels, Reasoned
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.tags import Lexer
@@ -26,7 +26,17 @@ class Said(NamedTuple):
 
 def needed(ask: ParsedRequest) -> bool:
     """Whether the answer may hold more than content."""
-    return ask.begins_with_reasoning or bool(ask.tool_call_parser) or ask.changes_content
+    return ask.begins_with_reasoning or _parser_of_calls(ask) is not None or ask.changes_content
+
+
+def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
+    """How the answer holds calls; None where none are looked for."""
+    choice = ask.tool_choice
+    if choice.name:
+        return forced_calls.named(choice.name)
+    if choice.required:
+        return forced_calls.REQUIRED
+    return registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
 
 
 def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:
@@ -40,7 +50,7 @@ class Reader:
 
     def __init__(self, ask: ParsedRequest, request_id: str, index: int) -> None:
         self._ask, self._name = ask, f"{request_id}-{index}"
-        self._parser = registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
+        self._parser = _parser_of_calls(ask)
         self._finder: Finder | None = None
         self._splitter: Splitter | None = None
         self._channels: Channels | None = None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Part, ToolParser, Tools
 from meshlm.runtime.parsers.reasoning import ReasoningParser
@@ -32,6 +33,17 @@ def changes_content(parser: str) -> bool:
 def opened(parser: str, template_kwargs: Mapping[str, Any], goes_on: bool) -> bool:
     """Whether reasoning that an answer begins with has been opened before it."""
     return goes_on or registry.reasoning_parser(parser).opens_in_prompt(template_kwargs)
+
+
+def before_grammar(server: ServerConfig, is_opened: bool, goes_on: bool) -> tuple[str, str]:
+    """What stands around the reasoning of an answer that begins with it: its grammar begins behind. No opening text where there is
+    reasoning without one."""
+    if server.structured_outputs.enable_in_reasoning:
+        return "", ""
+    found = registry.reasoning_parser(server.reasoning_parser)
+    if found.channels:
+        return "", "" if goes_on else found.close
+    return "" if is_opened or found.assumed else found.open, found.close
 
 
 def begins(

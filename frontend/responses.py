@@ -128,7 +128,7 @@ class Response:
 
 
 def visible_reason(finished: Finished, calls: bool = False) -> str:
-    """finish_reason as OpenAI's clients know it."""
+    """finish_reason as OpenAI's clients know it; `calls`: the model has chosen to call."""
     return "tool_calls" if calls and finished.reason is FinishReason.STOP else finished.reason.value
 
 
@@ -196,7 +196,9 @@ class WholeResponse(Response):
             entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.ask.echo else text
             entry["logprobs"] = self._completion_logprobs(choice)
             entry |= self._of_prompt(choice)
-        entry["finish_reason"] = visible_reason(finished, bool(entry.get("message", {}).get("tool_calls")))
+        entry["finish_reason"] = visible_reason(
+            finished, bool(entry.get("message", {}).get("tool_calls")) and not self.ask.tool_choice.name
+        )
         entry["stop_reason"] = finished.stop_reason
         if self.ask.return_token_ids and not self.ask.hides_tokens:
             entry["token_ids"] = [] if self.ask.prompt_only else choice.token_ids.tolist()

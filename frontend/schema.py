@@ -68,7 +68,20 @@ RequestName = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]  # it comes 
 Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-TOOL_CHOICE = {"description": "To force a call is not supported.", "enum": ["none", "auto", None]}
+TOOL_CHOICE = {
+    "description": "A function forces a call of it, and required one of any of the tools.",
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+    ],
+}
 GUIDED_JSON = {"description": "A JSON schema, as an object or as JSON text.", "type": ["object", "string", "null"]}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -138,7 +138,7 @@ class StreamResponse(Response):
             if logprobs:
                 entry["logprobs"] = self._completion_logprobs(choice, logprobs)
         reader = self._readers.get(choice.index)
-        calls = reader is not None and reader.num_calls > 0
+        calls = reader is not None and reader.num_calls > 0 and not self.ask.tool_choice.name
         if finished is not None:
             entry["finish_reason"] = visible_reason(finished, calls)
             entry["stop_reason"] = finished.stop_reason

@@ -4,13 +4,21 @@
 The tools' schemas stand under $defs by their names, where references within them are made to point.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from meshlm.frontend import structured
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import check_shapes
 from meshlm.frontend.schema import ChatRequest
+from meshlm.frontend.structured import GUIDED
+from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.grammar import Grammar
+from meshlm.runtime.errors import RequestError
+from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Structure, Tools
+from meshlm.runtime.structured_outputs import json_schema
+from meshlm.runtime.structured_outputs import structural_tag as made_tag
 
 Json = dict[str, Any]
 NO_PARAMETERS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -32,13 +40,59 @@ class ToolChoice(NamedTuple):
     required: bool = False
     name: str = ""  # of the one function that must be called
 
+    parallel: bool = True  # several calls may be asked for
+
     @property
     def forces(self) -> bool:
         return self.required or bool(self.name)
 
 
+NO_CALLS = ToolChoice({})
+
+
 def read(request: ChatRequest) -> ToolChoice:
-    """The request's tools and tool_choice."""
+    """The request's tools, tool_choice and parallel_tool_calls."""
+    return _choice(request)._replace(parallel=request.parallel_tool_calls is not False)
+
+
+def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> Grammar | None:
+    """What holds the answer to the calls that are asked for. A response_format gives way to a forced call, as in vLLM."""
+    functions = [tool["function"] for tool in request.tools or []]
+    strict = {function["name"] for function in functions if function.get("strict")} & choice.tools.keys()
+    if choice.forces:
+        if any(getattr(request, name) is not None for name in ("structured_outputs", *GUIDED, "structural_tag")):
+            raise HttpError(400, "tool_choice: a forced call goes with no other constraint of the text", "tool_choice")
+        if server.reasoning_parser and registry.reasoning_parser(server.reasoning_parser).channels:
+            raise HttpError(
+                400, "tool_choice: gpt-oss' channels are not held to a call; 'auto' is there", "tool_choice"
+            )
+        return _made(lambda: json_schema(schema(choice), "tools", server.structured_outputs, strict=bool(strict)))
+    if choice.tools and not server.enable_auto_tool_choice:
+        text = (
+            "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
+        )
+        raise HttpError(400, f"tools: {text}", "tools")
+    if not strict:
+        return None
+    form = registry.tool_parser(server.tool_call_parser).structure
+    if form is None:
+        text = f"calls in the form of --tool-call-parser {server.tool_call_parser} are not held to a schema"
+        raise HttpError(
+            400, f"tools: strict: {text}; with tool_choice 'required' or a function's name they are", "tools"
+        )
+    if structured.grammar(request, server) is not None:
+        raise HttpError(400, "tools: strict: goes with no other constraint of the text", "tools")
+    return _made(lambda: made_tag(structural_tag(form, choice, strict), "tools", server.structured_outputs))
+
+
+def _made(make: Callable[[], Grammar]) -> Grammar:
+    try:
+        return make()
+    except RequestError as error:
+        raise HttpError(400, error.message, error.param) from None
+
+
+def _choice(request: ChatRequest) -> ToolChoice:
     check_shapes([], request.tools)
     if request.tools == []:
         raise HttpError(400, "tools: give at least one tool, or leave the field out", "tools")
@@ -92,10 +146,10 @@ def _parameters(tools: list[Json]) -> Tools:
     return found
 
 
-def schema(choice: ToolChoice, *, parallel: bool) -> Json:
+def schema(choice: ToolChoice) -> Json:
     """The schema of an answer that a forced choice asks for."""
     if choice.name:
-        return of_object(choice.tools[choice.name])
+        return _moved_schema(of_object(choice.tools[choice.name]), "#")
     calls = [
         {
             "type": "object",
@@ -106,7 +160,7 @@ def schema(choice: ToolChoice, *, parallel: bool) -> Json:
         for name in choice.tools
     ]
     found: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions(choice.tools)}
-    return found if parallel else {**found, "maxItems": 1}
+    return found if choice.parallel else {**found, "maxItems": 1}
 
 
 def structural_tag(form: Structure, choice: ToolChoice, strict: Collection[str]) -> Json:
@@ -127,13 +181,17 @@ def structural_tag(form: Structure, choice: ToolChoice, strict: Collection[str])
 
 def definitions(tools: Tools) -> Json:
     """The tools' schemas as definitions of a larger one."""
-    return {name: _moved(of_object(given), f"#/$defs/{_escaped(name)}", 0) for name, given in tools.items()}
+    return {name: _moved_schema(of_object(given), f"#/$defs/{_escaped(name)}") for name, given in tools.items()}
 
 
 def of_object(given: Mapping[str, Any]) -> Json:
     """Arguments are an object, also where their schema does not say so."""
     says = any(key in given for key in ("type", "$ref", "anyOf", "oneOf", "allOf"))
     return dict(given) if says else {"type": "object", **given}
+
+
+def _moved_schema(given: Json, base: str) -> Json:
+    return dict(_moved(given, base, 0))
 
 
 def _moved(part: Any, base: str, depth: int) -> Any:
@@ -144,7 +202,7 @@ def _moved(part: Any, base: str, depth: int) -> Any:
         return [_moved(item, base, depth + 1) for item in part]
     if not isinstance(part, dict):
         return part
-    found = {}
+    found: Json = {}
     for key, value in part.items():
         if key in NAMED and isinstance(value, dict):
             found[key] = {name: _moved(inner, base, depth + 1) for name, inner in value.items()}

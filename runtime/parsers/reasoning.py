@@ -21,7 +21,7 @@ class ReasoningParser(Struct, frozen=True):
     opened_by: tuple[str, str] | None = None  # the argument of the template that opens the reasoning in the prompt
     hides: tuple[str, ...] = ()  # tags in the content that are nobody's
     begins_content: str = ""  # all is content, and this stands before it
-    channels: bool = False  # messages of harmony instead of two texts
+    channels: bool = False  # messages of harmony instead of two texts; `close` begins the content
 
     def reasons(self, template_kwargs: Mapping[str, Any]) -> bool:
         """Whether an answer to this request may begin with reasoning."""
@@ -71,7 +71,7 @@ FORMATS = {
     "mistral": ReasoningParser("[THINK]", "[/THINK]", assumed=False),
     "nemotron_v3": _THINK,
     "olmo3": _ALWAYS,
-    "openai_gptoss": ReasoningParser(when="always", assumed=False, channels=True),
+    "openai_gptoss": ReasoningParser("", "<|channel|>final<|message|>", assumed=False, when="always", channels=True),
     "poolside_v1": ReasoningParser(when="if_on"),
     "qwen3": _THINK,
     "seed_oss": ReasoningParser("<seed:think>", "</seed:think>"),

@@ -132,8 +132,9 @@ def test_the_prompt_is_that_of_transformers(family: str, conversation: str, tool
 
 def test_a_null_content_is_an_empty_one() -> None:
     """As for vLLM; with transformers many templates fail."""
+    said: list[Json] = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    null: list[Json] = [USER, {**said[1], "content": None}]
     for family in NEWER:
-        said, null = ([USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}] for content in ("", None))
         assert ours(ALL[family], null, TOOLS) == theirs(ALL[family], said, TOOLS)
 
 

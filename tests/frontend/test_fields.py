@@ -4,7 +4,7 @@ import json
 
 import pytest
 from msgspec import Struct
-from parsing import ENDPOINTS, USER, ask, asked, body_of, refused
+from parsing import ENDPOINTS, ask, refused
 from request_fields import (
     OPENAI_CHAT,
     OPENAI_COMPLETION,
@@ -18,7 +18,7 @@ from request_fields import (
 )
 
 from meshlm.frontend import bodies
-from meshlm.frontend.errors import HttpError, why_not_served
+from meshlm.frontend.errors import why_not_served
 from meshlm.frontend.operations import served
 from meshlm.frontend.schema import (
     ASKS_FOR_NOTHING,
@@ -30,7 +30,6 @@ from meshlm.frontend.schema import (
     StreamOptions,
     TokenizeRequest,
 )
-from meshlm.protocol.config import ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -114,20 +113,6 @@ def test_unknown_fields_of_the_small_routes_are_told(
     kind: type[Struct], body: dict[str, object], unknown: tuple[str, ...]
 ) -> None:
     assert bodies.decode(json.dumps(body).encode(), kind)[1] == unknown
-
-
-@pytest.mark.parametrize("strict", [None, False, True])
-def test_a_strict_tool_is_refused_where_calls_are_read(strict: bool | None) -> None:
-    """OpenAI's default is false; true promises a schema, which only structured outputs can keep."""
-    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
-    tools = [{"type": "function", "function": {"name": "f", "strict": strict}}]
-    body = body_of("chat", {"messages": [USER], "tools": tools})
-    if not strict:
-        assert asked("chat", body, server=server).tool_call_parser == "hermes"
-        return
-    with pytest.raises(HttpError, match="strict") as caught:
-        asked("chat", body, server=server)
-    assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
 def test_every_path_of_vllms_is_served_or_says_why_not() -> None:

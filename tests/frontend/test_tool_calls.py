@@ -334,6 +334,9 @@ def test_nothing_is_sent_while_it_is_not_known_to_be_a_call() -> None:
 
 ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
+QWEN3_CODER = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="qwen3_coder")
+GPT_OSS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
+STRICT: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather", "strict": True}}]}
 
 
 @pytest.mark.parametrize(
@@ -358,14 +361,20 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
         (ASKS, ServerConfig(), "tools", "--enable-auto-tool-choice"),
         (ASKS, ServerConfig(tool_call_parser="hermes"), "tools", "--enable-auto-tool-choice"),
         ({"tools": [{"type": "function"}]}, READS, "tools", r"tools\[0\]"),
-        ({**ASKS, "tool_choice": "required"}, READS, "tool_choice", "structured outputs.*only 'none' and 'auto'"),
+        ({**ASKS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, READS, "tool_choice", "no tool 'f'"),
+        ({**ASKS, "tool_choice": {"type": "function"}}, READS, "tool_choice", "is expected"),
+        ({**ASKS, "tool_choice": {"type": "allowed_tools"}}, READS, "tool_choice", "a list of tools"),
         (
-            {**ASKS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {**ASKS, "tool_choice": "required", "structured_outputs": {"json": {}}},
             READS,
             "tool_choice",
-            "force a call",
+            "no other constraint",
         ),
-        ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "only 'none' and 'auto'"),
+        ({**ASKS, "tool_choice": "required"}, GPT_OSS, "tool_choice", "channels"),
+        (STRICT, QWEN3_CODER, "tools", "strict: calls in the form of --tool-call-parser qwen3_coder"),
+        ({**STRICT, "response_format": {"type": "json_object"}}, READS, "tools", "strict: goes with no other"),
+        ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "'none', 'auto', 'required' or a function"),
+        ({"tool_choice": "required"}, READS, "tool_choice", "'required' needs tools"),
         ({"tool_choice": "auto"}, READS, "tool_choice", "'auto' needs tools"),
         ({"tools": [], "tool_choice": "auto"}, READS, "tools", "at least one tool"),
         ({"tools": []}, ServerConfig(), "tools", "at least one tool"),

@@ -6,11 +6,16 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from answering import STOP, body, chunks, give, streamed, whole
+from parsing import asked, body_of
 
+from meshlm.detokenizer.grammars import Grammars
 from meshlm.frontend import tool_choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import ChatRequest
 from meshlm.frontend.tool_choice import ToolChoice
+from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.runtime.parsers import forced_calls
 from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
@@ -52,18 +57,18 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
 
 def test_the_schema_of_required_calls() -> None:
     choice = ToolChoice(TOOLS, required=True)
-    schema = tool_choice.schema(choice, parallel=True)
+    schema = tool_choice.schema(choice)
     assert [fits(schema, value) for value in GOOD] == [True] * len(GOOD)
     assert [value for value in BAD if fits(schema, value)] == []
-    one = tool_choice.schema(choice, parallel=False)
+    one = tool_choice.schema(choice._replace(parallel=False))
     assert [fits(one, value) for value in GOOD] == [True, False, True]
 
 
 def test_the_schema_of_a_named_function_is_its_own() -> None:
-    schema = tool_choice.schema(ToolChoice(TOOLS, name="a/b~c"), parallel=True)
+    schema = tool_choice.schema(ToolChoice(TOOLS, name="a/b~c"))
     assert fits(schema, {"leaf": "#"})
     assert not fits(schema, {})
-    assert not fits(tool_choice.schema(ToolChoice(TOOLS, name="weather"), parallel=True), [])
+    assert not fits(tool_choice.schema(ToolChoice(TOOLS, name="weather")), [])
 
 
 def test_a_schema_without_end_is_refused() -> None:
@@ -71,7 +76,7 @@ def test_a_schema_without_end_is_refused() -> None:
     for _ in range(200):
         deep = {"items": deep}
     with pytest.raises(HttpError, match="nested"):
-        tool_choice.schema(ToolChoice({"f": deep}, required=True), parallel=True)
+        tool_choice.schema(ToolChoice({"f": deep}, required=True))
 
 
 def found(parser: ToolParser, pieces: list[str]) -> tuple[str, list[Call]]:
@@ -132,3 +137,72 @@ def test_choices(choice: object, expected: tuple[list[str], bool, str]) -> None:
     request = msgspec.convert({"messages": [], **ASKS, "tool_choice": choice}, ChatRequest)
     read = tool_choice.read(request)
     assert (list(read.tools), read.required, read.name) == expected
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+STRICT = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]}
+PLAIN = ServerConfig()  # without a parser of the model's own calls
+QWEN3 = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+
+
+def grammar_of(server: ServerConfig, **fields: object) -> Grammar | None:
+    return asked("chat", body_of("chat", {**STRICT, **fields}), server=server).sampling.grammar
+
+
+def test_a_forced_choice_is_a_grammar_and_needs_no_parser() -> None:
+    named = grammar_of(PLAIN, tool_choice=NAMED, response_format={"type": "json_object"})
+    assert named is not None
+    assert (named.kind, json.loads(named.text), named.param) == (GrammarKind.JSON_SCHEMA, SCHEMA, "tools")
+    required = grammar_of(QWEN3, tool_choice="required", parallel_tool_calls=False)
+    assert required is not None
+    assert json.loads(required.text)["maxItems"] == 1
+    assert (required.opens_with, required.begins_after) == ("", "</think>")
+
+
+def test_a_strict_tool_is_a_structural_tag() -> None:
+    tag = grammar_of(QWEN3)
+    assert tag is not None
+    assert (tag.kind, tag.begins_after) == (GrammarKind.STRUCTURAL_TAG, "</think>")
+    assert json.loads(tag.text)["format"]["tags"][0]["content"] == {"type": "json_schema", "json_schema": SCHEMA}
+    assert grammar_of(QWEN3, tool_choice="none") is None
+    assert grammar_of(QWEN3, **ASKS) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "said", "finish_reason"),
+    [
+        ("required", '[{"name": "weather", "parameters": {"city": "Bern"}}]', "tool_calls"),
+        (NAMED, '{"city": "Bern"}', "stop"),
+    ],
+)
+def test_answers_to_a_forced_choice(choice: object, said: str, finish_reason: str, stream: bool) -> None:
+    """As with OpenAI the end of a named function's call is "stop"; reasoning may stand before either."""
+    for server, before in ((PLAIN, ""), (QWEN3, "hm</think>\n")):
+        ask = asked("chat", body_of("chat", {**STRICT, "tool_choice": choice, "stream": stream}), server=server)
+        text = before + said
+        if stream:
+            answer, events, _ = streamed(ask)
+            for letter in text:
+                give(answer, 0, [7], letter)
+            give(answer, 0, [2], "", STOP)
+            found = [chunk["choices"][0] for chunk in chunks(events, True)]
+            assert "".join(one["delta"].get("content") or "" for one in found).strip() == ""
+            calls = [call for one in found for call in one["delta"].get("tool_calls", ())]
+            name, arguments = calls[0]["function"]["name"], "".join(call["function"]["arguments"] for call in calls)
+            end = found[-1]["finish_reason"]
+        else:
+            whole_answer, _ = whole(ask)
+            give(whole_answer, 0, [7], text, STOP)
+            (entry,) = body(whole_answer)["choices"]
+            (call,) = entry["message"]["tool_calls"]
+            name, arguments, end = call["function"]["name"], call["function"]["arguments"], entry["finish_reason"]
+        assert (name, arguments, end) == ("weather", '{"city": "Bern"}', finish_reason)
+
+
+def test_the_library_takes_the_grammars_of_calls() -> None:
+    grammars = Grammars({"<tool_call>": 5, "</tool_call>": 6})
+    for server, choice in ((PLAIN, "required"), (PLAIN, NAMED), (QWEN3, "auto")):
+        grammar = grammar_of(server, tool_choice=choice)
+        assert grammar is not None
+        assert grammars.compile(grammar).text
