@@ -7,6 +7,8 @@ The tools' schemas stand under $defs by their names, where references within the
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from meshlm.frontend import structured
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import check_shapes
@@ -66,7 +68,8 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
             raise HttpError(
                 400, "tool_choice: gpt-oss' channels are not held to a call; 'auto' is there", "tool_choice"
             )
-        return _made(lambda: json_schema(schema(choice), "tools", server.structured_outputs, strict=bool(strict)))
+        found = _made(lambda: json_schema(schema(choice), "tools", server.structured_outputs, strict=bool(strict)))
+        return msgspec.structs.replace(found, whitespace_pattern=request.guided_whitespace_pattern or "")
     if choice.tools and not server.enable_auto_tool_choice:
         text = (
             "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"

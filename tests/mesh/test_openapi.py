@@ -101,8 +101,8 @@ def consistent(case: Any) -> None:
     body["stream"] = bool(body.get("stream")) and body.get("prompt_logprobs") is None
     if not body["stream"]:
         body.pop("stream_options", None)
-    if body.get("tools") is None:
-        body.pop("tool_choice", None)
+    if body.get("tools") is None or body.get("tool_choice") not in ("none", "auto"):
+        body.pop("tool_choice", None)  # a forced call names a tool, whose schema is one that can be kept
     if body.get("top_logprobs") is not None:
         body["logprobs"] = True
     body.pop("best_of", None)

@@ -210,6 +210,40 @@ def test_answers_keep_to_what_is_asked_for(smol: Serving) -> None:
                 client.chat.completions.create(**ask, extra_body=wrong)
 
 
+def test_a_forced_call_keeps_to_the_tools_schema(smol: Serving) -> None:
+    """Without a parser of the model's own calls; streamed and whole alike."""
+    tools: Any = [
+        {"type": "function", "function": {"name": "add_person", "parameters": PERSON, "strict": True}},
+        {"type": "function", "function": {"name": "clear"}},
+    ]
+    named: Any = {"type": "function", "function": {"name": "add_person"}}
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Add a person named Ann, 30 years old."}]
+        ask: dict[str, Any] = {
+            "model": "SmolLM2-135M-Instruct",
+            "messages": messages,
+            "tools": tools,
+            "max_tokens": 200,
+            "temperature": 0,
+            "extra_body": {"guided_whitespace_pattern": " ?"},
+        }
+        for choice, reason in ((named, "stop"), ("required", "tool_calls")):
+            only: Any = tools if choice == named else tools[:1]
+            settings = {**ask, "tools": only, "tool_choice": choice, "parallel_tool_calls": False}
+            whole = client.chat.completions.create(**settings).choices[0]
+            assert (whole.message.content, whole.finish_reason) == (None, reason)
+            (call,) = whole.message.tool_calls or []
+            assert call.type == "function"
+            assert call.function.name == "add_person"
+            jsonschema.validate(json.loads(call.function.arguments), PERSON)
+            with client.chat.completions.stream(**settings) as stream:
+                (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+            assert streamed.function.arguments == call.function.arguments
+        broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            client.chat.completions.create(**{**ask, "tools": broken, "tool_choice": "required"})
+
+
 def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[str]) -> list[str]:
     """Texts that are asked for alone, and then all at once while their worker is killed: they are the same."""
     url = f"{server.url}/v1/completions"
