@@ -90,8 +90,6 @@ NOT_SERVED = {
 
 def why_not_served(path: str) -> str:
     """Says why a path that vLLM has is not served here; empty for a path that nobody has."""
-    if path.startswith("/v1/responses/"):
-        return "not supported; responses are not stored"
     return NOT_SERVED.get(path, "")
 
 

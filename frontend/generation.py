@@ -108,16 +108,21 @@ class Generation:
             raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
-        if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
-            raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
-        if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
-            salt = submits.salt_of(request.scope.get("meshlm.key", ""), ask.cache_salt)
-            ask = ask._replace(cache_salt=salt)
+        ask = self.permitted(ask, request.scope.get("meshlm.key", ""))
         cost = backend.admit(ask)
         try:
             return await self._answered(request, ask, model, prefix, again, form)
         finally:
             backend.release(cost)
+
+    def permitted(self, ask: parse.ParsedRequest, api_key: str) -> parse.ParsedRequest:
+        """What the server lets this key ask for."""
+        backend = self._backend
+        if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
+            raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
+        if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
+            return ask._replace(cache_salt=submits.salt_of(api_key, ask.cache_salt))
+        return ask
 
     async def _answered(
         self,
@@ -246,7 +251,10 @@ class Generation:
             if not writer.started and answer.error is not None:
                 raise answer.error
             if form.before_end is not None and answer.error is None:
-                await form.before_end()
+                try:
+                    await form.before_end()
+                except HttpError as error:  # the stream has begun: it says so
+                    answer.error = error
             pump.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await pump
@@ -255,7 +263,7 @@ class Generation:
             if events := answer.last_events():
                 writer.write(events)
             await writer.finish()
-            return _AlreadySent()
+            return AlreadySent()
         finally:
             pump.cancel()
             writer.release()
@@ -285,7 +293,7 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-class _AlreadySent(HttpResponse):
+class AlreadySent(HttpResponse):
     """The response went out through the EventWriter."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

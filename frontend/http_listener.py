@@ -27,15 +27,17 @@ class HttpListener:
         self._backend = backend
         self._server: http.Server | None = None
         self._socket: socket.socket | None = None
+        self._routes: Routes | None = None
         self.serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         server = self._backend.config.server
         self._socket = http.listen(server.host, server.port)
         timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
-        routes = Routes(self._backend)
+        routes = self._routes = Routes(self._backend)
         self._server = http.make_server(routes.app(), timeouts, routes.unsent)
         self.serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        routes.responses.start()
 
     async def hand_over(self, limit_s: float) -> None:
         """Leaves new connections to the other listeners of the port; waits for the open ones, `limit_s` at most."""
@@ -44,6 +46,8 @@ class HttpListener:
 
     async def stop(self) -> None:
         """Open requests may still be read for a moment."""
+        if self._routes is not None:
+            await self._routes.responses.stop()
         if self._server is not None and self.serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self.serving}, timeout=6)

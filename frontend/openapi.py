@@ -94,7 +94,7 @@ def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool, s
 
 
 def _parameter(parameter: Parameter, served: Served) -> Json:
-    return {"enum": list(served.names)} if parameter.place == "path" else parameter.schema
+    return {"enum": list(served.names)} if parameter.name == "model" else parameter.schema
 
 
 def _success(op: Operation, refs: dict[type, Json]) -> Json:

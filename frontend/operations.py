@@ -68,6 +68,8 @@ _GENERATES = (
 )
 _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
 _TRACES = (404, 409, 503, 504)
+_STORED = (400, 404, 500, 503)
+_RESPONSE = Parameter("response_id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 _PROBE = "For load balancers; needs no key."
 
 OPERATIONS = (
@@ -95,7 +97,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/responses",
-        "responses",
+        "create_response",
         responses_api.ResponsesResponse,
         "Answer a conversation, by OpenAI's newer API.",
         responses_api.ResponsesRequest,
@@ -103,6 +105,52 @@ OPERATIONS = (
         _ASKS,
         _NAMED,
         streams=True,
+    ),
+    Operation(
+        "/v1/responses/{response_id}",
+        "retrieve_response",
+        responses_api.ResponsesResponse,
+        "A response that is stored; of one in the background also its events.",
+        errors=_STORED,
+        parameters=(
+            _RESPONSE,
+            _switch("stream", "Its events, also those that are still to come."),
+            Parameter("starting_after", "query", {"type": "integer", "minimum": 0}, "With stream: the number of the event before."),
+        ),
+        streams=True,
+    ),
+    Operation(
+        "/v1/responses/{response_id}",
+        "delete_response",
+        responses_api.DeletedResponse,
+        "Forget a response.",
+        None,
+        ("DELETE",),
+        _STORED,
+        (_RESPONSE,),
+    ),
+    Operation(
+        "/v1/responses/{response_id}/cancel",
+        "cancel_response",
+        responses_api.ResponsesResponse,
+        "End a response in the background.",
+        None,
+        ("POST",),
+        _STORED,
+        (_RESPONSE,),
+    ),
+    Operation(
+        "/v1/responses/{response_id}/input_items",
+        "input_items",
+        responses_api.InputItems,
+        "The input of a response, the newest item first.",
+        errors=_STORED,
+        parameters=(
+            _RESPONSE,
+            Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "How many."),
+            Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "The oldest first, or the newest."),
+            Parameter("after", "query", {"type": "string"}, "The id of the item before."),
+        ),
     ),
     Operation(
         "/v1/messages",

@@ -29,7 +29,6 @@ from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, Operation, served
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
-from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
@@ -51,6 +50,7 @@ class Routes:
         self._reads_large = asyncio.Lock()
         self._generation = Generation(backend)
         self.unsent = self._generation.unsent
+        self.responses = responses_api.ResponseRoutes(backend, self._generation)
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
@@ -247,24 +247,28 @@ class Routes:
         anthropic.check_last_id(request.headers.get(retry.LAST_ID, ""))
         return ask, self._check_model(model), self._again(request, raw)
 
-    async def responses(self, request: Request) -> HttpResponse | None:
-        body, unknown, model, again = await self._read(request, self._responses)
-        if body.background:
-            raise HttpError(400, "background: not supported", "background")
-        if body.previous_response_id:
-            text = f"previous_response_id: there is no response {body.previous_response_id[:80]!r}"
-            raise HttpError(404, text, "previous_response_id", "not_found_error")
-        ask = responses_api.asked(body, unknown, [], self._backend.resolved, self._backend.config.server)
-        form = responses_api.form_of(body, ask)
-        return await self._generation.answer(request, ask, model, "resp_", again, form)
+    async def create_response(self, request: Request) -> HttpResponse | None:
+        body, again = await self._read(request, self._response)
+        return await self.responses.create(request, body, again)
 
-    def _responses(
-        self, request: Request, raw: bytes
-    ) -> tuple[ResponsesRequest, tuple[str, ...], str, retry.IdempotencyKey | None]:
+    def _response(self, request: Request, raw: bytes) -> tuple[responses_api.Body, retry.IdempotencyKey | None]:
         check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
-        body, unknown = responses_api.read(raw, check, self._longest())
+        fields, unknown = responses_api.read(raw, check, self._longest())
         anthropic.check_last_id(request.headers.get(retry.LAST_ID, ""))
-        return body, unknown, self._check_model(body.model), self._again(request, raw)
+        model = self._check_model(fields.model)
+        return responses_api.Body(fields, unknown, raw, model), self._again(request, raw)
+
+    async def retrieve_response(self, request: Request) -> HttpResponse | None:
+        return await self.responses.retrieve(request)
+
+    async def delete_response(self, request: Request) -> HttpResponse | None:
+        return await self.responses.delete(request)
+
+    async def cancel_response(self, request: Request) -> HttpResponse | None:
+        return await self.responses.cancel(request)
+
+    async def input_items(self, request: Request) -> HttpResponse | None:
+        return await self.responses.input_items(request)
 
     async def count_tokens(self, request: Request) -> HttpResponse | None:
         ask = await self._read(request, self._count_tokens)

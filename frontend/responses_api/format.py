@@ -95,6 +95,11 @@ class ResponseFormat:
     def body(self, turn: TurnResponse) -> bytes:
         return _encode(self._final)
 
+    def outcome(self) -> tuple[str, bytes]:
+        """The status and the answer, after the end."""
+        assert self._final is not None
+        return self._final["status"], _encode(self._final)
+
     def snapshot(self, turn: TurnResponse, status: str, error: HttpError | None = None) -> Json:
         """The answer as it is now."""
         ended = status in ("completed", "incomplete", "failed", "cancelled")

@@ -5,6 +5,7 @@ A turn of the assistant may be several items there, a reasoning, a message and c
 
 import base64
 import binascii
+import hashlib
 from typing import Any
 
 from meshlm.frontend.errors import HttpError
@@ -136,3 +137,19 @@ def _string(item: Json, name: str, where: str) -> str:
 
 def _wrong(where: str, text: str) -> HttpError:
     return HttpError(400, f"{where}: {text}", where.split("[")[0].split(".")[0])
+
+
+def stored(given: str | list[Json], response_id: str) -> list[Json]:
+    """The input as it is stored and listed: each item with a type and an id, texts of messages as parts."""
+    found = []
+    for place, item in enumerate(listed(given)):
+        kind = item.get("type", "message")
+        name = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}[kind]
+        digest = hashlib.sha256(f"{response_id} input {place}".encode()).hexdigest()[:32]
+        one = {"id": f"{name}_{digest}", "status": "completed", **item, "type": kind}
+        if kind == "message" and isinstance(item["content"], str):
+            is_model = item["role"] == "assistant"
+            part: Json = {"type": "output_text" if is_model else "input_text", "text": item["content"]}
+            one["content"] = [{**part, "annotations": []} if is_model else part]
+        found.append(one)
+    return found

@@ -1,55 +1,291 @@
-"""The routes of /v1/responses: a body to a chat's request, and from there on the path of every chat. Called by server.py."""
+"""The routes of /v1/responses: a body to a chat's request, and from there on the path of every chat; and what is stored of it.
 
+Called by server.py, which reads the bodies.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import Raw
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
 
-from meshlm.frontend import bodies, parse
+from meshlm.frontend import bodies, limits, parse, submits
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.generation import Form
+from meshlm.frontend.generation import AlreadySent, Backend, Form, Generation, disconnected
+from meshlm.frontend.http import EventWriter
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses_api import translate
+from meshlm.frontend.responses_api import background, items, shelf, translate
+from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
+from meshlm.frontend.responses_api.records import Chunk, Stored
 from meshlm.frontend.responses_api.schema import ENCRYPTED, ResponsesRequest
-from meshlm.frontend.retry import Progress
+from meshlm.frontend.retry import IdempotencyKey, Progress
 from meshlm.frontend.turn import TurnResponse
-from meshlm.protocol.config import Resolved, ServerConfig
 
-Check = Callable[[Mapping[str, Raw]], None]
-
-
-def read(raw: bytes, check: Check, longest: int) -> tuple[ResponsesRequest, tuple[str, ...]]:
-    """The body, and its fields that nobody knows."""
-    body, unknown = bodies.decode(raw, ResponsesRequest, check, longest)
-    translate.check(body)
-    return body, unknown
+Json = dict[str, Any]
+POLL_S = 0.2  # how often a stream looks for events that another frontend writes
+MAX_TURNS = 4096  # of a conversation
+MAX_LISTED = 100
 
 
-def asked(
-    body: ResponsesRequest,
-    unknown: tuple[str, ...],
-    before: list[translate.Json],
-    resolved: Resolved,
-    server: ServerConfig,
-) -> ParsedRequest:
-    """What the mesh is asked. `before`: the items of the conversation so far."""
-    chat = translate.chat_request(body, before)
-    try:
-        return translate.parsed(parse.chat(chat, unknown, resolved, server), body)
-    except HttpError as error:
-        raise translate.renamed(error) from None
+class Body(NamedTuple):
+    """What POST /v1/responses brings."""
+
+    fields: ResponsesRequest
+    unknown: tuple[str, ...]
+    raw: bytes
+    model: str
+
+
+class ResponseRoutes:
+    """All routes of one frontend."""
+
+    def __init__(self, backend: Backend, generation: Generation) -> None:
+        server, run = backend.config.server, backend.config.run
+        path: Path | None = Path(server.responses_store or Path(run.run_dir) / shelf.FILE)
+        self._shelf = shelf.Shelf(
+            None if server.responses_store == shelf.OFF else path,
+            server.responses_store_count,
+            server.responses_store_bytes,
+        )
+        self._backend, self._generation = backend, generation
+        self._background = Background(backend, generation, self._shelf, self._asked_again)
+
+    def start(self) -> None:
+        if self._shelf.path is not None:
+            self._background.start()
+
+    async def stop(self) -> None:
+        await self._background.stop()
+        self._shelf.close()
+
+    # --- create ---
+
+    async def create(self, request: Request, body: Body, again: IdempotencyKey | None) -> HttpResponse | None:
+        fields, key = body.fields, key_of(request)
+        stores = self._stores(fields)
+        before = await self._before(fields, key)
+        ask = await self._parsed(fields, body.unknown, before, len(body.raw))
+        name = again.key if again else ask.request_id or uuid.uuid4().hex
+        if fields.background:
+            return await self._begin(request, body, ask, f"resp_{name}", key)
+        answering = Answering(fields, ask, stores=stores)
+        before_end = partial(self._keep, answering, fields, key) if stores else None
+        form = Form(answering.whole, answering.stream, named_by_header=False, before_end=before_end)
+        return await self._generation.answer(request, ask, body.model, "resp_", again, form)
+
+    def _stores(self, fields: ResponsesRequest) -> bool:
+        is_on = self._shelf.path is not None
+        for field in ("store", "background"):
+            if not is_on and getattr(fields, field):
+                raise HttpError(400, f"{field}: this server stores no responses (--responses-store)", field)
+        return is_on and fields.store is not False
+
+    async def _parsed(
+        self, fields: ResponsesRequest, unknown: tuple[str, ...], before: list[Json], size: int
+    ) -> ParsedRequest:
+        resolved, server = self._backend.resolved, self._backend.config.server
+        if size > bodies.LARGE_BYTES:
+            return await asyncio.to_thread(asked, fields, unknown, before, resolved, server)
+        return asked(fields, unknown, before, resolved, server)
+
+    async def _before(self, fields: ResponsesRequest, key: str) -> list[Json]:
+        """The items of the conversation so far, the oldest first."""
+        found: list[Json] = []
+        name, size = fields.previous_response_id or "", 0
+        most = max(limits.MIN_PROMPT_BYTES, limits.BYTES_PER_TOKEN * self._backend.resolved.max_model_len)
+        for _ in range(MAX_TURNS):
+            if not name:
+                return found
+            stored = await self._shelf.find(name, key, "previous_response_id")
+            if stored.lease is not None:
+                text = f"previous_response_id: the response {name[:80]!r} is still computed"
+                raise HttpError(400, text, "previous_response_id")
+            output = msgspec.json.decode(stored.answer)["output"]
+            size += len(stored.items) + len(stored.answer)
+            if size > 6 * most:
+                break
+            found = [*msgspec.json.decode(stored.items), *output, *found]
+            name = stored.previous
+        text = "previous_response_id: the conversation is too long"
+        raise HttpError(400, text, "previous_response_id")
+
+    async def _keep(self, answering: "Answering", fields: ResponsesRequest, key: str) -> None:
+        """Stores an answer, before its client has the end of it."""
+        turn = answering.turn
+        assert turn is not None
+        status, answer = answering.format.outcome()
+        new = self._stored(turn.request_id, key, fields, status, turn.created, answer)
+        if not await self._shelf.put(new):
+            raise HttpError(400, f"request_id: there is another response {turn.request_id!r}", "request_id")
+
+    @staticmethod
+    def _stored(
+        response_id: str, key: str, fields: ResponsesRequest, status: str, created: int, answer: bytes
+    ) -> Stored:
+        return Stored(
+            id=response_id,
+            key=key,
+            status=status,
+            background=bool(fields.background),
+            created=created,
+            previous=fields.previous_response_id or "",
+            answer=answer,
+            items=msgspec.json.encode(items.stored(fields.input or [], response_id)),
+        )
+
+    # --- in the background ---
+
+    async def _begin(
+        self, request: Request, body: Body, ask: ParsedRequest, response_id: str, key: str
+    ) -> HttpResponse | None:
+        """Stores the request and has it computed; the answer does not wait for it."""
+        if reason := self._backend.refusal(attaches=False) or await self._backend.wait_serving():
+            raise HttpError(503, reason, kind="overloaded_error")
+        ask = self._generation.permitted(ask, request.scope.get("meshlm.key", ""))
+        fields, created = body.fields, int(time.time())
+        format_ = Answering(fields, ask, stores=True).form(streams=True)
+        blank = TurnResponse(ask, response_id, created, body.model, lambda: None, None, format_)
+        format_.queued(blank)
+        chunk = Chunk(0, 1, b"".join(format_.events))
+        format_.events.clear()
+        answer = msgspec.json.encode(format_.snapshot(blank, "queued"))
+        new = msgspec.structs.replace(
+            self._stored(response_id, key, fields, "queued", created, answer),
+            request=body.raw,
+            salt=ask.cache_salt,
+            holder=self._shelf.holder,
+            lease=time.time() + background.LEASE_S,
+            next_event=1,
+        )
+        if not await self._shelf.put(new, chunk):
+            raise HttpError(400, f"request_id: there is another response {response_id!r}", "request_id")
+        self._background.begin(new, ask, format_, body.model, submits.dp_rank(request.headers))
+        self._backend.ignored(body.unknown, request.url.path)
+        if fields.stream:
+            return await self._follow(request, response_id, -1)
+        return HttpResponse(answer, media_type="application/json", headers=names_of(request, response_id))
+
+    async def _asked_again(self, stored: Stored) -> tuple[ParsedRequest, ResponseFormat, str]:
+        """The request of a response that another frontend began."""
+        fields, unknown = read(stored.request, lambda _: None, 1 << 62)
+        before = await self._before(fields, stored.key)
+        ask = await self._parsed(fields, unknown, before, len(stored.request))
+        model = msgspec.json.decode(stored.answer)["model"]
+        if model not in self._backend.resolved.served_names:
+            raise HttpError(404, f"The model `{model}` is not served any more", "model", "not_found_error")
+        form = Answering(fields, ask, stores=True).form(streams=True)
+        return ask._replace(cache_salt=stored.salt), form, model
+
+    # --- what is stored ---
+
+    async def retrieve(self, request: Request) -> HttpResponse | None:
+        stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
+        after = _number(request, "starting_after", -1)
+        if not _truth(request, "stream"):
+            if after >= 0:
+                raise HttpError(400, "starting_after needs stream=true", "starting_after")
+            return _json(self._now(stored))
+        if not stored.background:
+            text = "stream: only a response in the background can be streamed once more"
+            raise HttpError(400, text, "stream")
+        return await self._follow(request, stored.id, after)
+
+    def _now(self, stored: Stored) -> bytes:
+        """The response as it is: of one that is computed here, with what there is of it."""
+        running: Running | None = self._background.partial(stored.id)
+        if running is not None and running.form.num_events > 1:
+            return msgspec.json.encode(running.form.snapshot(running, "in_progress"))
+        if stored.lease is None:
+            return stored.answer
+        return msgspec.json.encode({**msgspec.json.decode(stored.answer), "status": stored.status})
+
+    async def delete(self, request: Request) -> HttpResponse:
+        response_id = request.path_params["response_id"]
+        await self._shelf.delete(response_id, key_of(request))
+        self._background.lose(response_id)
+        return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
+
+    async def cancel(self, request: Request) -> HttpResponse:
+        key = key_of(request)
+        stored = await self._shelf.find(request.path_params["response_id"], key)
+        if not stored.background:
+            raise HttpError(400, "response_id: only a response in the background can be cancelled", "response_id")
+        if stored.lease is not None:
+            answer = msgspec.json.encode({**msgspec.json.decode(self._now(stored)), "status": "cancelled"})
+            if await self._shelf.cancel(stored.id, key, answer):
+                self._background.lose(stored.id)
+                return _json(answer)
+            stored = await self._shelf.find(stored.id, key)  # it ended meanwhile
+        if stored.status != "cancelled":
+            raise HttpError(400, f"response_id: this response is {stored.status} already", "response_id")
+        return _json(stored.answer)
+
+    async def input_items(self, request: Request) -> HttpResponse:
+        stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
+        found = msgspec.json.decode(stored.items)
+        query = request.query_params
+        if query.get("order", "desc") not in ("asc", "desc"):
+            raise HttpError(400, "order: 'asc' or 'desc'", "order")
+        if query.get("order", "desc") == "desc":
+            found.reverse()
+        if after := query.get("after"):
+            places = [place for place, item in enumerate(found) if item["id"] == after]
+            if not places:
+                raise HttpError(400, f"after: there is no item {after[:80]!r}", "after")
+            found = found[places[0] + 1 :]
+        count = _number(request, "limit", 20)
+        if not 1 <= count <= MAX_LISTED:
+            raise HttpError(400, f"limit: 1 to {MAX_LISTED}", "limit")
+        page = found[:count]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return _json(msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}))
+
+    async def _follow(self, request: Request, response_id: str, after: int) -> HttpResponse | None:
+        """The events behind number `after`, as they are written; whoever computes the response."""
+        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self._generation.unsent)
+        left = asyncio.ensure_future(disconnected(request))
+        headers = names_of(request, response_id).items()
+        try:
+            await writer.start([(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in headers])
+            while not left.done():
+                status, chunks = await self._shelf.events(response_id, after)
+                for chunk in chunks:
+                    writer.write(chunk.data)
+                    after = chunk.first + chunk.count - 1
+                await writer.drain()
+                if chunks:
+                    continue
+                if status not in ("queued", "in_progress"):
+                    await writer.finish()
+                    return AlreadySent()
+                await asyncio.wait({left, asyncio.ensure_future(self._shelf.news(POLL_S))}, timeout=POLL_S)
+            return None
+        finally:
+            left.cancel()
+            writer.release()
 
 
 class Answering:
     """The form of one request's answer, kept until its end for who stores it."""
 
-    def __init__(self, body: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> None:
-        self._repeated = translate.repeated(body, ask, stores=stores)
-        self._seals = ENCRYPTED in (body.include or ())
+    def __init__(self, fields: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> None:
+        self._repeated = translate.repeated(fields, ask, stores=stores)
+        self._seals = ENCRYPTED in (fields.include or ())
         self.turn: TurnResponse | None = None
+        self.format: ResponseFormat
 
     def form(self, streams: bool) -> ResponseFormat:
-        return ResponseFormat(self._repeated, streams=streams, seals=self._seals)
+        self.format = ResponseFormat(self._repeated, streams=streams, seals=self._seals)
+        return self.format
 
     def whole(
         self, ask: ParsedRequest, request_id: str, created: int, model: str, on_end: Callable[[], None]
@@ -71,6 +307,51 @@ class Answering:
         return self.turn
 
 
-def form_of(body: ResponsesRequest, ask: ParsedRequest) -> Form:
-    answering = Answering(body, ask, stores=False)
-    return Form(answering.whole, answering.stream, named_by_header=False)
+def read(
+    raw: bytes, check: Callable[[Mapping[str, Raw]], None], longest: int
+) -> tuple[ResponsesRequest, tuple[str, ...]]:
+    """The body, and its fields that nobody knows."""
+    fields, unknown = bodies.decode(raw, ResponsesRequest, check, longest)
+    translate.check(fields)
+    return fields, unknown
+
+
+def asked(
+    fields: ResponsesRequest, unknown: tuple[str, ...], before: list[Json], resolved: Any, server: Any
+) -> ParsedRequest:
+    """What the mesh is asked. `before`: the items of the conversation so far."""
+    chat = translate.chat_request(fields, before)
+    try:
+        return translate.parsed(parse.chat(chat, unknown, resolved, server), fields)
+    except HttpError as error:
+        raise translate.renamed(error) from None
+
+
+def key_of(request: Request) -> str:
+    """The name of the request's API key: what it stores is nobody else's."""
+    key = request.scope.get("meshlm.key", "")
+    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+
+
+def names_of(request: Request, response_id: str) -> dict[str, str]:
+    return {"X-Request-Id": request.headers.get("x-request-id") or response_id}
+
+
+def _json(content: bytes) -> HttpResponse:
+    return HttpResponse(content, media_type="application/json")
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        raise HttpError(400, f"{name}: {given[:40]!r} is no number", name)
+    return int(given)
+
+
+def _truth(request: Request, name: str) -> bool:
+    given = request.query_params.get(name, "false").lower()
+    if given not in ("true", "false", "1", "0"):
+        raise HttpError(400, f"{name}: must be true or false", name)
+    return given in ("true", "1")

@@ -231,7 +231,7 @@ class ResponsesResponse(Struct, frozen=True, kw_only=True):
 
 class DeletedResponse(Struct, frozen=True):
     id: str
-    object: Literal["response.deleted"]
+    object: Literal["response"]
     deleted: bool
 
 

@@ -118,6 +118,17 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="seconds that an answer with an Idempotency-Key waits for its client to come back"),
     ] = 60.0
+    responses_store: Annotated[
+        str,
+        Meta(description="file for the responses of /v1/responses; default: one in the run directory; off: none"),
+    ] = ""
+    responses_store_count: Annotated[
+        int, Meta(ge=1, description="stored responses beyond which the one that is used least goes")
+    ] = 4096
+    responses_store_bytes: Annotated[
+        int,
+        Meta(ge=1 << 16, description="bytes of stored responses beyond which the same is done", extra={"bytes": True}),
+    ] = 256 << 20
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
 
     @property

@@ -39,6 +39,7 @@ HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _seconds),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _seconds),
     "VLLM_SERVER_DEV_MODE": ("server_dev_mode", _switch),
+    "VLLM_ENABLE_RESPONSES_API_STORE": ("responses_store", lambda text: "" if _switch(text) else "off"),
 }
 """Variable -> our setting, and how its text is read."""
 

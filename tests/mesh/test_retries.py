@@ -265,3 +265,50 @@ def test_openai_client_asks_again_by_itself(two: Serving) -> None:
 
 def has_client(pid: int) -> bool:
     return any(link.status == "ESTABLISHED" for link in psutil.Process(pid).net_connections("tcp"))
+
+
+def events_of(lines: Any) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line[6:])
+
+
+def test_a_response_in_the_background_outlives_its_frontend(two: Serving) -> None:
+    """The frontend that computes it is killed: another goes on, and a client that follows misses and repeats no event."""
+    asked = {"input": "Tell me a story.", "max_output_tokens": LONG, "ignore_eos": True}
+    url = f"{two.url}/v1/responses"
+    expected = httpx.post(url, json=asked, timeout=60).json()
+    received: list[dict[str, Any]] = []
+    body = {**asked, "background": True, "stream": True}
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", url, json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        for event in events_of(answer.iter_lines()):
+            received.append(event)
+            if len(received) == 40:
+                os.kill(holder(frontends(two), port_of(answer)), signal.SIGKILL)
+    assert 40 <= len(received) < LONG
+    url = f"{url}/{received[0]['response']['id']}"
+    while received[-1]["type"] != "response.completed" and received[-1]["type"] != "response.incomplete":
+        query = {"stream": True, "starting_after": received[-1]["sequence_number"]}
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.Client(timeout=60) as client,
+            client.stream("GET", url, params=query) as answer,
+        ):
+            assert answer.status_code == 200
+            received += events_of(answer.iter_lines())
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    text = "".join(event["delta"] for event in received if event["type"] == "response.output_text.delta")
+    assert text == expected["output"][0]["content"][0]["text"]
+    found = httpx.get(url).json()
+    assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", LONG)
+    assert found == received[-1]["response"]
+    with openai.OpenAI(base_url=f"{two.url}/v1", api_key="none") as openai_client:
+        assert openai_client.responses.retrieve(found["id"]).output_text == text
+        assert openai_client.responses.create(
+            model="SmolLM2-135M-Instruct", input="And?", previous_response_id=found["id"], max_output_tokens=4
+        ).output

@@ -13,7 +13,9 @@ TOOLS: Any = [
     {"type": "function", "name": "time", "parameters": None, "strict": None},
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'
-SERVER = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+SERVER = ServerConfig(
+    enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3", responses_store="off"
+)
 OFF = {"effort": "none"}
 
 

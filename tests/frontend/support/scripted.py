@@ -40,7 +40,7 @@ class Scripted:
     version = "1.2"
 
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
-        self.config = MeshConfig(server=server or ServerConfig(), resolved=resolved)
+        self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
         self.draws = random.Random(1)
         self.pieces: Sequence[str] = ("Hello", " you")
@@ -49,6 +49,8 @@ class Scripted:
         self.logprobs: Sequence[PositionLogprobs] = ()
         self.go = asyncio.Event()  # the first token waits for it
         self.go.set()
+        self.stops_at = -1  # so many tokens come, and then nothing
+        self.num_said = 0  # tokens of the newest choice
         self.submits: list[Submit] = []
         self.closed: list[Choice] = []
         self.answers: list[Response] = []
@@ -106,11 +108,15 @@ class Scripted:
         first: First | None = First(NUM_CACHED)
         for place, piece in enumerate(self.pieces):
             await asyncio.sleep(0)
-            if choice in self.closed:
+            self.num_said = place
+            if choice in self.closed or place == self.stops_at:
                 return
             logprobs = [self.logprobs[place]] if self.logprobs else None
             self._row(choice, [place], piece, RowDetails(None, logprobs, None, first))
             first = None
+        self.num_said = len(self.pieces)
+        if self.num_said == self.stops_at:
+            return
         if self.failure is not None:
             choice.finished = Finished(0, FinishReason.ERROR)
             sink.failed(choice, *self.failure)

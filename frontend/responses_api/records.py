@@ -1,0 +1,43 @@
+"""What the store of responses is given, and gives: without sqlite3, which is loaded with the file."""
+
+from msgspec import Struct
+
+
+class Stored(Struct, frozen=True, kw_only=True):
+    """One response. `answer` and `items` are JSON: the response as clients read it, and its input; `request` is the body of one in the
+    background."""
+
+    id: str
+    key: str
+    status: str
+    background: bool
+    created: int
+    previous: str
+    answer: bytes
+    items: bytes
+    request: bytes = b""
+    salt: str = ""
+    holder: str = ""
+    lease: float | None = None  # of one that is not ended, in seconds of the wall clock
+    tokens: int = 0  # of the output, that its events tell
+    next_event: int = 0
+    attempts: int = 0
+
+
+class Chunk(Struct, frozen=True):
+    """Events that follow one another, as they are sent; `first` is the number of the first."""
+
+    first: int
+    count: int
+    data: bytes
+
+
+class Written(Struct, frozen=True):
+    """What a holder has of a response since it wrote the last time. `status` and `answer` at its end."""
+
+    id: str
+    chunk: Chunk | None
+    tokens: int
+    next_event: int
+    status: str = "in_progress"
+    answer: bytes = b""

@@ -1,0 +1,209 @@
+"""The stored responses: a SQLite file that all frontends of the mesh share. Called by responses_api/shelf.py, in a thread.
+
+A response that is computed in the background has a holder, the frontend that computes it, whose lease runs out if it dies. Its events
+are written here before any client has them, together with the number of tokens that they tell: who takes it over goes on exactly there.
+Nothing of a response is found without the key that it was made with. What is used least goes first when there is too much.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshlm.frontend.responses_api.records import Chunk, Stored, Written
+
+VERSION = 1
+BUSY_S = 5.0
+MAX_READ = 1 << 18  # bytes of events that are read at once
+ENDED = ("completed", "incomplete", "failed", "cancelled")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses(
+    id TEXT PRIMARY KEY, key TEXT NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL, created INTEGER NOT NULL,
+    previous TEXT NOT NULL, answer BLOB NOT NULL, items BLOB NOT NULL, request BLOB NOT NULL, salt TEXT NOT NULL,
+    used REAL NOT NULL, size INTEGER NOT NULL, holder TEXT NOT NULL, lease REAL, tokens INTEGER NOT NULL,
+    next_event INTEGER NOT NULL, attempts INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_use ON responses(used);
+CREATE INDEX IF NOT EXISTS leased ON responses(lease) WHERE lease IS NOT NULL;
+CREATE TABLE IF NOT EXISTS events(
+    response TEXT NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(response, first));
+"""
+
+
+_COLUMNS = ", ".join(Stored.__struct_fields__)
+
+
+class Store:
+    """See the module docstring. sqlite3.Error is the caller's to tell. `now` is the wall clock's time."""
+
+    def __init__(self, path: Path, max_count: int, max_bytes: int) -> None:
+        self._max_count, self._max_bytes = max_count, max_bytes
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # what clients said is nobody else's
+        self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"{path} is of another version of MeshLM")
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={VERSION}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def put(self, new: Stored, now: float, chunk: Chunk | None = None) -> bool:
+        """Adds a response with its first events, in the place of one of the same name and key that is ended. False where another has
+        the name."""
+        size = len(new.answer) + len(new.items) + len(new.request)
+        values = {name: getattr(new, name) for name in Stored.__struct_fields__} | {"used": now, "size": size}
+        names = ", ".join(values)
+        marks = ", ".join(f":{name}" for name in values)
+        updates = ", ".join(f"{name} = excluded.{name}" for name in values if name not in ("id", "key"))
+        with self._transaction():
+            changed = self._db.execute(
+                f"INSERT INTO responses({names}) VALUES({marks}) ON CONFLICT(id) DO UPDATE SET {updates} "
+                "WHERE key = excluded.key AND responses.lease IS NULL",
+                values,
+            ).rowcount
+            if changed:
+                self._db.execute("DELETE FROM events WHERE response = ?", (new.id,))
+            if changed and chunk is not None:
+                self._db.execute(
+                    "INSERT INTO events VALUES(?, ?, ?, ?)", (new.id, chunk.first, chunk.count, chunk.data)
+                )
+            self._fit()
+        return changed > 0
+
+    def get(self, response_id: str, key: str, now: float) -> Stored | None:
+        """The response, which counts as used."""
+        row = self._db.execute(
+            f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND key = ?",
+            (response_id, key),
+        ).fetchone()
+        if row is None:
+            return None
+        self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (now, response_id))
+        return _stored(row)
+
+    def delete(self, response_id: str, key: str) -> bool:
+        """A holder learns of it with its next `write`."""
+        with self._transaction():
+            gone = self._db.execute("DELETE FROM responses WHERE id = ? AND key = ?", (response_id, key)).rowcount
+            if gone:
+                self._db.execute("DELETE FROM events WHERE response = ?", (response_id,))
+        return gone > 0
+
+    def cancel(self, response_id: str, key: str, answer: bytes) -> bool:
+        """Ends one that is computed in the background, with this answer. A holder learns of it with its next `write`."""
+        return self._db.execute(
+            "UPDATE responses SET status = 'cancelled', answer = ?, lease = NULL, holder = '' "
+            "WHERE id = ? AND key = ? AND lease IS NOT NULL",
+            (answer, response_id, key),
+        ).rowcount > 0  # fmt: skip
+
+    def write(self, holder: str, news: Sequence[Written], lease: float) -> list[str]:
+        """Writes what a holder has, and renews its leases. Gives the names of those that are not its own any more."""
+        lost = []
+        with self._transaction():
+            for one in news:
+                added = len(one.chunk.data) if one.chunk is not None else 0
+                ends = one.status in ENDED
+                changed = self._db.execute(
+                    "UPDATE responses SET status = :status, tokens = :tokens, next_event = :next_event, size = size + :added, "
+                    "lease = :lease, answer = CASE WHEN :ends THEN :answer ELSE answer END, "
+                    "request = CASE WHEN :ends THEN x'' ELSE request END WHERE id = :id AND holder = :holder AND lease IS NOT NULL",
+                    {
+                        "status": one.status, "tokens": one.tokens, "next_event": one.next_event, "added": added,
+                        "lease": None if ends else lease, "ends": ends, "answer": one.answer, "id": one.id,
+                        "holder": holder,
+                    },
+                ).rowcount  # fmt: skip
+                if not changed:
+                    lost.append(one.id)
+                elif one.chunk is not None:
+                    self._db.execute(
+                        "INSERT INTO events VALUES(?, ?, ?, ?)",
+                        (one.id, one.chunk.first, one.chunk.count, one.chunk.data),
+                    )
+            self._fit()
+        return lost
+
+    def release(self, response_id: str, holder: str, lease: float) -> None:
+        """Leaves it to whoever finds it once this lease is over."""
+        self._db.execute(
+            "UPDATE responses SET holder = '', lease = ? WHERE id = ? AND holder = ? AND lease IS NOT NULL",
+            (lease, response_id, holder),
+        )
+
+    def claim(self, holder: str, now: float, lease: float, most: int) -> list[Stored]:
+        """Takes over responses whose leases are over."""
+        due = "SELECT id FROM responses WHERE lease IS NOT NULL AND lease < ? LIMIT ?"
+        if self._db.execute(due, (now, 1)).fetchone() is None:
+            return []
+        with self._transaction():
+            names = [name for (name,) in self._db.execute(due, (now, most))]
+            for name in names:
+                self._db.execute(
+                    "UPDATE responses SET holder = ?, lease = ?, attempts = attempts + 1 WHERE id = ?",
+                    (holder, lease, name),
+                )
+            marks = ", ".join("?" * len(names))
+            rows = self._db.execute(f"SELECT {_COLUMNS} FROM responses WHERE id IN ({marks})", names).fetchall()
+        return [_stored(row) for row in rows]
+
+    def events(self, response_id: str, after: int) -> tuple[str | None, list[Chunk]]:
+        """The status, None without such a response, and events behind number `after`: not all where they are many."""
+        row = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchone()
+        found: list[Chunk] = []
+        size = 0
+        for chunk in self._db.execute(
+            "SELECT first, count, data FROM events WHERE response = ? AND first + count - 1 > ? ORDER BY first",
+            (response_id, after),
+        ):
+            found.append(_behind(Chunk(*chunk), after))
+            size += len(found[-1].data)
+            if size > MAX_READ:
+                break
+        return (None if row is None else row[0]), found
+
+    def _add(self, response_id: str, chunk: Chunk) -> None:
+        self._db.execute("INSERT INTO events VALUES(?, ?, ?, ?)", (response_id, chunk.first, chunk.count, chunk.data))
+
+    def _fit(self) -> None:
+        """Forgets what is used least, until the rest fits. What is being computed stays."""
+        count, size = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM responses").fetchone()
+        while count > self._max_count or size > self._max_bytes:
+            row = self._db.execute(
+                "SELECT id, size FROM responses WHERE lease IS NULL ORDER BY used LIMIT 1"
+            ).fetchone()  # fmt: skip
+            if row is None:
+                return
+            self._db.execute("DELETE FROM responses WHERE id = ?", row[:1])
+            self._db.execute("DELETE FROM events WHERE response = ?", row[:1])
+            count, size = count - 1, size - row[1]
+
+
+def _stored(row: Sequence[object]) -> Stored:
+    fields = dict(zip(Stored.__struct_fields__, row, strict=True))
+    return Stored(**{**fields, "background": bool(fields["background"])})  # type: ignore[arg-type]
+
+
+def _behind(chunk: Chunk, after: int) -> Chunk:
+    """Those of its events that have a larger number."""
+    skipped = after + 1 - chunk.first
+    if skipped <= 0:
+        return chunk
+    events = chunk.data.removesuffix(b"\n\n").split(b"\n\n")[skipped:]  # JSON has no line breaks of its own
+    return Chunk(after + 1, len(events), b"".join(event + b"\n\n" for event in events))
