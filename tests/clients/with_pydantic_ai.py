@@ -1,9 +1,10 @@
-"""pydantic-ai: an agent's answer, whole and streamed."""
+"""pydantic-ai: an agent's answer, whole and streamed, and an answer that has a type."""
 
 import asyncio
 import sys
 
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -11,6 +12,11 @@ base, model = sys.argv[1:]
 served = OpenAIChatModel(model, provider=OpenAIProvider(base_url=base, api_key="none"))
 SETTINGS = {"temperature": 0, "max_tokens": 40}
 QUESTION = "What is the capital of France?"
+
+
+class City(BaseModel):
+    name: str
+    inhabitants: int
 
 
 agent = Agent(served, model_settings=SETTINGS)
@@ -25,3 +31,7 @@ async def streamed() -> str:
 
 
 assert asyncio.run(streamed()) == answer.output
+typed = Agent(served, output_type=NativeOutput(City), model_settings=SETTINGS).run_sync(QUESTION)
+assert isinstance(typed.output, City)
+by_tool = Agent(served, output_type=City, model_settings=SETTINGS).run_sync(QUESTION)
+assert isinstance(by_tool.output, City)
