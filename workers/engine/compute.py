@@ -46,7 +46,9 @@ class Compute:
         batch = self._inputs.of_step(step)
         hidden = self.by_turns(self._inputs.halves(step, batch, cut)) if cut else self.forward(batch)
         if self._shard.is_last and step.num_samples:
-            self._head.sample(hidden[batch.logits_indices], batch, step, mask())
+            if (allowed := mask()) is not None:
+                self._head.mask(allowed)
+            self._head.sample(hidden[batch.logits_indices], batch, step)
         return hidden
 
     def padded(self, batch: StepInputs, halves: tuple[StepInputs, StepInputs] | None) -> Tensor:

@@ -34,7 +34,7 @@ from meshlm.workers.engine.micro_batches import reads_across
 from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.rows import NOTHING, DeviceRows
 from meshlm.workers.engine.together import Course, Together
-from meshlm.workers.graphs.dispatcher import MIXED_TOKENS
+from meshlm.workers.graphs.dispatcher import HEAD, MIXED_TOKENS, MODEL, WHOLE, Key
 from meshlm.workers.kv.layout import KVLayout
 from meshlm.workers.models.parts import choose_parts
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
@@ -247,20 +247,26 @@ class ModelEngine:
         constraint = self._constraint(plan, step.rows[places])
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
-        why_no_graph = "prompt_logprobs" if len(wanted) else "pooling" if pooling else "grammar" if constraint else ""
+        eager_together = (
+            bool(constraint) and self.together is not None
+        )  # ranks that step together replay the same graphs
+        why_no_graph = (
+            "prompt_logprobs" if len(wanted) else "pooling" if pooling else "grammar" if eager_together else ""
+        )
         key, cut, rebalance = self._course(step, plan, why_no_graph)
+        parts = [key._replace(part=part) for part in ((MODEL, HEAD) if constraint else (WHOLE,))] if key else []
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
         self.inputs.send(step, key.requests if key else step.n, changes, segments, places)
         if not self.shard.is_first:
             self.comm.receive(self._intermediate_tensors[: step.t])
-        if key is not None:
-            self.graphs.prepare(key)  # before `begin`: the host's time for it says nothing about the step
+        for part in parts:
+            self.graphs.prepare(part)  # before `begin`: the host's time for it says nothing about the step
         begin = self._timeline.mark()
         of_prompt: list[Details] = []
         pooled: PooledVectors | None = None
         if key is not None:
-            self.graphs.replay(key)
+            self._replay(parts, constraint)
         elif not step.n:
             self.compute.idle()  # of ranks that step together
         else:
@@ -285,6 +291,14 @@ class ModelEngine:
             failed={int(places[line]): why for line, why in constraint.failed.items()},
         )
         return PendingStep(result, tokens, (found, of_prompt), (before, begin, self._last), pooled)
+
+    def _replay(self, parts: list[Key], constraint: Constraint) -> None:
+        """The step's graph; with grammars the model's, beside which the host makes masks, and the head's."""
+        self.graphs.replay(parts[0])
+        for head in parts[1:]:
+            if (mask := constraint.mask()) is not None:
+                self.head.mask(mask)
+            self.graphs.replay(head)
 
     def _constraint(self, plan: StepPlan, rows: I32) -> Constraint:
         """Of the rows that sample in this step."""

@@ -118,11 +118,15 @@ class TritonInputs:
         known = KnownRequests(first, first, tuple(map(Prompt, *columns)))
         return replace(self._batch((step.n, step.t), first, count, padded=False), known=known)
 
+    def num_lines(self, requests: int) -> int:
+        """Lines of the head in a step that is padded to so many requests, of which one may be more than run."""
+        return min(requests, self._rows.max_rows)
+
     def padded(self, requests: int, tokens: int) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample."""
         if tokens == requests:
             return self._batch((requests, tokens), requests, 0, padded=True)
-        count = min(requests, self._rows.max_rows) if self._samples else 0  # one request may be more, which is padding
+        count = self.num_lines(requests) if self._samples else 0
         return self._batch((requests, tokens), UNKNOWN, count, padded=True)
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:

@@ -96,6 +96,7 @@ class TritonKit:
                 self._padded(key)
             if engine.shard.is_last:
                 self._head.one_line()
+                self._head.warm_up_masks()
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._inputs.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()

@@ -36,12 +36,16 @@ WIDEST = 2  # times the tokens of the graph that is missed
 _log = structlog.get_logger()
 
 
+WHOLE, MODEL, HEAD = "", "model", "head"
+
+
 class Key(NamedTuple):
     """The kind of step that a graph was captured for."""
 
     tokens: int
     requests: int
     halves: bool = False  # of the step take turns (engine/micro_batches.py)
+    part: str = WHOLE  # of the step: with grammars the head waits for masks, and is a graph of its own
 
     @property
     def uniform(self) -> bool:
@@ -97,6 +101,7 @@ class Dispatcher:
         self.replays: Counter[str] = Counter()
         self._capture, self._agree = capture, agree
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._refused: set[Key] = set()  # parts of steps that could not be captured
         self._missed: Counter[Key] = Counter()
         self._recorder = Recorder()
         self._reason = ""  # of the last capture that failed
@@ -144,7 +149,7 @@ class Dispatcher:
     def prepare(self, key: Key) -> None:
         """Have the graph of a step whose inputs are in place, if there is memory for it and it can be captured. In a group all do
         so at once, and none may do without."""
-        if key in self._graphs:
+        if key in self._graphs or key in self._refused:
             return
         self.misses["captured_now"] += 1
         try:
@@ -153,6 +158,7 @@ class Dispatcher:
             if self._agree is not None:
                 raise
             self.miss("no_memory")
+            self._refused.add(key)
             self.abandon(error)
 
     def replay(self, key: Key) -> None:
@@ -161,7 +167,8 @@ class Dispatcher:
         if graph is None:
             self._capture(key)  # the same kernels, launched one by one
             return
-        self.replays["decode" if key.uniform else "mixed"] += 1
+        if key.part != HEAD:
+            self.replays["decode" if key.uniform else "mixed"] += 1
         graph.replay()
 
     def first(self, *, everything: bool = False) -> list[Key]:
@@ -179,7 +186,7 @@ class Dispatcher:
 
         Raises when there is no memory, and what a GPU says on which nothing works any more.
         """
-        if not any(made.uniform == key.uniform for made in self._graphs):
+        if not any((made.uniform, made.part) == (key.uniform, key.part) for made in self._graphs):
             self._rehearse(key)  # the first of its kind: what is loaded or allocated for all
         graph = self._attempt(key)
         if graph is None and self._rehearse(key):  # more is to be loaded, and may not be while capturing
@@ -187,7 +194,9 @@ class Dispatcher:
             graph = self._attempt(key)
             if graph is not None:
                 self.misses["rehearsed"] += 1
-        if graph is None:
+        if graph is None and key.part != WHOLE:
+            self._refused.add(key)
+        elif graph is None:
             self._drop(key)
         else:
             self._graphs[key] = graph
@@ -204,6 +213,7 @@ class Dispatcher:
         """All that are captured, and which could not be: a new group's ranks begin alike. None is replayed now."""
         self._graphs.clear()
         self._missed.clear()
+        self._refused.clear()
         self._keep(self._wanted)
 
     def abandon(self, error: torch.OutOfMemoryError) -> None:
@@ -220,7 +230,7 @@ class Dispatcher:
 
     @property
     def complete(self) -> bool:
-        return len(self._graphs) == len(self.keys)
+        return all(key in self._graphs for key in self.keys)
 
     def _rehearse(self, key: Key) -> bool:
         """Launch the step kernel by kernel. Whether that worked; a group's ranks are in the midst of it together, and end."""

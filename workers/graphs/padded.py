@@ -7,7 +7,7 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.micro_batches import cut_of
 from meshlm.workers.engine.triton_inputs import TritonInputs, halves_of
-from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.graphs.dispatcher import HEAD, MODEL, Key
 from meshlm.workers.output.logits_sampler import LogitsSampler
 
 
@@ -18,7 +18,16 @@ class PaddedStep:
         self._compute, self._shard, self._inputs, self._head = compute, shard, inputs, head
 
     def __call__(self, key: Key) -> None:
+        if key.part == HEAD:
+            rows, starts, ends, places = self._inputs.columns(key.requests)
+            count = self._inputs.num_lines(key.requests)
+            self._head.choose_kept(count, (rows, starts, ends), None if key.uniform else places[:count])
+            return
         batch = self._inputs.padded(key.requests, key.tokens)
         hidden = self._compute.padded(batch, halves_of(batch, cut_of(key.tokens)) if key.halves else None)
         if self._shard.is_last:
-            self._head.choose(hidden if batch.logits_indices is None else hidden[batch.logits_indices], batch)
+            last = hidden if batch.logits_indices is None else hidden[batch.logits_indices]
+            if key.part == MODEL:
+                self._head.keep(last)
+            else:
+                self._head.choose(last, batch)

@@ -25,8 +25,12 @@ class Head(Protocol):
 
     sampled: Tensor  # int32 [l] or longer: the last step's tokens, in the order of its sampling requests
 
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns, mask: TokenMask | None) -> None:
-        """A token for each of hidden [l, hidden]; it is written behind its row, too. mask: of the lines with a grammar."""
+    def mask(self, mask: TokenMask) -> None:
+        """The next tokens are chosen among those that this allows, in the lines that have a grammar."""
+        ...
+
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
+        """A token for each of hidden [l, hidden]; it is written behind its row, too."""
         ...
 
     def finish(self, at: SampleRows, places: NDArray[np.int64]) -> list[Details]:
@@ -47,15 +51,20 @@ class TorchHead:
     def __init__(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype) -> None:
         self._model, self._rows, self._dtype, self._device = model, rows, dtype, rows.state.device
         self.sampled = torch.empty(0, dtype=torch.int32, device=self._device)
+        self._mask: TokenMask | None = None
         self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
 
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns, mask: TokenMask | None) -> None:
+    def mask(self, mask: TokenMask) -> None:
+        self._mask = mask
+
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         at, table = self._rows.sample_rows(step, step.places()), self._rows.table
         logits = self._model.logits(hidden)
         wanted = np.flatnonzero(table.logprobs[at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
-        if mask is not None:
-            masks.apply(logits, mask)
+        if self._mask is not None:
+            masks.apply(logits, self._mask)
+            self._mask = None
         self.sampled = sample(logits, at, table, self._rows.tokens).int()
         self._rows.tokens[put(at.rows.astype(np.int64), self._device), put(at.lens, self._device)] = self.sampled
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshlm.kernels.penalties import kernel as penalties
 from meshlm.kernels.sample import kernel as sampling
+from meshlm.kernels.token_mask.kernel import token_mask
 from meshlm.kernels.top_k_top_p import kernel as truncation
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.columns import StepColumns
@@ -19,6 +20,7 @@ from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output import logprobs, masks
 from meshlm.workers.output.details import Details, Part
 from meshlm.workers.output.grammars import TokenMask
+from meshlm.workers.output.mask_staging import MaskStaging
 from meshlm.workers.output.sampler import SampleRows, put, sample
 from meshlm.workers.output.table import SamplingTable
 
@@ -49,33 +51,58 @@ class LogitsSampler:
         self._limits = truncation.Limits(of.temperature, of.min_p, of.top_k, of.top_p)
         self._penalties = penalties.Penalties(of.repetition, of.presence, of.frequency)
         self._mask: TokenMask | None = None
+        self._masks = MaskStaging(count if lines else 0, vocab, device)
         self._edits = penalties.Edits(of.num_edits, of.edit_ids, of.edit_adds, of.edit_untils)
 
-    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns, mask: TokenMask | None) -> None:
-        self.choose(hidden, batch)
-        self._mask = mask
+    def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
+        self.choose(hidden, batch, masked=self._mask is not None)
 
-    def choose(self, hidden: Tensor, batch: StepInputs) -> None:
+    def mask(self, mask: TokenMask) -> None:
+        self._mask = mask
+        self._masks.send(mask)
+
+    def choose(self, hidden: Tensor, batch: StepInputs, *, masked: bool = False) -> None:
         """A token for each of hidden [l, hidden], as kernels can: bias, min_tokens, penalties, temperature, top-k, top-p, min-p.
 
         Line i belongs to the request places[i] of the batch's columns, or i without places.
         """
         assert batch.columns is not None
-        columns, places = (batch.columns.rows, batch.columns.starts, batch.columns.ends), batch.places
-        # For by_torch and log-probabilities: penalties and truncation spoil the logits.
+        self.keep(hidden)
+        columns = (batch.columns.rows, batch.columns.starts, batch.columns.ends)
+        self._choose(hidden, columns, batch.places, masked=masked)
+
+    def keep(self, hidden: Tensor) -> None:
+        """For `choose_kept`, by_torch and log-probabilities: penalties and truncation spoil the logits."""
         self.hidden[: len(hidden)].copy_(hidden)
+
+    def choose_kept(self, count: int, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None) -> None:
+        """As `choose`, for so many hidden states that were kept, with masks."""
+        self._choose(self.hidden[:count], columns, places, masked=True)
+
+    def _choose(
+        self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None, *, masked: bool
+    ) -> None:
         for begin in range(0, len(hidden), self._lines):
             end = min(begin + self._lines, len(hidden))
             named = self._order[begin:end] if places is None else places[begin:end]
             in_order = places is None and not begin
-            self._choose_chunk(hidden[begin:end], columns, named, in_order, self.sampled[begin:])
+            masks = self._masks.lines[begin:end] if masked else None
+            self._choose_chunk(hidden[begin:end], columns, named, in_order, masks, self.sampled[begin:])
 
     def _choose_chunk(
-        self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor, in_order: bool, out: Tensor
+        self,
+        hidden: Tensor,
+        columns: tuple[Tensor, Tensor, Tensor],
+        places: Tensor,
+        in_order: bool,
+        masks: Tensor | None,
+        out: Tensor,
     ) -> None:
-        """in_order: line i is request i, which the kernels but the first have a variant for."""
+        """in_order: line i is request i, which the kernels but the first have a variant for. masks: which mask is a line's."""
         logits = self.logits[: len(hidden)]
         self._model.logits(hidden, out=logits)
+        if masks is not None:
+            token_mask(logits, masks, self._masks.words)
         some = None if in_order else places
         lens, tokens = self._sampling.prompt_lens, self._sampling.tokens
         penalties.penalise(logits, columns, places, self._penalties, self._edits, lens, tokens, self._counts)
@@ -89,8 +116,7 @@ class LogitsSampler:
     def by_torch(self, at: SampleRows, table: SamplingTable) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
         needy, mask = table.need_torch(at.rows, at.output_index), self._mask
-        if mask is not None:
-            needy, self._mask = np.union1d(needy, mask.lines), None
+        self._mask = None
         for begin in range(0, len(needy), LINES_BY_TORCH):
             lines = needy[begin : begin + LINES_BY_TORCH]
             some, index = at.some(lines), put(lines, self._device)
@@ -135,6 +161,10 @@ class LogitsSampler:
         packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen)
         named = zip(places[lines].tolist(), widths, strict=True)
         return [Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])]
+
+    def warm_up_masks(self) -> None:
+        """Compiles what steps with masks need beside others."""
+        token_mask(self.logits[:1], self._masks.lines[:1], self._masks.words)
 
     def one_line(self) -> None:
         """The logits of one line as `by_torch` and log-probabilities make them, by another kernel than `choose`: compiled here."""

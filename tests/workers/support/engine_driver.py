@@ -96,9 +96,9 @@ class Driver:
         """This head keeps no logits: note them as it makes them."""
         sample = head.sample
 
-        def noted(hidden: torch.Tensor, batch: Any, step: Any, mask: Any) -> None:
+        def noted(hidden: torch.Tensor, batch: Any, step: Any) -> None:
             self._torch_logits = self.engine.model.logits(hidden).float().clone()
-            sample(hidden, batch, step, mask)
+            sample(hidden, batch, step)
 
         setattr(head, "sample", noted)  # noqa: B010 - mypy lets nobody assign a method
 
