@@ -97,6 +97,7 @@ class ModelEngine:
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(PooledHeads(self.model.classifier, load_dense(resolved, device)))
         self.grammars = Grammars(loader(resolved))
+        self._loads_vocabulary = device.type == "cuda" and self.shard.is_last and bool(resolved.eos_token_ids)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self._intermediate_tensors
@@ -192,7 +193,10 @@ class ModelEngine:
         self.grammars.reset()
 
     def idle(self) -> bool:
-        """Capture a graph, unless steps are on their way."""
+        """Capture a graph, unless steps are on their way. A GPU's server loads the vocabulary too, before it has streams to wait."""
+        if self._loads_vocabulary:
+            self._loads_vocabulary = False
+            self.grammars.prepare_ahead()
         if self.graphs.complete or self.shard.size > 1 or self.together is not None:
             return False
         if self._last.query():

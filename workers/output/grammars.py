@@ -8,9 +8,11 @@ What a request says of tokens by their ids (allowed_token_ids, bad_words, min_to
 only the end, the text ends whatever min_tokens says; where nothing is left at all the request ends with an error.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -24,10 +26,12 @@ from meshlm.workers.output.vocabulary import Vocabulary
 from meshlm.workers.rows import I32
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 CACHED = 256  # compiled grammars that are kept for rows to come
 MAX_COMPILE_S = 10.0  # a grammar that takes longer is refused: its masks would take long, too
+MOST_THREADS = 8  # of masks, and half the cores: others have work too
+AT_ONCE = 8  # masks that are worth to wake threads for
 MAX_UNREAD = 4  # steps whose tokens may wait to be read here: their buffers are used again
 
 
@@ -90,11 +94,6 @@ class RowMatcher:
         self._special = bool(sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.min_tokens)
         self.error = ""
 
-    @property
-    def is_free(self) -> bool:
-        """Any token may come: the constraint has not begun."""
-        return bool(self._until) and not self._special
-
     def push(self, token: int) -> None:
         """One more output token of the row. What comes behind the end of the text is nobody's."""
         self._output.append(token)
@@ -109,16 +108,19 @@ class RowMatcher:
             if rest:  # a token that reaches beyond the end of the free text
                 self._matcher.try_consume_tokens(self._vocabulary.tokens_of(rest))
         elif not self.error and not self._matcher.is_stopped() and not self._matcher.consume_token(token):
-            self.error = f"token {token} came, which does not follow: {self._matcher.get_error()[:200]}"
+            self.error = f"its matcher went no further: {_told(self._matcher.get_error())}"
 
-    def fill(self, words: I32) -> None:
-        """The mask of the next token [words]; see `error` afterwards."""
-        if self._until:
+    @property
+    def computes(self) -> "LLMatcher | None":
+        """The library's matcher, where its mask is needed; None where any token may come, or none can."""
+        return None if self._until or self.error else self._matcher
+
+    def finish(self, words: I32) -> None:
+        """The mask of the next token [words], once the matcher has computed it; see `error` afterwards."""
+        if not self._until and not self.error and self._matcher.is_error():
+            self.error = _told(self._matcher.get_error())
+        if self._until or self.error:
             words[:] = -1
-        else:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if self._matcher.is_error():
-                self.error = self._matcher.get_error().removesuffix("<non-verbose/>").strip()[:300]
         if self._special and not self.error:
             self._restrict(words)
 
@@ -140,6 +142,11 @@ class RowMatcher:
             self.error = "with allowed_token_ids, bad_words and stop tokens no token is left that it allows"
 
 
+def _told(error: str) -> str:
+    """The library's words, for a client."""
+    return error.removesuffix("<non-verbose/>").strip()[:300]
+
+
 def _bit(token: int) -> np.int32:
     return np.uint32(1 << (token & 31)).view(np.int32)
 
@@ -154,6 +161,8 @@ class Grammars:
         self._compiled: dict[str, tuple[LLMatcher | None, str]] = {}  # or the error; those used last stand last
         self.rows: dict[int, RowMatcher] = {}
         self._unread: list[_Unread] = []
+        self._executor: LLExecutor | None = None
+        self._num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
 
     def prepare(self) -> Vocabulary:
         """Loads the vocabulary, if it is not there yet: half a second for a large one, in which no other thread runs."""
@@ -161,6 +170,10 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             return self._vocabulary
+
+    def prepare_ahead(self) -> None:
+        """Loads the vocabulary in a thread. What is wrong with it, the first grammar says."""
+        ThreadPoolExecutor(1, "vocabulary").submit(self.prepare)
 
     def compile(self, text: str) -> str:
         """Have the grammar ready for rows; why it cannot be. Called in any thread."""
@@ -178,7 +191,7 @@ class Grammars:
             words = np.empty(vocabulary.num_words, np.int32)
             first = matcher.deep_copy()
             first.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            error = (matcher.get_error() or first.get_error()).removesuffix("<non-verbose/>").strip()[:300]
+            error = _told(matcher.get_error() or first.get_error())
             if not error and not words.any():
                 error = "no text fits it"
             if not error and (took_s := time.monotonic() - begun) > MAX_COMPILE_S:
@@ -230,12 +243,21 @@ class Grammars:
         """The masks of the next tokens of these lines. Waits for the tokens of earlier steps."""
         self.advance()
         words = np.empty((len(matchers), self.prepare().num_words), np.int32)
-        for matcher, each in zip(matchers.values(), words, strict=True):
-            if not matcher.error:
-                matcher.fill(each)
-            if matcher.error:
-                each[:] = -1
+        compute = [(found, nth) for nth, row in enumerate(matchers.values()) if (found := row.computes) is not None]
+        if self._num_threads > 1 and len(compute) >= AT_ONCE:
+            self._in_threads(compute, words)
+        else:
+            for matcher, nth in compute:
+                matcher.unsafe_compute_mask_ptr(words[nth].ctypes.data, words[nth].nbytes)
+        for row, each in zip(matchers.values(), words, strict=True):
+            row.finish(each)
         return TokenMask(np.fromiter(matchers, np.intp), words)
+
+    def _in_threads(self, compute: "list[tuple[LLMatcher, int]]", words: I32) -> None:
+        from llguidance import LLExecutor
+
+        self._executor = self._executor or LLExecutor(self._num_threads)
+        self._executor.unsafe_compute_mask_ptr(compute, words.ctypes.data, words.strides[0], len(words))
 
     def sampled(self, matchers: dict[int, RowMatcher], tokens: I32, mark: Mark) -> None:
         """The tokens of these lines are on the host behind the mark."""

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from meshlm.workers.graphs.captures import Captures
-from meshlm.workers.graphs.dispatcher import PATIENCE_DECODES, Dispatcher, Key
+from meshlm.workers.graphs.dispatcher import HEAD, MODEL, PATIENCE_DECODES, Dispatcher, Key
 
 KEYS = [Key(1, 1), Key(2, 2), Key(4, 4), Key(128, 5)]
 
@@ -47,6 +47,9 @@ class Gpu:
 
 class Graph:
     gpu: Gpu
+
+    def replay(self) -> None:
+        """What was captured is not run."""
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         if self.gpu.recording is not None:
@@ -190,3 +193,33 @@ def test_ranks_that_step_together_have_the_first_graphs_when_they_meet(gpu: Gpu)
     steps.prepare(Key(3, 3))
     assert gpu.captured[-1] == Key(3, 3)
     assert said == [True] * 5
+
+
+def test_the_parts_of_a_step_are_graphs_of_their_own(gpu: Gpu) -> None:
+    """Captured when they are asked for, counted as one step, and no part of what is to be captured in idle time."""
+    steps = Dispatcher(list(KEYS), gpu.step)
+    model, head = Key(2, 2, part=MODEL), Key(2, 2, part=HEAD)
+    for part in (model, head):
+        steps.prepare(part)
+        steps.prepare(part)
+    assert gpu.captured == [model, head]
+    assert gpu.ran == [model, head], "the first of each kind is rehearsed"
+    assert not steps.complete
+    for part in (model, head):
+        steps.replay(part)
+    assert dict(steps.replays) == {"decode": 1}
+    in_idle_time(steps)
+    assert steps.complete
+
+
+def test_a_part_that_cannot_be_captured_is_launched_by_hand(gpu: Gpu) -> None:
+    head = Key(2, 2, part=HEAD)
+    gpu.fail = {(head, True): errors(2)}
+    steps = Dispatcher(list(KEYS), gpu.step)
+    for _ in range(3):
+        steps.prepare(head)
+    assert steps.misses["captured_now"] == 1
+    assert steps.keys == KEYS
+    gpu.ran.clear()
+    steps.replay(head)
+    assert gpu.ran == [head]

@@ -16,8 +16,9 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.graphs import dispatcher as graphs
-from meshlm.workers.output import logits_sampler, logprobs
+from meshlm.workers.output import logits_sampler, logprobs, masks
 from meshlm.workers.output.details import Details, prompt_logprobs
+from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.output.sampler import SampleRows, sample
 from meshlm.workers.output.table import ALWAYS, EDITS, SamplingTable, edits
@@ -196,3 +197,42 @@ def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.Mo
     assert case.model.most_lines == 2
     following = torch.from_numpy(case.tokens[5, 2:9]).long()
     assert found == {9: logprobs.columns(case.model.logits(states), following, 3)}
+
+
+def of_lines(allowed: dict[int, list[int]]) -> TokenMask:
+    """By line: the tokens that may come."""
+    bits = np.zeros((len(allowed), -(-VOCAB // 32) * 32), np.uint8)
+    for nth, tokens in enumerate(allowed.values()):
+        bits[nth, tokens] = 1
+    return TokenMask(np.array(list(allowed), np.intp), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize(("chunk", "apart"), [(CHUNK, False), (256, True)])
+def test_masked_lines_beside_others(monkeypatch: pytest.MonkeyPatch, chunk: int, apart: bool) -> None:
+    """Every kind of row, so lines that torch samples again too; two steps, so that no mask outlives its own."""
+    case = Case(monkeypatch, chunk)
+    rows = [3, 0, 6, 1, 5, 2, 4]
+    count = len(rows)
+    columns = (
+        torch.tensor(rows, dtype=torch.int32),
+        torch.full((count,), 9, dtype=torch.int32),
+        torch.arange(1, count + 1, dtype=torch.int32),
+    )
+    batch: Any = SimpleNamespace(columns=Columns(*columns, count, case.rows.block_tables[0]), places=None)
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+    tokens[:, :10] = torch.from_numpy(case.tokens)
+    for allowed in ({0: [5, 100], 2: [8], 4: [17], 6: [0, 31, 32]}, {2: [9, 7]}):
+        if allowed:
+            case.head.mask(of_lines(allowed))
+        if apart and allowed:
+            case.head.keep(case.hidden[rows])
+            case.head.choose_kept(count, columns, None)
+        else:
+            case.head.sample(case.hidden[rows], batch, SimpleNamespace())  # type: ignore[arg-type]
+        case.head.by_torch(case.at(rows), case.table)
+        found = case.head.sampled[:count].tolist()
+        logits = case.model.logits(case.hidden[rows])
+        if allowed:
+            masks.apply(logits, of_lines(allowed))
+        assert found == sample(logits, case.at(rows), case.table, tokens).tolist()
+        assert all(found[line] in some for line, some in allowed.items())
