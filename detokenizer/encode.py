@@ -95,6 +95,14 @@ class Encoder:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return encoding
 
+    def offsets(self, prompt: Prompt) -> tuple["array[int]", "array[int]"]:
+        """The prompt's ids, and where each token begins and ends in its text, the template's where there is one."""
+        if not isinstance(prompt, TextPrompt | ChatPrompt) or (isinstance(prompt, TextPrompt) and prompt.suffix):
+            return self.encode(prompt), array("i")
+        text = prompt.text if isinstance(prompt, TextPrompt) else self.render(prompt)
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=prompt.add_special_tokens)
+        return array("i", encoding.ids), array("i", [place for pair in encoding.offsets for place in pair])
+
     def _infilled(self, prompt: TextPrompt) -> "array[int]":
         begin = array("i")
         if prompt.add_special_tokens:  # those that the tokenizer puts before any text

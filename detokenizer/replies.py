@@ -40,9 +40,9 @@ def answer(
 
 
 def _tokenized(ask: Tokenize, encoder: Encoder, table: TokenTable, max_model_len: int) -> TokenizeReply:
-    token_ids = encoder.encode(ask.prompt)
+    token_ids, offsets = encoder.offsets(ask.prompt) if ask.want_offsets else (encoder.encode(ask.prompt), array("i"))
     strings = tuple(map(table.name, token_ids)) if ask.want_strings else ()
-    return TokenizeReply(ask.handle, token_ids.tobytes(), strings, max_model_len)
+    return TokenizeReply(ask.handle, token_ids.tobytes(), strings, offsets.tobytes(), max_model_len)
 
 
 def _detokenized(ask: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:

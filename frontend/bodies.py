@@ -38,7 +38,11 @@ def decode(
 ) -> tuple[Body, tuple[str, ...]]:
     """The body as its Struct, and the names of fields that nobody knows. `check` sees the fields of a large one undecoded; `longest` is
     what a list may hold."""
-    raw = fields_of(body, check, longest)
+    return converted(fields_of(body, check, longest), kind)
+
+
+def converted(raw: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """Fields as their Struct, and the names of those that nobody knows."""
     try:
         value = msgspec.convert(raw, kind, strict=False)  # 16.0 and "16" are numbers here, as for vLLM
     except msgspec.ValidationError as error:

@@ -45,11 +45,7 @@ _LORA = "LoRA adapters are not supported"
 _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
-    **dict.fromkeys(
-        ("/v1/conversations", "/v1/chat/completions/batch"),
-        "not supported; POST /v1/chat/completions is what there is",
-    ),
-    **dict.fromkeys(("/invocations", "/inference/v1/generate"), "not supported; the other POST paths are"),
+    "/v1/conversations": "not supported; POST /v1/chat/completions is what there is",
     **dict.fromkeys(
         ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
         _TEXT,
@@ -58,11 +54,11 @@ NOT_SERVED = {
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages"), _VECTORS),
     **dict.fromkeys(
         (f"/v1/{kind}/{verb}" for kind in ("completions", "chat/completions") for verb in ("render", "derender")),
-        "not supported; POST /tokenize takes messages, and return_prompt_text shows what they became",
+        _VECTORS,
     ),
+    **dict.fromkeys(("/v1/chat/completions/batch", "/inference/v1/generate"), _VECTORS),
     "/generative_scoring": "not supported; POST /score compares texts with a server of --runner pooling",
-    "/tokenizer_info": "the tokenizer's files are in the model's folder",
-    "/server_info": "not supported; meshlm status says what runs, GET /version which version",
+    "/tokenizer_info": "the server was started without --enable-tokenizer-info-endpoint",
     **dict.fromkeys(
         ("/pause", "/resume", "/is_paused", "/abort_requests"), "a mesh is not paused; a client ends its own"
     ),
@@ -83,7 +79,10 @@ NOT_SERVED = {
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "only text is supported"),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
     **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
-    **dict.fromkeys(("/reset_prefix_cache", "/rebalance_experts"), "the server was started without --server-dev-mode"),
+    **dict.fromkeys(
+        ("/reset_prefix_cache", "/rebalance_experts", "/server_info"),
+        "the server was started without --server-dev-mode",
+    ),
     **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),
 }
 

@@ -4,6 +4,7 @@ server.py, once."""
 import html
 import re
 from collections.abc import Sequence
+from types import GenericAlias
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from meshlm.frontend.request_schema import Served, refine
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
 Json = dict[str, Any]
+Refs = dict[type | GenericAlias, dict[str, Any]]
 REASONS = {
     400: "A field or header is not allowed, or not supported; `param` names it.",
     401: "The API key is missing or wrong.",
@@ -35,10 +37,10 @@ _REF = "#/components/schemas/{name}"
 def document(operations: Sequence[Operation], version: str, keys: bool, served: Served) -> Json:
     """The OpenAPI document. `keys`: all but the probes need one."""
     structs = {kind for op in operations for kind in (op.body, op.answers, op.error)}
-    kinds = [kind for kind in structs if isinstance(kind, type)]
+    kinds = [kind for kind in structs if isinstance(kind, type | GenericAlias)]
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     refine(components, served)
-    refs: dict[type, Json] = dict(zip(kinds, references, strict=True))
+    refs: Refs = dict(zip(kinds, references, strict=True))
     paths: Json = {}
     for op in operations:
         for method in op.methods:
@@ -64,7 +66,7 @@ def _description() -> str:
     )
 
 
-def _operation(op: Operation, method: str, refs: dict[type, Json], keys: bool, served: Served) -> Json:
+def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Served) -> Json:
     errors = {*op.errors, *((401,) if keys and not op.is_open else ())}
     found: Json = {
         "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),
@@ -97,7 +99,7 @@ def _parameter(parameter: Parameter, served: Served) -> Json:
     return {"enum": list(served.names)} if parameter.name == "model" else parameter.schema
 
 
-def _success(op: Operation, refs: dict[type, Json]) -> Json:
+def _success(op: Operation, refs: Refs) -> Json:
     if op.answers is None:
         return {"description": "Nothing."}
     if isinstance(op.answers, str):

@@ -1,6 +1,7 @@
 """Every route: its path, its method of server.py, what it takes and how it may answer. server.py serves this table and openapi.py
 describes it, so no route is without description."""
 
+from types import GenericAlias
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -9,6 +10,7 @@ from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
 from meshlm.frontend.errors import STATUS
 from meshlm.frontend.messages import schema as anthropic
+from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
 from meshlm.frontend.vectors import schema as vectors
@@ -28,12 +30,12 @@ class Parameter(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One route. `answers` is a Struct for JSON, else a content type, "" for none; `errors` are statuses whose body is
-    `error`, in the form of the route's API."""
+    """One route. `answers` is a Struct, or a list of one, for JSON, else a content type, "" for none; `errors` are statuses whose
+    body is `error`, in the form of the route's API."""
 
     path: str
     handler: str
-    answers: type[Struct] | str | None
+    answers: type[Struct] | GenericAlias | str | None
     summary: str
     body: type[Struct] | None = None
     methods: tuple[str, ...] = ("GET",)
@@ -43,6 +45,11 @@ class Operation(NamedTuple):
     plain_errors: tuple[int, ...] = ()  # statuses whose body is text
     is_open: bool = False  # needs no key
     error: type[Struct] = responses.ErrorResponse
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is of servers that give text."""
+        return self.streams or self.handler.startswith("rendering.")
 
 
 def _switch(name: str, description: str) -> Parameter:
@@ -192,6 +199,74 @@ OPERATIONS = (
         ("POST",),
         _ASKS,
     ),
+    Operation(
+        "/v1/chat/completions/batch",
+        "rendering.batch",
+        responses.ChatCompletionResponse,
+        "Answer several conversations; a choice is one's answer.",
+        rendering.BatchChatRequest,
+        ("POST",),
+        _ASKS,
+        _GENERATES,
+    ),
+    Operation(
+        "/inference/v1/generate",
+        "rendering.generate",
+        rendering.GenerateResponse,
+        "Token ids in, token ids out.",
+        rendering.GenerateRequest,
+        ("POST",),
+        _ASKS,
+        _GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "/v1/chat/completions/render",
+        "rendering.chat",
+        rendering.RenderedRequest,
+        "What a conversation asks of POST /inference/v1/generate.",
+        schema.ChatRequest,
+        ("POST",),
+        _ASKS,
+    ),
+    Operation(
+        "/v1/completions/render",
+        "rendering.completion",
+        GenericAlias(list, (rendering.RenderedRequest,)),
+        "What each prompt asks of POST /inference/v1/generate.",
+        schema.CompletionRequest,
+        ("POST",),
+        _ASKS,
+    ),
+    Operation(
+        "/v1/chat/completions/derender",
+        "rendering.derender_chat",
+        responses.ChatCompletionResponse,
+        "A conversation's answer, of its token ids.",
+        rendering.DerenderChatRequest,
+        ("POST",),
+        _ASKS,
+    ),
+    Operation(
+        "/v1/completions/derender",
+        "rendering.derender_completion",
+        responses.CompletionResponse,
+        "A completion's answer, of its token ids.",
+        rendering.DerenderCompletionRequest,
+        ("POST",),
+        _ASKS,
+    ),
+    Operation(
+        "/invocations",
+        "invocations",
+        responses.ChatCompletionResponse,
+        "For SageMaker: as the route that the body's fields name, which is /v1/chat/completions with messages.",
+        schema.ChatRequest,
+        ("POST",),
+        _ASKS,
+        _GENERATES,
+        streams=True,
+    ),
     Operation("/v1/models", "models", responses.ModelList, "The served names."),
     Operation("/v1/models/{model}", "model", responses.ModelCard, "One of them.", errors=(404, 503), parameters=(_MODEL,)),
     Operation("/version", "version", responses.Version, "The server's version."),
@@ -222,8 +297,32 @@ VECTORS = (
     *_vectors(
         ("/rerank", "/v1/rerank", "/v2/rerank"), vectors.RerankResponse, "Documents, the best for a query first.", vectors.RerankRequest
     ),
+    Operation(
+        "/invocations",
+        "invocations",
+        vectors.EmbeddingResponse,
+        "For SageMaker: as the route that the body's fields name, which is /v1/embeddings with input.",
+        vectors.EmbeddingRequest,
+        ("POST",),
+        _ASKS,
+        _NAMED[:2],
+    ),
 )  # fmt: skip
+TOKENIZER_INFO = (
+    Operation(
+        "/tokenizer_info", "tokenizer_info", rendering.TokenizerInfo, "The tokenizer's configuration and template."
+    ),
+)
+_FORMAT = Parameter("config_format", "query", {"enum": ["text", "json"], "default": "text"}, "Of the configuration.")
 DEVELOPMENT = (
+    Operation(
+        "/server_info",
+        "server_info",
+        responses.ServerInfo,
+        "The configuration, the environment and the versions.",
+        errors=(400, 503),
+        parameters=(_FORMAT,),
+    ),
     Operation(
         "/reset_prefix_cache",
         "reset_prefix_cache",
@@ -254,8 +353,11 @@ DOCUMENTATION = (
 )
 
 
-def served(*, documentation: bool, development: bool, pooling: bool = False) -> tuple[Operation, ...]:
+def served(
+    *, documentation: bool, development: bool, pooling: bool = False, tokenizer_info: bool = False
+) -> tuple[Operation, ...]:
     """All routes of a server, of one that gives vectors or one that gives text (--runner), with or without its documentation
-    (--disable-fastapi-docs) and those for development (--server-dev-mode)."""
-    own = tuple(op for op in OPERATIONS if not op.streams) + VECTORS if pooling else OPERATIONS
+    (--disable-fastapi-docs), those for development (--server-dev-mode) and the tokenizer's (--enable-tokenizer-info-endpoint)."""
+    own = tuple(op for op in OPERATIONS if not op.generates) + VECTORS if pooling else OPERATIONS
+    own += TOKENIZER_INFO if tokenizer_info else ()
     return own + (DEVELOPMENT if development else ()) + (DOCUMENTATION if documentation else ())

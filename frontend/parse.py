@@ -74,6 +74,7 @@ class ParsedRequest(NamedTuple):
     beams: bool = False  # the choices are those of one beam search
     length_penalty: float = 1.0
     task: Task = GENERATE
+    return_token_offsets: bool = False
 
     @property
     def hides_tokens(self) -> bool:
@@ -282,6 +283,7 @@ def _ask(
         tokens_as_ids=server.return_tokens_as_token_ids if as_ids is None else as_ids,
         request_id=request.request_id or "",
         beams=request.use_beam_search,
+        return_token_offsets=bool(request.return_token_offsets),
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
     )
 

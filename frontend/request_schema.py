@@ -36,6 +36,7 @@ def refine(schemas: Json, served: Served) -> None:
     refined = {
         name: _fields(served) for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
     }
+    refined["BatchChatRequest"] = _fields(served) | {"messages": _conversations(), "tools": _NULL}
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
     of_messages = anthropic.fields(
         served.names,
@@ -163,6 +164,10 @@ def _prompt(served: Served) -> Json:
     ids = _ids(served, 1)
     several = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, ids)]
     return {"description": "Text, token ids, or a list of either.", "anyOf": [_TEXT, ids, *several]}
+
+
+def _conversations() -> Json:
+    return {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": _message()}}
 
 
 def _message() -> Json:

@@ -3,7 +3,7 @@
 A field that may be left out has UNSET for its default; one that is always null is there for clients of vLLM's that read it.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -218,3 +218,11 @@ class Traces(Struct):
     """The files that were written, one a worker."""
 
     paths: list[str]
+
+
+class ServerInfo(Struct):
+    """`meshlm_config` as text, or with config_format=json as an object. Keys and passwords are left out."""
+
+    meshlm_config: str | dict[str, Any]
+    meshlm_env: dict[str, str]
+    system_env: dict[str, str | int | None]

@@ -19,7 +19,6 @@ MAX_TIMEOUT_S = 1e9
 
 _MEDIA = "images and sound are not supported"
 _KV_TRANSFER = "KV transfer is not supported"
-_RENDER = "it belongs to vLLM's /render paths, which are not here"
 _FUNCTIONS = "not supported; send tools, its newer name"
 # Fields of vLLM and OpenAI that decide what the answer is: to ignore them, as unknown fields are, would be a wrong answer.
 NOT_SUPPORTED = {
@@ -32,8 +31,7 @@ NOT_SUPPORTED = {
     "ec_transfer_params": _KV_TRANSFER,
     "thinking_token_budget": "not supported; max_tokens bounds reasoning and answer together",
     "vllm_xargs": "not supported; there are no extensions that would read them",
-    "return_token_offsets": f"not supported; {_RENDER}",
-    "return_assistant_tokens_mask": f"not supported; {_RENDER}",
+    "return_assistant_tokens_mask": "not supported; templates do not tell which tokens are the assistant's",
     "functions": _FUNCTIONS,
     "function_call": _FUNCTIONS,
     "web_search_options": "not supported; nothing is searched",
@@ -147,6 +145,7 @@ class Common(Struct, frozen=True, kw_only=True):
     request_id: RequestName | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_offsets: bool | None = None  # of the render routes
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None
     user: str | None = None
     add_special_tokens: bool | None = None

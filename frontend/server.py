@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from meshlm.frontend import bodies, limits, openapi, operating, parse, prompts, retry
+from meshlm.frontend import bodies, information, limits, openapi, operating, parse, prompts, retry
 from meshlm.frontend.endpoint import Endpoint, KeyCheck, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
@@ -27,6 +28,7 @@ from meshlm.frontend.load_shedder import LoadShedder
 from meshlm.frontend.messages import routes as anthropic
 from meshlm.frontend.model_card import model_card
 from meshlm.frontend.operations import HTML, METRICS, Operation, served
+from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -34,6 +36,15 @@ from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
 
+# Of POST /invocations: the field that says which route a body is for; the first that is there counts.
+INVOCATIONS = (
+    ("messages", "/v1/chat/completions"),
+    ("prompt", "/v1/completions"),
+    ("query", "/rerank"),
+    ("text_1", "/score"),
+    ("queries", "/score"),
+    ("input", "/v1/embeddings"),
+)
 BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
 
@@ -51,11 +62,15 @@ class Routes:
         self._generation = Generation(backend)
         self.unsent = self._generation.unsent
         self.responses = responses_api.ResponseRoutes(backend, self._generation)
+        reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
+        self.rendering = Rendering(backend, self._generation, reads)
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
         routes = [
-            Route(op.path.replace("{model}", "{model:path}"), Endpoint(getattr(self, op.handler)), methods=op.methods)
+            Route(
+                op.path.replace("{model}", "{model:path}"), Endpoint(attrgetter(op.handler)(self)), methods=op.methods
+            )
             for op in self._operations()
         ]
         server = self._backend.config.server
@@ -83,6 +98,7 @@ class Routes:
             documentation=not server.disable_fastapi_docs,
             development=server.server_dev_mode,
             pooling=self._backend.resolved.pooling is not None,
+            tokenizer_info=server.enable_tokenizer_info_endpoint,
         )
 
     # --- small routes ---
@@ -136,6 +152,12 @@ class Routes:
 
     async def rebalance_experts(self, request: Request) -> HttpResponse:
         return _json(await operating.rebalance_experts(self._backend))
+
+    async def server_info(self, request: Request) -> HttpResponse:
+        return _json(await asyncio.to_thread(information.server, self._backend, request.query_params))
+
+    async def tokenizer_info(self, request: Request) -> HttpResponse:
+        return _json(await asyncio.to_thread(information.tokenizer, self._backend.resolved))
 
     async def models(self, request: Request) -> HttpResponse:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
@@ -200,6 +222,20 @@ class Routes:
         return reply
 
     # --- generation ---
+
+    async def invocations(self, request: Request) -> HttpResponse | None:
+        """For SageMaker: what the body's fields say."""
+        async with self._body(request) as raw:
+            fields = bodies.fields_of(raw)
+        paths = {op.path: op.handler for op in self._operations()}
+        path = next((path for field, path in INVOCATIONS if field in fields and path in paths), "")
+        if not path:
+            wanted = ", ".join(f"{field} ({path})" for field, path in INVOCATIONS if path in paths)
+            raise HttpError(400, f"the body is for no route that is served; it needs one of {wanted}")
+        named = Request({**request.scope, "path": path}, request.receive)
+        named._body = raw
+        answer: HttpResponse | None = await attrgetter(paths[path])(self)(named)
+        return answer
 
     async def completions(self, request: Request) -> HttpResponse | None:
         ask, model, again = await self._read(request, self._completion)

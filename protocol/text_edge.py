@@ -189,6 +189,7 @@ class Tokenize(Struct, frozen=True, tag="tokenize"):
     handle: Handle
     prompt: Prompt
     want_strings: bool = False
+    want_offsets: bool = False
 
 
 class Detokenize(Struct, frozen=True, tag="detokenize"):
@@ -262,6 +263,7 @@ class TokenizeReply(Struct, frozen=True, tag="tokenized"):
     handle: Handle
     token_ids: bytes = b""
     strings: tuple[str, ...] = ()
+    offsets: bytes = b""  # int32[2 t]: where each token begins and ends in the text, in characters
     max_model_len: int = 0
     error: str = ""
     param: str = ""

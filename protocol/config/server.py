@@ -104,6 +104,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         str, Meta(description="Python file with more of them, in a dict REASONING_PARSERS")
     ] = ""
     disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="GET /tokenizer_info tells the tokenizer's configuration and chat template")
+    ] = False
     server_dev_mode: Annotated[
         bool, Meta(description="POST /reset_prefix_cache is there for every client (VLLM_SERVER_DEV_MODE)")
     ] = False

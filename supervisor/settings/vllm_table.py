@@ -125,7 +125,6 @@ ABSENT = {
     "--enable-log-outputs": "answers are never logged",
     "--log-config-file": "--log-level and --log-format are the settings",
     "--profiler-config": "--profiler-dir DIR is the setting",
-    "--enable-tokenizer-info-endpoint": "the tokenizer's files are in the model's folder",
     "--tokens-only": "prompts may be token ids, and return_token_ids gives the answer's",
     "--skip-tokenizer-init": "prompts may be token ids, and return_token_ids gives the answer's",
     "--enable-prompt-embeds": "a prompt is text or token ids",

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.mesh
 EXAMPLES = {"post": 15, "get": 2, "delete": 2}  # right and wrong ones of a route each
 MOST = {"max_tokens": 4, "max_output_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0, "n": 2, "best_of": 2}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
+LIKE_CHATS = ("/v1/chat/completions/render", "/v1/chat/completions/batch", "/invocations")
+LIKE_THEM = ("/v1/completions/render", *LIKE_CHATS)
 RESPONSES = "/v1/responses"
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 CHECKED = [
@@ -34,7 +36,7 @@ _numbers = itertools.count()
 
 def brief(case: Any) -> None:
     """Few tokens and choices, so that examples are fast. What is wrong stays wrong."""
-    if not isinstance(case.body, dict) or case.path not in (*GENERATION, "/v1/messages", RESPONSES):
+    if not isinstance(case.body, dict) or case.path not in (*GENERATION, *LIKE_THEM, "/v1/messages", RESPONSES):
         return
     for name, most in MOST.items():
         value = case.body.get(name)
@@ -78,7 +80,8 @@ def consistent(case: Any) -> None:
     if not isinstance(case.body, dict):
         return
     body = case.body
-    for message in body.get("messages") or ():
+    several = body.get("messages") or ()
+    for message in itertools.chain(*several) if case.path.endswith("/batch") else several:
         for call in message.get("tool_calls") or ():
             call["function"]["arguments"] = "{}"
     if body.get("continue_final_message"):
@@ -95,12 +98,24 @@ def consistent(case: Any) -> None:
     if case.path in MESSAGES:
         for name in ("chat_template_kwargs", "tool_choice"):
             body.pop(name, None)
-    if case.path not in GENERATION:
+    if "derender" in case.path:
+        for name in ("chat_request", "completion_request", "prompt_tokens"):
+            body.pop(name, None)
+        one = {"choices": [{"index": 0, "token_ids": [5, 6]}]}
+        body.update(
+            {name: one if name.endswith("response") else [one] for name in body if name.startswith("generate_")}
+        )
+    if case.path == "/inference/v1/generate":
+        body.update({"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}})
+        body["stream"] = bool(body.get("stream"))
+        if not body["stream"]:
+            body.pop("stream_options", None)
+    if case.path not in (*GENERATION, *LIKE_THEM):
         return
     constrain(body)
     for name in ("max_tokens", "max_completion_tokens"):
         body[name] = body.get(name) or MOST[name]
-    body["stream"] = bool(body.get("stream")) and body.get("prompt_logprobs") is None
+    body["stream"] = bool(body.get("stream")) and body.get("prompt_logprobs") is None and "batch" not in case.path
     if not body["stream"]:
         body.pop("stream_options", None)
     if body.get("tools") is None or body.get("tool_choice") not in ("none", "auto"):
@@ -118,8 +133,8 @@ def consistent(case: Any) -> None:
     if body.get("repetition_detection"):
         body["repetition_detection"] = {"max_pattern_size": 4, "min_count": 2}
     if body.get("logprob_token_ids"):
-        body["logprobs"] = True if case.path == "/v1/chat/completions" else 1
-    if case.path == "/v1/completions":
+        body["logprobs"] = 1 if "prompt" in body else True
+    if "prompt" in body:
         body.pop("max_completion_tokens", None)
         body.pop("suffix", None)  # this model cannot fill in the middle
 

@@ -1,0 +1,90 @@
+"""A parsed request, whose prompts have become token ids, as the request for POST /inference/v1/generate that it stands for. Pure."""
+
+from typing import Any
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.protocol.text_edge import TextParams
+
+Json = dict[str, Any]
+SAME = (  # names of SamplingParams that are vLLM's too
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def check(ask: ParsedRequest) -> None:
+    """Refuses what is no single generation."""
+    if ask.beams:
+        raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
+    if ask.num_choices != ask.num_returned:
+        raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
+    if ask.prompt_only:
+        raise HttpError(400, "max_tokens: 0 asks for no token", "max_tokens")
+
+
+def kept(ids: list[int], text: TextParams) -> slice:
+    """The part of a prompt that truncate_prompt_tokens leaves."""
+    keep = text.truncate_prompt_tokens
+    if not keep or keep >= len(ids):
+        return slice(0, len(ids))
+    return slice(0, keep) if text.truncation_side == "right" else slice(len(ids) - keep, len(ids))
+
+
+def rendered(
+    ask: ParsedRequest,
+    name: str,
+    model: str | None,
+    ids: list[int],
+    offsets: list[tuple[int, int]] | None,
+    context: int,
+) -> Json:
+    """The request for one prompt. HttpError where generation would refuse its length."""
+    part = kept(ids, ask.text)
+    ids, offsets = ids[part], offsets if offsets is None else offsets[part]
+    room = context - len(ids)
+    prompt, most = (ask.client_names.get(field, field) for field in ("prompt", "max_tokens"))
+    if not ids or room < 1:
+        text = f"{prompt}: {len(ids)} tokens; this model's maximum context length is {context}, with an output token"
+        raise HttpError(400, text, prompt)
+    wanted = room if ask.max_tokens is None else ask.max_tokens
+    if wanted > room and not ask.cap_max_tokens:
+        raise HttpError(400, f"{most}: {wanted} are more than the {room} that the context leaves", most)
+    options = {"include_usage": True, "continuous_usage_stats": ask.continuous_usage} if ask.include_usage else None
+    return {
+        "request_id": name,
+        "token_ids": ids,
+        "assistant_tokens_mask": None,
+        "token_offsets": offsets,
+        "features": None,
+        "sampling_params": {**_sampling(ask), "max_tokens": min(wanted, room)},
+        "model": model,
+        "stream": ask.stream,
+        "stream_options": options if ask.stream else None,
+        "cache_salt": ask.cache_salt or None,
+        "priority": ask.priority,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+    }
+
+
+def _sampling(ask: ParsedRequest) -> Json:
+    """With vLLM's names, and what is not asked for left out."""
+    sampling, text = ask.sampling, ask.text
+    found: Json = {"n": ask.num_choices, **{name: getattr(sampling, name) for name in SAME}}
+    ends = set(sampling.eos_token_ids)
+    wanted: Json = {
+        "seed": ask.seed,
+        "stop": list(text.stop) or None,
+        "stop_token_ids": [token for token in sampling.stop_token_ids if token not in ends] or None,
+        "bad_words": list(text.bad_words) or None,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "logprobs": ask.logprobs if ask.logprobs >= 0 else None,
+        "prompt_logprobs": ask.prompt_logprobs if ask.prompt_logprobs >= 0 else None,
+        "logprob_token_ids": list(sampling.logprob_token_ids) or None,
+        "repetition_detection": sampling.repetition_detection,
+        "ignore_eos": not ends or None,
+        "include_stop_str_in_output": text.include_stop_str_in_output or None,
+        "skip_special_tokens": None if text.skip_special_tokens else False,
+    }
+    return found | {name: value for name, value in wanted.items() if value is not None}

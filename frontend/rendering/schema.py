@@ -1,0 +1,126 @@
+"""The bodies and answers of the routes in this folder; names are vLLM's."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from meshlm.frontend.response_schema import (
+    ChatCompletionLogProbs,
+    ChatCompletionResponse,
+    FinishReason,
+    PromptLogprobs,
+    UsageInfo,
+)
+from meshlm.frontend.schema import ChatRequest, CompletionRequest, RequestName, StreamOptions, TokenId
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """POST /inference/v1/generate, and what the render routes answer. `sampling_params` has vLLM's names; max_tokens that is not among
+    them is what the context leaves."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling_params: dict[str, Any]
+    request_id: RequestName | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    assistant_tokens_mask: list[int] | None = None
+    token_offsets: list[list[int]] | None = None
+    features: None = None
+
+
+class RenderedRequest(Struct, frozen=True, kw_only=True):
+    """A prompt that is ready for POST /inference/v1/generate. token_offsets: of each token in the text, with return_token_offsets."""
+
+    request_id: str
+    token_ids: list[int]
+    assistant_tokens_mask: None
+    token_offsets: list[list[int]] | None
+    features: None
+    sampling_params: dict[str, Any]
+    model: str | None
+    stream: bool
+    stream_options: StreamOptions | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+    ec_transfer_params: None
+
+
+class GenerateChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    logprobs: ChatCompletionLogProbs | None = None
+    finish_reason: FinishReason | None = "stop"
+    token_ids: list[TokenId] | None = None
+    routed_experts: None = None
+
+
+class GenerateResponse(Struct, frozen=True, kw_only=True):
+    """With stream: true the answer is a stream of events without `created` and `model`, and `data: [DONE]` at the end."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    model: str | None = None
+    created: int | None = None
+    usage: UsageInfo | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+
+class PlainUsage(Struct, frozen=True):
+    """Usage as a client may send it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class Generated(Struct, frozen=True, kw_only=True):
+    """What POST /inference/v1/generate answered, as a client sends it back."""
+
+    choices: list[GenerateChoice]
+    request_id: str = ""
+    usage: PlainUsage | None = None
+
+
+class DerenderChatRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/chat/completions/derender."""
+
+    generate_response: Generated
+    model: str | None = None
+    prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
+    chat_request: ChatRequest | None = None
+
+
+class DerenderCompletionRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/completions/derender: an answer for each prompt."""
+
+    generate_responses: Annotated[list[Generated], Meta(min_length=1)]
+    model: str | None = None
+    prompt_tokens: list[Annotated[int, Meta(ge=0)]] | None = None
+    completion_request: CompletionRequest | None = None
+
+
+class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions/batch: several conversations, and what holds for each of them. The choices are theirs, in order."""
+
+    messages: Annotated[list[list[dict[str, Any]]], Meta(min_length=1, max_length=2048)]  # type: ignore[assignment]
+    n: Literal[1] | None = None
+    stream: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None  # type: ignore[assignment]
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+    prompt_logprobs: None = None
+
+
+class TokenizerInfo(Struct):
+    """The tokenizer_config.json, whose other keys differ from model to model."""
+
+    tokenizer_class: str
+    chat_template: str | UnsetType = UNSET
+
+
+__all__ = ["ChatCompletionResponse", "RenderedRequest"]

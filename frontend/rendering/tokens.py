@@ -1,0 +1,96 @@
+"""POST /inference/v1/generate: token ids in, token ids out. Its body is read as a completion's; its answers are made here."""
+
+from typing import Any
+
+import msgspec
+
+from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.errors import error_object
+from meshlm.frontend.generation import Form
+from meshlm.frontend.logprobs import by_id, chat_logprobs
+from meshlm.frontend.rendering.schema import GenerateRequest
+from meshlm.frontend.responses import WholeResponse, visible_reason
+from meshlm.frontend.stream_response import StreamResponse
+from meshlm.protocol.ids import FinishReason
+
+Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+OF_PYTHON = ("detokenize", "output_kind", "skip_clone", "flat_logprobs")  # vLLM's, that say nothing of the tokens
+
+
+def completion_of(body: GenerateRequest) -> Json:
+    """The fields of a completion that asks for the same."""
+    sampling = {name: value for name, value in body.sampling_params.items() if name not in OF_PYTHON}
+    rest: Json = {
+        "model": body.model,
+        "stream": body.stream,
+        "stream_options": body.stream_options,
+        "cache_salt": body.cache_salt,
+        "request_id": body.request_id,
+    }
+    if body.stream_options is not None:
+        rest["stream_options"] = msgspec.structs.asdict(body.stream_options)
+    rest = {name: value for name, value in rest.items() if value is not None}
+    return {**sampling, **rest, "prompt": body.token_ids, "priority": body.priority, "return_token_ids": True}
+
+
+class WholeTokens(WholeResponse):
+    """An answer that is not streamed."""
+
+    def body(self) -> bytes:
+        choices = [self._tokens(choice) for choice in self._best()]
+        found: Json = {"request_id": self.request_id, "model": self.model, "created": self.created, "choices": choices}
+        found |= {"usage": self.usage(), "kv_transfer_params": None, "ec_transfer_params": None}
+        found["usage"]["prompt_tokens_details"] |= {"created_cache_tokens": None, "multimodal_tokens": None}
+        return _encode({**found, "prompt_logprobs": self._of_prompt(self.choices[0]).get("prompt_logprobs")})
+
+    def _tokens(self, choice: Choice) -> Json:
+        assert choice.finished is not None
+        positions = self._logprobs.get(choice.index)
+        return {
+            "index": choice.index,
+            "logprobs": chat_logprobs(by_id(positions)) if positions is not None and self.ask.logprobs >= 0 else None,
+            "finish_reason": visible_reason(choice.finished),
+            "token_ids": choice.token_ids.tolist(),
+            "routed_experts": None,
+        }
+
+
+class StreamedTokens(StreamResponse):
+    """Each row is an event."""
+
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        finished = details.finished if details is not None else None
+        if details is not None:
+            self.note(choice, details)
+        failed = finished is not None and finished.reason is FinishReason.ERROR
+        if not failed and (num_tokens or finished is not None):
+            logprobs = details.logprobs if details is not None else None
+            entry = {
+                "index": choice.index,
+                "logprobs": chat_logprobs(by_id(logprobs)) if logprobs is not None and self.ask.logprobs >= 0 else None,
+                "finish_reason": visible_reason(finished) if finished is not None else None,
+                "token_ids": choice.token_ids[len(choice.token_ids) - num_tokens :].tolist(),
+                "routed_experts": None,
+            }
+            event: Json = {"request_id": self.request_id, "choices": [entry], "usage": None}
+            if self.ask.continuous_usage:
+                prompt, output = self.prompt[choice.prompt_index].num_prompt_tokens, len(choice.token_ids)
+                event["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+            self._emit(choice, b"data: " + _encode(event) + b"\n\n", ended=finished is not None)
+        if finished is not None:
+            self.ended()
+
+    def last_events(self) -> bytes:
+        """The events after the end: usage if asked for, or the error, then [DONE]."""
+        done = b"data: [DONE]\n\n"
+        if self.error is not None:
+            error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
+            return b"data: " + _encode(error) + b"\n\n" + done
+        if not self.ask.include_usage:
+            return done
+        usage = {"request_id": self.request_id, "choices": [], "usage": self.usage()}
+        return b"data: " + _encode(usage) + b"\n\n" + done
+
+
+TOKENS = Form(WholeTokens, StreamedTokens)
