@@ -15,6 +15,7 @@ from meshlm.runtime.messages import NEED_CONTENT, PARTS
 from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
 Json = dict[str, Any]
+OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
 _TEXT: Json = {"type": "string", "minLength": 1}
 _NULL: Json = {"type": "null"}
 
@@ -34,7 +35,8 @@ class Served(Struct, frozen=True):
 def refine(schemas: Json, served: Served) -> None:
     """Say it of the bodies among these schemas."""
     refined = {
-        name: _fields(served) for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
+        name: _fields(served)
+        for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", *OF_TOKENS)
     }
     refined["BatchChatRequest"] = _fields(served) | {"messages": _conversations(), "tools": _NULL}
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import msgspec
+
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.text_edge import TextParams
 
 Json = dict[str, Any]
@@ -18,6 +21,9 @@ def check(ask: ParsedRequest) -> None:
         raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
     if ask.num_choices != ask.num_returned:
         raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
+    if (grammar := ask.sampling.grammar) is not None and grammar.begins_after:
+        field = grammar.param.split(".")[0]
+        raise HttpError(400, f"{field}: begins behind the reasoning, which token ids alone do not tell", field)
     if ask.prompt_only:
         raise HttpError(400, "max_tokens: 0 asks for no token", "max_tokens")
 
@@ -67,6 +73,21 @@ def rendered(
     }
 
 
+def _constraint(grammar: Grammar) -> Json:
+    """The grammar as `structured_outputs` has it."""
+    value: Any = grammar.text
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        value = True
+    elif grammar.kind in (GrammarKind.CHOICE, GrammarKind.JSON_SCHEMA):
+        value = msgspec.json.decode(grammar.text)
+    found: Json = {"json" if grammar.kind is GrammarKind.JSON_SCHEMA else grammar.kind.value: value}
+    if not grammar.any_whitespace:
+        found["disable_any_whitespace"] = True
+    if not grammar.additional_properties:
+        found["disable_additional_properties"] = True
+    return found | ({"whitespace_pattern": grammar.whitespace_pattern} if grammar.whitespace_pattern else {})
+
+
 def _sampling(ask: ParsedRequest) -> Json:
     """With vLLM's names, and what is not asked for left out."""
     sampling, text = ask.sampling, ask.text
@@ -86,5 +107,6 @@ def _sampling(ask: ParsedRequest) -> Json:
         "ignore_eos": not ends or None,
         "include_stop_str_in_output": text.include_stop_str_in_output or None,
         "skip_special_tokens": None if text.skip_special_tokens else False,
+        "structured_outputs": None if sampling.grammar is None else _constraint(sampling.grammar),
     }
     return found | {name: value for name, value in wanted.items() if value is not None}

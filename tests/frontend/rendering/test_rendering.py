@@ -59,6 +59,33 @@ async def test_a_rendered_prompt_is_taken_as_it_is() -> None:
         assert getattr(rendered, name) == getattr(direct, name), name
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}, "disable_additional_properties": True},
+        {"regex": "[a-c]+"},
+        {"choice": ["yes", "no"]},
+        {"grammar": 'root ::= "a"+'},
+        {"json_object": True},
+    ],
+)
+async def test_a_rendered_constraint_is_the_same_one(constraint: dict[str, Any]) -> None:
+    server = Texts()
+    (rendered,) = await post(server, "/v1/completions/render", {"prompt": "ab", "structured_outputs": constraint})
+    await post(server, "/inference/v1/generate", rendered)
+    await post(server, "/v1/completions", {"prompt": list(b"ab"), "structured_outputs": constraint})
+    one, other = (submit.sampling.grammar for submit in server.submits)
+    assert one is not None
+    assert one == other
+
+
+async def test_a_constraint_behind_reasoning_cannot_be_rendered() -> None:
+    server = Texts(ServerConfig(reasoning_parser="deepseek_r1"))
+    body = {"messages": [USER], "response_format": {"type": "json_object"}}
+    error = (await post(server, "/v1/chat/completions/render", body, 400))["error"]
+    assert error["param"] == "response_format"
+
+
 async def test_a_rendered_chat() -> None:
     found = await post(Texts(), "/v1/chat/completions/render", {"messages": [USER], "stream": True, "ignore_eos": True})
     assert (found["token_ids"], found["stream"], found["token_offsets"]) == (list(b"chat"), True, None)
