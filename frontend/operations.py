@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     @property
     def generates(self) -> bool:
         """Whether it is of servers that give text."""
-        return self.streams or self.handler.startswith("rendering.")
+        return self.streams or self.handler.startswith(("rendering.", "responses."))
 
 
 def _switch(name: str, description: str) -> Parameter:
