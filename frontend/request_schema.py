@@ -50,6 +50,7 @@ def refine(schemas: Json, served: Served) -> None:
     refined["ResponsesRequest"] = responses_api.fields(
         served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
     )
+    refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]

@@ -17,9 +17,9 @@ def fields(names: tuple[str, ...], *, takes_tools: bool, tells_reasoning: bool, 
         "messages": {"type": "array", "minItems": 1, "items": _message(texts)},
         "system": {"anyOf": [*texts["anyOf"], _NULL]},
         "tools": {"anyOf": [{"type": "array", "items": _tool()}, _NULL]} if takes_tools else {"enum": [[], None]},
-        "tool_choice": {"description": "To force a call is not supported.", "anyOf": [_choice(), _NULL]},
+        "tool_choice": {"description": "tool needs the name of one of the tools.", "anyOf": [_choice(), _NULL]},
         "thinking": {"anyOf": [_object(["type"], type={"enum": thinks}, budget_tokens=_NULL), _NULL]},
-        "output_config": {"anyOf": [_object([], format=_NULL), _NULL]},
+        "output_config": {"anyOf": [_object([], format={"anyOf": [_format(), _NULL]}), _NULL]},
         "stop_sequences": {"anyOf": [{"type": "array", "items": {**_TEXT, "maxLength": 4096}, "maxItems": 64}, _NULL]},
         **dict.fromkeys(("context_management", "mcp_servers", "container"), _NULL),
     }
@@ -57,9 +57,18 @@ def _message(texts: Json) -> Json:
 
 def _tool() -> Json:
     tool = _object(["name", "input_schema"], name=_TEXT, input_schema={"type": "object"}, type={"const": "custom"})
-    tool["properties"] |= {"description": {"anyOf": [_ANY_TEXT, _NULL]}, "strict": {"enum": [False, None]}}
+    tool["properties"] |= {"description": {"anyOf": [_ANY_TEXT, _NULL]}, "strict": {"enum": [True, False, None]}}
     return tool
 
 
+def _format() -> Json:
+    return _object(["type", "schema"], type={"const": "json_schema"}, schema={"type": "object"})
+
+
 def _choice() -> Json:
-    return _object(["type"], type={"enum": ["auto", "none"]}, disable_parallel_tool_use={"type": "boolean"})
+    return _object(
+        ["type"],
+        type={"enum": ["auto", "any", "tool", "none"]},
+        name=_ANY_TEXT,
+        disable_parallel_tool_use={"type": "boolean"},
+    )

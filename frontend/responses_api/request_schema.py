@@ -21,12 +21,8 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
         "input": {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"anyOf": _items()}}]},
         "previous_response_id": {"description": "A response that is stored.", **_or_null(_TEXT)},
         "tools": _or_null({"type": "array", "items": _tool()}) if takes_tools else {"enum": [[], None]},
-        "tool_choice": {"description": "To force a call is not supported.", "enum": ["none", "auto", None]},
-        "text": _or_null(
-            _object(
-                [], format=_or_null(_object(["type"], type={"const": "text"})), verbosity={"enum": ["medium", None]}
-            )
-        ),
+        "tool_choice": _choice(),
+        "text": _or_null(_object([], format=_or_null(*_formats()), verbosity={"enum": ["medium", None]})),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": 64}),
         "logit_bias": _or_null(bias),
         "top_logprobs": _or_null({"type": "integer", "minimum": 0, **most}),
@@ -38,7 +34,6 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
                 "additionalProperties": entry,
             }
         ),
-        "structured_outputs": _NULL,
         **{name: {"enum": [False]} if name == "enable_response_messages" else _NULL for name in REFUSED},
     }
     if not takes_priorities:
@@ -72,7 +67,23 @@ def _items() -> list[Json]:
     return [message, call, output, reasoning]
 
 
+def _choice() -> Json:
+    """A function must be one of the tools."""
+    named = _object(["type", "name"], type={"const": "function"}, name=_TEXT)
+    listed = {"type": "array", "items": _object(["name"], name=_TEXT)}
+    several = _object(["type", "mode", "tools"], type={"const": "allowed_tools"}, mode={"enum": ["auto", "required"]})
+    several["properties"]["tools"] = listed
+    return {"anyOf": [{"enum": ["none", "auto", "required", None]}, named, several]}
+
+
+def _formats() -> list[Json]:
+    """Forms of the text."""
+    named = _object(["type", "name", "schema"], type={"const": "json_schema"}, name=_ANY_TEXT)
+    named["properties"] |= {"schema": {"type": "object"}, "strict": _or_null({"type": "boolean"})}
+    return [_object(["type"], type={"enum": ["text", "json_object"]}), named]
+
+
 def _tool() -> Json:
     tool = _object(["type", "name"], type={"const": "function"}, name=_TEXT, description=_or_null(_ANY_TEXT))
-    tool["properties"] |= {"parameters": _or_null({"type": "object"}), "strict": {"enum": [False, None]}}
+    tool["properties"] |= {"parameters": _or_null({"type": "object"}), "strict": _or_null({"type": "boolean"})}
     return tool

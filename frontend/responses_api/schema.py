@@ -89,7 +89,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     request_id: RequestName | None = None
     chat_template_kwargs: Json | None = None
-    structured_outputs: Any = None
+    structured_outputs: Json | None = None
     prompt: Any = None
     context_management: Any = None
     image: Any = None

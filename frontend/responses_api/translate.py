@@ -40,6 +40,7 @@ _SAME = (
     "cache_salt",
     "chat_template_kwargs",
     "parallel_tool_calls",
+    "structured_outputs",
 )
 
 
@@ -84,10 +85,9 @@ def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
         fields["reasoning_effort"] = request.reasoning.effort
     if (form := request.text.format if request.text is not None else None) is not None:
         fields["response_format"] = _response_format(form)
-    if request.structured_outputs is not None:
-        if "structured_outputs" not in ChatRequest.__struct_fields__:
-            raise HttpError(400, "structured_outputs: structured outputs are not supported", "structured_outputs")
-        fields["structured_outputs"] = request.structured_outputs
+        if request.structured_outputs is not None:
+            text = "structured_outputs: give either this or text.format"
+            raise HttpError(400, text, "structured_outputs")
     return ChatRequest(**fields)
 
 
@@ -129,12 +129,15 @@ def _tools(request: ResponsesRequest) -> Json:
 
 
 def _allowed(choice: Json, tools: list[Json]) -> tuple[list[Json], Any]:
-    """The tools that may be called, and how; the others are kept from the model."""
+    """The tools that the model is told of, and the choice among them: only a grammar could keep it from calling the others."""
     allowed = choice.get("tools")
     if choice.get("mode") not in ("auto", "required") or not isinstance(allowed, list):
         raise HttpError(400, "tool_choice: allowed_tools has a mode, 'auto' or 'required', and tools", "tool_choice")
     names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
-    return [tool for tool in tools if tool["function"]["name"] in names], choice["mode"]
+    left = [tool for tool in tools if tool["function"]["name"] in names]
+    if len(left) < len(names):
+        raise HttpError(400, "tool_choice: each of the allowed tools must be one of tools", "tool_choice")
+    return left, choice["mode"]
 
 
 def _tool(tool: Json, where: str) -> Json:

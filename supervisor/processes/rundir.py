@@ -23,7 +23,7 @@ STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
 CACHE = "cache"  # beside them, for kernels (caches.py)
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux, less the terminator
-OURS = (".sock", ".json", ".txt", ".store")
+OURS = (".sock", ".json", ".txt", ".store", ".sqlite", ".sqlite-wal", ".sqlite-shm")
 LOCK_WAIT_S = 1.0  # somebody may just be removing what a dead mesh left
 
 

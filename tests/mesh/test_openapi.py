@@ -93,13 +93,21 @@ def consistent(case: Any) -> None:
         for item in body["input"] if isinstance(body.get("input"), list) else ():
             if "arguments" in item:
                 item["arguments"] = "{}"
-        for name in ("chat_template_kwargs", "previous_response_id", "background", "request_id", "tool_choice"):
+        for name in (
+            "chat_template_kwargs",
+            "previous_response_id",
+            "background",
+            "request_id",
+            "tool_choice",
+            "text",
+            "structured_outputs",
+        ):
             body.pop(name, None)
         body["max_output_tokens"] = body.get("max_output_tokens") or MOST["max_output_tokens"]
         if not body.get("stream"):
             body.pop("stream_options", None)
     if case.path in MESSAGES:
-        for name in ("chat_template_kwargs", "tool_choice"):
+        for name in ("chat_template_kwargs", "tool_choice", "output_config"):
             body.pop(name, None)
     if "derender" in case.path:
         for name in ("chat_request", "completion_request", "prompt_tokens"):

@@ -237,6 +237,30 @@ async def test_one_call_where_parallel_ones_are_disabled(backend: Scripted, clie
     assert [block.type for block in answer.content] == ["tool_use"]
 
 
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"type": "any"}, '[{"name": "weather", "parameters": {"city": "Bärn"}}]'),
+        ({"type": "tool", "name": "weather"}, '{"city": "Bärn"}'),
+    ],
+)
+async def test_a_call_that_is_forced(
+    backend: Scripted, client: anthropic.AsyncAnthropic, choice: Any, text: str
+) -> None:
+    backend.pieces = ["hm</think>", text[:20], text[20:]]
+    answer = await both(client, tools=TOOLS, tool_choice=choice)
+    assert getattr(answer.content[-1], "input") == {"city": "Bärn"}  # noqa: B009
+    assert answer.stop_reason == "tool_use"
+    assert backend.submits[-1].sampling.grammar is not None
+
+
+async def test_an_answer_that_fits_a_schema(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:
+    schema: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await both(client, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "high"})
+    assert backend.submits[-1].sampling.grammar is not None
+    assert msgspec.json.decode(backend.prompt.template_kwargs_json)["reasoning_effort"] == "high"
+
+
 async def test_tokens_are_counted(backend: Scripted, client: anthropic.AsyncAnthropic) -> None:
     found = await client.messages.count_tokens(model="tiny", messages=USER, system="Be kind.", tools=TOOLS)
     await client.messages.create(model="tiny", messages=USER, system="Be kind.", tools=TOOLS, max_tokens=1)
@@ -272,6 +296,7 @@ BAD: list[tuple[Json, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice"),
     ({"thinking": {"type": "perhaps"}}, "thinking"),
     ({"mcp_servers": [{"name": "a"}]}, "mcp_servers: not supported"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
     ({"container": "c"}, "container: not supported"),
     ({"context_management": {"edits": [{}]}}, "context_management: not supported"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import openai
+import pydantic
 import pytest
 from answering import HELLO, WORLD
 from openai.types.responses import (
@@ -298,6 +299,39 @@ async def test_only_allowed_tools_are_told(backend: Scripted, client: openai.Asy
     assert len(answer.tools) == 2
 
 
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("required", '[{"name": "weather", "parameters": {"city": "Bärn"}}]'),
+        ({"type": "function", "name": "weather"}, '{"city": "Bärn"}'),
+    ],
+)
+async def test_a_call_that_is_forced(backend: Scripted, client: openai.AsyncOpenAI, choice: Any, text: str) -> None:
+    backend.pieces = ["hm</think>", text[:20], text[20:]]
+    answer = await both(client, tools=TOOLS, tool_choice=choice)
+    call = answer.output[-1]
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bärn"})
+    assert backend.submits[-1].sampling.grammar is not None
+    assert answer.to_dict()["tool_choice"] == choice
+
+
+class City(pydantic.BaseModel):
+    name: str
+    size: int
+
+
+async def test_an_answer_that_fits_a_schema(backend: Scripted, client: openai.AsyncOpenAI) -> None:
+    backend.pieces = ["hm</think>", '{"name": "Bern",', ' "size": 5}']
+    answer = await client.responses.parse(model="tiny", input="hi", text_format=City, store=False)
+    assert answer.output_parsed == City(name="Bern", size=5)
+    assert backend.submits[-1].sampling.grammar is not None
+    form: Any = answer.to_dict()["text"]
+    assert (form["format"]["type"], form["format"]["name"]) == ("json_schema", "City")
+    await both(client, text={"format": {"type": "json_object"}})
+    assert backend.submits[-1].sampling.grammar is not None
+
+
 async def test_one_call_where_parallel_ones_are_not_wanted(backend: Scripted, client: openai.AsyncOpenAI) -> None:
     backend.pieces = ["</think>", CALL, CALL]
     answer = await both(client, tools=TOOLS, parallel_tool_calls=False)
@@ -325,8 +359,14 @@ BAD: list[tuple[Json, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "rain"}}, "tool_choice: there is no tool 'rain'"),
     ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice: type 'file_search'"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice: allowed_tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "rain"}]}},
+        "tool_choice: each",
+    ),
     ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format: "),
+    ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs: give"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"reasoning": {"effort": "very"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),

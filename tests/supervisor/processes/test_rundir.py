@@ -43,7 +43,14 @@ def test_a_private_directory_is_made_and_removed(tmp_path: Path) -> None:
 
 def test_one_that_was_there_stays_without_what_is_ours(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    for name in ("mesh.json", "worker-0.sock", "worker-0.stacks.txt", "notes"):
+    for name in (
+        "mesh.json",
+        "worker-0.sock",
+        "worker-0.stacks.txt",
+        "responses.sqlite",
+        "responses.sqlite-wal",
+        "notes",
+    ):
         (tmp_path / name).write_text("of an earlier mesh")
     with rundir.taken(tmp_path):
         assert [entry.name for entry in tmp_path.iterdir()] == ["notes"]
