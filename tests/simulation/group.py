@@ -23,6 +23,8 @@ from meshlm.workers.operations import Operations
 
 RESET_S = 0.3  # at most
 POLL_S = 0.02  # between two looks into the store
+Placement = tuple[int, int]  # of experts: the epoch and the step before which they moved there
+FIRST, BROKEN = (0, 0), (-1, -1)
 SEES_FAILURE = 0.3  # how often a rank sees that a peer is gone, instead of waiting for it
 
 
@@ -52,14 +54,32 @@ class Step:
 
 
 class Together:
-    """The workers of all ranks of a StepGroup: each step is computed when all are at it. It breaks when one of them leaves."""
+    """The workers of all ranks of a StepGroup: each step is computed when all are at it. It breaks when one of them leaves.
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.connected: set[Worker] = set()
+    Experts move before a step whose workers have all been asked for it. Each has them in their places at a time of its own: where the
+    group breaks meanwhile, those that were not done have them anywhere.
+    """
+
+    def __init__(self, group: StepGroup) -> None:
+        self.epoch, self.num_workers = group.epoch, group.num_workers
+        self.connected: dict[Worker, None] = {}
+        self.moving: dict[Worker, None] = {}
+        self.met = False
         self.waiting: dict[Worker, tuple[int, StepPlan]] = {}  # that are at a step: its number, and the plan
         self.broken = False
         self.num_steps = 0
+
+    def connect(self, worker: "Worker") -> bool:
+        """Whether all are there. Those that meet go on with the experts where they are if all agree on where that is."""
+        self.connected[worker] = None
+        if len(self.connected) < self.num_workers:
+            return False
+        if not self.met and not self.broken:
+            places = {one.placement for one in self.connected}
+            for one in self.connected:
+                one.meet(agreed=places != {BROKEN} and len(places) == 1)
+            self.met = True
+        return True
 
     def arrive(self, worker: "Worker", nth: int, plan: StepPlan) -> None:
         self.waiting[worker] = (nth, plan)
@@ -69,16 +89,24 @@ class Together:
             together, self.waiting = self.waiting, {}
             self.num_steps += 1
             assert {number for number, _ in together.values()} == {self.num_steps}, "ranks at different steps"
+            places = {one.placement for one in together}
+            assert len(places) == 1, f"ranks of a step look for experts in different places: {places}"
+            assert BROKEN not in places, "a step with experts that are anywhere"
+            moves = all(one.asked for one in together)
+            self.moving = dict.fromkeys(together) if moves else {}
             for one, (_, its) in together.items():
-                one._later(one._process.dice.random() * one._step_s, one._compute, its)
+                if moves:
+                    one.begin_move()
+                one._later(one._process.dice.random() * one._step_s, one._moved if moves else one._compute, its)
 
     # --- as a StepExchange ---
 
     def abort(self) -> None:
         self.broken = True
-        for worker in self.waiting:
+        for worker in (*self.waiting, *self.moving):
             worker._later(0.0, worker._aborted)
         self.waiting.clear()
+        self.moving.clear()
 
 
 class _Plans:
@@ -113,6 +141,8 @@ class Worker(WorkerApp):
         self._together: Together | None = None
         self._operations: Operations | None = None
         self._num_together = 0
+        self.placement: Placement = FIRST
+        self.asked = False  # to move experts
 
     # --- the stepper: loads, meets, takes plans in order ---
 
@@ -201,9 +231,33 @@ class Worker(WorkerApp):
 
     def _operate(self, operation: Operation) -> None:
         assert self._mesh is not None
-        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity, lambda: NOT_BALANCED)
+        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity, self._rebalance)
         self._say(self._operations.do(operation))
         self._done()
+
+    def _rebalance(self) -> str:
+        assert self._mesh is not None
+        self.asked = self._mesh.config.lockstep
+        return "" if self.asked else NOT_BALANCED
+
+    def meet(self, *, agreed: bool) -> None:
+        """The group has met. agreed: all have their experts in the same places."""
+        self.asked = False
+        if not agreed and self.placement != FIRST:
+            self._process.world.tell(self._process, "puts", self._mesh.identity, "experts back")  # type: ignore[union-attr]
+        self.placement = self.placement if agreed else FIRST
+
+    def begin_move(self) -> None:
+        self.asked, self.placement = False, BROKEN
+        self._process.world.tell(self._process, "moves", self._mesh.identity, "experts")  # type: ignore[union-attr]
+
+    def _moved(self, plan: StepPlan) -> None:
+        """Its experts are where they should be, unless the group broke before."""
+        assert self._together is not None
+        if self in self._together.moving:
+            del self._together.moving[self]
+            self.placement = (self._together.epoch, self._together.num_steps)
+            self._compute(plan)
 
     def _do_reset(self, reset: Reset) -> None:
         self._model.rows.clear()  # what the slots hold stays
@@ -213,11 +267,10 @@ class Worker(WorkerApp):
 
     def _meet_ranks(self, reset: Reset) -> None:
         """Where ranks step together, the worker is ready when all are."""
-        if (together := self._together) is not None:
-            together.connected.add(self)
-            if not together.broken and len(together.connected) < together.num_workers:
-                self._later(POLL_S * (0.5 + self._process.dice.random()), self._meet_ranks, reset)
-                return
+        together = self._together
+        if together is not None and not together.connect(self) and not together.broken:
+            self._later(POLL_S * (0.5 + self._process.dice.random()), self._meet_ranks, reset)
+            return
         if together is None or not together.broken:
             engine: Any = self
             assert self._mesh is not None
@@ -225,7 +278,7 @@ class Worker(WorkerApp):
         self._done()
 
     def _make_exchange(self, group: StepGroup) -> Any:
-        return self._process.world.together.setdefault(group.epoch, Together(group.num_workers))
+        return self._process.world.together.setdefault(group.epoch, Together(group))
 
     def _aborted(self) -> None:
         """A step for which the other ranks do not come."""

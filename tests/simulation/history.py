@@ -8,7 +8,7 @@ from group import Worker
 from life import Process, Violation
 from msgspec.structs import replace
 from replaced import simulated
-from scenario import BLOCK_SIZE, KILLS, OFF, PEER_TIMEOUT_S, Fault, Kind, Scenario, Shape, configs_of
+from scenario import BLOCK_SIZE, KILLS, OFF, OPERATIONS, PEER_TIMEOUT_S, Fault, Kind, Scenario, Shape, configs_of
 from supervisors import Supervisor
 from world import BEGIN_S, World
 
@@ -92,10 +92,10 @@ class History:
             assert isinstance(supervisor.app, Supervisor)
             world.at(world.now, supervisor, supervisor.app.set_ranks, 1)
             world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)
-        elif fault.kind is Kind.RESET:
+        elif fault.kind in OPERATIONS:
             supervisor = world.processes[HEAD]
             assert isinstance(supervisor.app, Supervisor)
-            world.at(world.now, supervisor, supervisor.app.reset_prefix_cache)
+            world.at(world.now, supervisor, supervisor.app.operate, OPERATIONS[fault.kind])
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
         elif fault.peer is not None and fault.kind in (Kind.CUT, Kind.CUT_ONE_WAY):

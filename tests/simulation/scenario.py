@@ -14,6 +14,7 @@ from two_hosts import HEAD_PORT, address_of
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
+from meshlm.protocol.operations import RebalanceExperts, ResetPrefixCache
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
 from meshlm.supervisor.settings import layout
@@ -50,6 +51,7 @@ class Kind(Enum):
     PAUSE = "pause a process"
     SCALE = "all ranks but the first are to be removed, and come back"
     RESET = "the prefix cache is reset, and what runs is computed anew"
+    REBALANCE = "experts are to move between ranks that step together"
     LOSE_LINK = "one end of a link between a frontend and a detokenizer gives it up, although both live"
     EARLY_WORD = "a peer is heard before App.start has run"
 
@@ -67,6 +69,7 @@ KILLS = {
     Kind.KILL_WORKER: Role.WORKER,
     Kind.KILL_SENDING: Role.SCHEDULER,
 }
+OPERATIONS = {Kind.RESET: ResetPrefixCache(preempt=True), Kind.REBALANCE: RebalanceExperts()}
 ENDS = (Role.FRONTEND, Role.DETOKENIZER)  # of a link that is given up
 CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
 FAULTS = (
@@ -313,7 +316,7 @@ def _fault(dice: random.Random, plain: Scenario, at: int, kind: Kind) -> Fault:
     if kind in KILLS:
         who = dice.choice([one for one in identities if one.role is KILLS[kind]])
         return Fault(at, kind, who, None, dice.random() ** 4 * 2.0)
-    if kind in (Kind.SCALE, Kind.RESET):
+    if kind is Kind.SCALE or kind in OPERATIONS:
         return Fault(at, kind, HEAD, None, seconds)
     if kind is Kind.PAUSE:
         return Fault(at, kind, dice.choice(identities), None, seconds)

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as control
 from meshlm.protocol.ids import COORDINATOR, Identity, Incarnation, Role
-from meshlm.protocol.operations import Operation, OperationId, ResetPrefixCache
+from meshlm.protocol.operations import Action, Operation, OperationId
 from meshlm.runtime.errors import LinkDown
 from meshlm.runtime.mesh import Mesh
 from meshlm.supervisor.nodes.network import Guest, Head
@@ -35,12 +35,12 @@ class Supervisor:
         self._ranks = control.SetRanks(num_ranks)
         self._tell_ranks()
 
-    def reset_prefix_cache(self) -> None:
-        """As an operator asks for it; what runs is computed anew."""
+    def operate(self, action: Action) -> None:
+        """As an operator asks for it."""
         assert self._mesh is not None
         self.num_asked += 1
         if COORDINATOR in self._mesh.peers(Role.COORDINATOR):
-            operation = Operation(OperationId(f"operation {self.num_asked}"), ResetPrefixCache(preempt=True))
+            operation = Operation(OperationId(f"operation {self.num_asked}"), action)
             self._mesh.send(COORDINATOR, operation)
 
     def _tell_ranks(self) -> None:

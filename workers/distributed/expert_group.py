@@ -43,10 +43,12 @@ class ExpertGroup:
         self._stream: Any = None  # of its collectives, on a GPU
 
     def share_memory(self, most_tokens: int, spec: ModelSpec, dtype: torch.dtype) -> None:
-        """Before anything is connected: have memory that members write into, for steps of so many tokens of each."""
-        from meshlm.workers.distributed.peer_rooms import PeerRooms
+        """Before anything is connected: have memory that members write into, for steps of so many tokens of each. ProcessFatal."""
+        from meshlm.workers.distributed.peer_rooms import PeerRooms, check_peers
 
         assert spec.moe is not None
+        if self.device.type == "cuda":
+            check_peers(self.device)
         shape = (most_tokens, spec.hidden_size, spec.moe.num_experts_per_tok)
         self.rooms = PeerRooms(self.rank, self.size, *shape, dtype, self.device)
 

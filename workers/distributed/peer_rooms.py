@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 PROVED_S = 20.0  # for kernels that are compiled, on each of the ranks
 
 
+def check_peers(device: torch.device) -> None:
+    """ProcessFatal where GPUs of this host cannot map each other's memory."""
+    for other in range(torch.cuda.device_count()):
+        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
+            raise ProcessFatal(
+                f"--all2all-backend peer_memory: GPU {device.index} does not reach the memory of GPU {other}; "
+                "use allgather_reducescatter or all_to_all, or show it other GPUs (CUDA_VISIBLE_DEVICES)"
+            )
+
+
 class PeerRooms:
     """For up to `capacity` rows of each of `size` members, with k experts each."""
 
