@@ -142,17 +142,16 @@ def test_experts_move_between_ranks_whatever_dies() -> None:
     """An operation asks for it while requests run. Ranks of a step have their experts in the same places, also where one died
     while they moved: then all go back to the first ones."""
     moved = broken = done = failed = 0
-    for seed in range(FIRST, FIRST + 120):
+    for seed in range(FIRST, FIRST + 90):
         story: list[str] = []
-        assert violation(make(seed, (*(Kind.REBALANCE,) * 4, *KILLS_OF_RANKS), Shape.LOCKSTEP), story) == "", seed
+        assert violation(make(seed, (*(Kind.REBALANCE,) * 8, *KILLS_OF_RANKS), Shape.LOCKSTEP), story) == "", seed
         moved += sum(" moves " in line for line in story)
         broken += sum(" puts " in line for line in story)
         told = [line for line in story if " OperationDone(" in line and line.split()[2] == "supervisor/0"]
         failed += sum("error=''" not in line for line in told)
         done += len(told)
-    assert min(moved, done) > 40, (moved, done)
-    assert broken > 3, broken
-    assert failed > 3, failed
+    assert min(moved, done, failed) > 20, (moved, done, failed)
+    assert broken > 1, broken
 
 
 def test_links_between_hosts_are_lost_although_both_ends_live() -> None:
