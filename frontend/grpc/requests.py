@@ -13,7 +13,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from meshlm.frontend import bodies, limits, parse
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.schema import CompletionRequest
-from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.frontend.vectors import parse as vectors
+from meshlm.frontend.vectors.schema import EmbeddingRequest
+from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 
 # Fields of a GenerateRequest that ask for what is not there.
 NOT_SUPPORTED = {
@@ -35,9 +37,7 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
     for name, why in NOT_SUPPORTED.items():
         if _is_set(request, name):
             raise HttpError(400, f"{name}: {why}", name)
-    wanted = {**_sampling(request.sampling_params), **_prompt(request, resolved)}
-    if request.request_id:
-        wanted["request_id"] = request.request_id
+    wanted = {**_sampling(request.sampling_params), **_prompt(request, resolved), **_name(request.request_id)}
     body, unknown = bodies.decode(msgspec.json.encode(wanted), CompletionRequest, longest=resolved.max_model_len)
     ask = parse.completion(body, unknown, resolved, server)
     given = "max_tokens" in wanted
@@ -46,6 +46,22 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
         max_tokens=ask.max_tokens if given else resolved.max_output_tokens,
         cap_max_tokens=not given,
     )
+
+
+def embedding(request: pb.EmbedRequest, config: MeshConfig) -> parse.ParsedRequest:
+    """An Embed call."""
+    assert config.resolved is not None
+    ids = list(request.tokenized.input_ids)
+    if not ids:
+        raise HttpError(400, "tokenized: give at least one token id", "tokenized")
+    limits.check_num_ids(len(ids), False, config.resolved)
+    body = msgspec.json.encode({"input": ids, **_name(request.request_id)})
+    asked, unknown = bodies.decode(body, EmbeddingRequest, longest=config.resolved.max_model_len)
+    return vectors.embeddings(asked, unknown, config)
+
+
+def _name(request_id: str) -> dict[str, str]:
+    return {"request_id": request_id} if request_id else {}
 
 
 def dp_rank(request: pb.GenerateRequest) -> int:

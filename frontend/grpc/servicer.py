@@ -2,6 +2,7 @@
 status. Made by listener.py."""
 
 import asyncio
+import contextlib
 import datetime
 import hashlib
 import io
@@ -19,11 +20,13 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as service
 
-from meshlm.frontend import operating, parse, submits
+from meshlm.frontend import operating, submits
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend
 from meshlm.frontend.grpc import requests
 from meshlm.frontend.grpc.answers import GrpcResponse
+from meshlm.frontend.responses import Response
+from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.control_edge import RankStats
 from meshlm.protocol.operations import ResetPrefixCache
 
@@ -71,48 +74,49 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         self._started = time.monotonic()
-        self._open: dict[str, GrpcResponse] = {}  # by the client's request id
+        self._open: dict[str, Response] = {}  # by their ids
 
     # --- generation ---
 
     async def Generate(self, request: pb.GenerateRequest, context: "Context") -> AsyncIterator[pb.GenerateResponse]:
         """Streams chunks and the end of each choice, or with stream false the ends alone."""
-        backend = self._backend
         try:
-            ask = requests.generation(request, backend.resolved, backend.config.server)
+            ask = requests.generation(request, self._backend.resolved, self._backend.config.server)
             rank = requests.dp_rank(request)
-            if reason := backend.refusal(attaches=False) or await backend.wait_serving():
-                raise HttpError(503, reason, kind="overloaded_error")
-            cost = backend.admit(ask)
-            try:
-                async for message in self._answers(ask, request.request_id or uuid.uuid4().hex, rank):
-                    yield message
-            finally:
-                backend.release(cost)
+            news = asyncio.Event()
+            answer = GrpcResponse(ask, *self._named(request.request_id), news.set)
+            async with self._running(answer, "Generate", rank):
+                while True:
+                    await news.wait()
+                    news.clear()
+                    is_over = answer.is_over
+                    for message in answer.take():
+                        yield message
+                    if answer.error is not None:
+                        raise answer.error
+                    if is_over:
+                        return
         except HttpError as error:
             await refuse(context, error)
 
-    async def _answers(self, ask: parse.ParsedRequest, name: str, rank: int) -> AsyncIterator[pb.GenerateResponse]:
-        backend, news = self._backend, asyncio.Event()
+    def _named(self, request_id: str) -> tuple[str, int, str]:
+        """The id, the time and the model of an answer."""
+        return f"grpc-{request_id or uuid.uuid4().hex}", int(time.time()), self._backend.resolved.served_names[0]
+
+    @contextlib.asynccontextmanager
+    async def _running(self, answer: Response, method: str, rank: int = -1) -> AsyncIterator[None]:
+        """Submits the call and ends it. HttpError when it is not let in."""
+        backend, ask, name = self._backend, answer.ask, answer.request_id
         if name in self._open:
-            raise HttpError(409, f"request_id: {name} is running", "request_id")
-        model, started, status = backend.resolved.served_names[0], time.monotonic(), 200
-        answer = GrpcResponse(ask, f"grpc-{name}", int(time.time()), model, news.set)
-        asked = list(submits.build_each(answer, ask, backend.new_handle, rank, draws=backend.draws))
+            raise HttpError(409, f"request_id: {name.removeprefix('grpc-')} is running", "request_id")
+        if reason := backend.refusal(attaches=False) or await backend.wait_serving():
+            raise HttpError(503, reason, kind="overloaded_error")
+        cost, started, status = backend.admit(ask), time.monotonic(), 200
         self._open[name] = answer
         try:
-            for choices, submit in asked:
+            for choices, submit in list(submits.build_each(answer, ask, backend.new_handle, rank, draws=backend.draws)):
                 backend.open(choices, submit)
-            while True:
-                await news.wait()
-                news.clear()
-                is_over = answer.is_over
-                for message in answer.take():
-                    yield message
-                if answer.error is not None:
-                    raise answer.error
-                if is_over:
-                    return
+            yield
         except HttpError as error:
             status = error.status
             raise
@@ -121,19 +125,33 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             raise
         finally:
             del self._open[name]
+            backend.release(cost)
             backend.close(answer.choices)
-            backend.done(answer, started, f"{NAME}/Generate", status)
+            backend.done(answer, started, f"{NAME}/{method}", status)
 
     async def Abort(self, request: pb.AbortRequest, context: "Context") -> pb.AbortResponse:
         """Ends calls of this process by their request ids; unknown ones have ended."""
         for name in request.request_ids:
-            if (answer := self._open.get(name)) is not None:
+            if isinstance(answer := self._open.get(f"grpc-{name}"), GrpcResponse):
                 answer.abort()
         return pb.AbortResponse()
 
     async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
-        await refuse(context, HttpError(404, "generation is the only task"))
-        raise AssertionError("abort raises")
+        """Gives the vector of one prompt, as POST /v1/embeddings does."""
+        try:
+            ask = requests.embedding(request, self._backend.config)
+            end = asyncio.Event()
+            answer = VectorsResponse(ask, *self._named(request.request_id), end.set, write=lambda _: b"")
+            async with self._running(answer, "Embed"):
+                await end.wait()
+                if answer.error is not None:
+                    raise answer.error
+        except HttpError as error:
+            await refuse(context, error)
+        (vector,) = answer.vectors()
+        return pb.EmbedResponse(
+            embedding=vector.tolist(), prompt_tokens=answer.num_prompt_tokens(), embedding_dim=len(vector)
+        )
 
     # --- the server ---
 
@@ -169,7 +187,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         defaults = {key: value for key, value in resolved.generation_defaults.items() if key != "max_tokens"}
         return pb.GetModelInfoResponse(
             model_path=resolved.model_path,
-            is_generation=True,
+            is_generation=resolved.pooling is None,
             max_context_length=resolved.max_model_len,
             vocab_size=resolved.spec.vocab_size,
             served_model_name=resolved.served_names[0],

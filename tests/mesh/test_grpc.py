@@ -134,3 +134,23 @@ def test_the_server_describes_itself(stub: Any) -> None:
         stub.StartProfile(common_pb2.StartProfileRequest(), metadata=KEY)
     with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
         list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=KEY))
+
+
+def test_embeddings(stub: Any) -> None:
+    """A model for vectors gives them; a model for text says that it has none."""
+    asked = pb.EmbedRequest(request_id="one", tokenized=pb.TokenizedInput(input_ids=[5, 6, 7]))
+    with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+        stub.Embed(asked, metadata=KEY)
+    with (
+        serving("--grpc", "--device", "cpu", "--runner", "pooling", "--max-model-len", "64", says="(gRPC)") as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        vectors = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        found = vectors.Embed(asked)
+        assert (len(found.embedding), found.embedding_dim, found.prompt_tokens) == (576, 576, 3)
+        assert sum(value * value for value in found.embedding) == pytest.approx(1.0, abs=1e-3)
+        assert not vectors.GetModelInfo(pb.GetModelInfoRequest()).is_generation
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            vectors.Embed(pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[60000])))
+        with pytest.raises(grpc.RpcError, match="tokenized"):
+            vectors.Embed(pb.EmbedRequest())
