@@ -47,10 +47,12 @@ class Grammars:
         if error:
             raise RequestError(ErrorKind.INVALID, f"{grammar.param}: {error}", grammar.param.split(".")[0])
         begins_after = "" if grammar.opens_with else grammar.begins_after
-        return Grammar(GrammarKind.COMPILED, text, grammar.param, begins_after=begins_after)
+        return Grammar(GrammarKind.COMPILED, text, grammar.param, begins_after=begins_after, thinking=grammar.thinking)
 
     def _translated(self, grammar: Grammar) -> tuple[str, str]:
         """The text, or what is wrong with the grammar."""
+        if grammar.kind is GrammarKind.FREE:
+            return "", ""
         from llguidance import LLMatcher
 
         if not self._may_end:
@@ -86,7 +88,7 @@ class Grammars:
                 return LLMatcher.grammar_from_lark(to_lark(grammar.text))
             case GrammarKind.STRUCTURAL_TAG:
                 return self._tags(grammar).translate(grammar.text)
-            case GrammarKind.COMPILED:
+            case GrammarKind.COMPILED | GrammarKind.FREE:
                 return grammar.text
 
     def _tags(self, grammar: Grammar) -> StructuralTag:
@@ -95,7 +97,8 @@ class Grammars:
 
 def _asked(grammar: Grammar) -> Grammar:
     """What decides the library's text."""
-    return msgspec.structs.replace(grammar, param="", begins_after=grammar.begins_after if grammar.opens_with else "")
+    begins_after = grammar.begins_after if grammar.opens_with else ""
+    return msgspec.structs.replace(grammar, param="", thinking=None, begins_after=begins_after)
 
 
 def _parsed(text: str) -> Any:

@@ -22,7 +22,7 @@ from meshlm.frontend.schema import (
 )
 from meshlm.frontend.tool_choice import NO_CALLS, ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.text_edge import Prompt, TextParams
@@ -86,6 +86,7 @@ def completion(
     request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig
 ) -> ParsedRequest:
     """POST /v1/completions."""
+    _check_budget(request, "a completion's reasoning is not told from its text, as a chat's is")
     if request.suffix and (request.echo or request.truncate_prompt_tokens):
         raise HttpError(400, "suffix: goes with neither echo nor truncate_prompt_tokens", "suffix")
     returned = request.n or 1
@@ -131,6 +132,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
         raise HttpError(400, "modalities: only text is supported", "modalities")
+    _check_budget(request, "" if server.reasoning_parser else "the server tells no reasoning (--reasoning-parser)")
     choice = tool_choice.read(request)
     parser = "" if choice.forces or not choice.tools else server.tool_call_parser
     grammar = tool_choice.grammar(choice, request, server)
@@ -171,6 +173,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         prompt_logprobs=request.prompt_logprobs,
         is_chat=True,
         tool_grammar=grammar,
+        thinking=_thinking(request, server, opened) if begins_with_reasoning else None,
         reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
         if begins_with_reasoning
         else ("", ""),
@@ -193,6 +196,20 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         tools=choice.tools,
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
+
+
+def _check_budget(request: Common, why: str) -> None:
+    """Refuses a budget of reasoning where nobody would keep it, as `why` says."""
+    if why and request.thinking_token_budget not in (None, -1):
+        raise HttpError(400, f"thinking_token_budget: not supported; {why}", "thinking_token_budget")
+
+
+def _thinking(request: ChatRequest, server: ServerConfig, opened: bool) -> ThinkingBudget | None:
+    if request.thinking_token_budget in (None, -1):
+        return None
+    if request.use_beam_search:
+        raise HttpError(400, "thinking_token_budget: does not go with use_beam_search", "thinking_token_budget")
+    return reasoning.budget(server, request.thinking_token_budget, opened)
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
@@ -231,6 +248,7 @@ def _ask(
     is_chat: bool,
     cap_max_tokens: bool = False,
     tool_grammar: Grammar | None = None,
+    thinking: ThinkingBudget | None = None,
     reasoning_between: tuple[str, str] = ("", ""),
 ) -> ParsedRequest:
     """The part that both endpoints share. reasoning_between: see `reasoning.before_grammar`."""
@@ -249,9 +267,12 @@ def _ask(
     limits.check_lists(lists, num_sequences)
     # The best of several are chosen by their logprobs.
     sampling = _sampling(request, resolved, max(logprobs, 0) if num_choices > num_returned else logprobs, wanted)
-    if (grammar := tool_grammar or structured.grammar(request, server)) is not None:
-        opens_with, begins_after = reasoning_between
-        grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after)
+    grammar = tool_grammar or structured.grammar(request, server)
+    if thinking is not None and grammar is None:
+        grammar = Grammar(GrammarKind.FREE, "", "thinking_token_budget")
+    if grammar is not None:
+        opens_with, begins_after = reasoning_between if grammar.kind is not GrammarKind.FREE else ("", "")
+        grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking)
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
     text = _text_params(request, stops, truncation)

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.grammar import ThinkingBudget
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Part, ToolParser, Tools
 from meshlm.runtime.parsers.reasoning import ReasoningParser
@@ -33,6 +35,15 @@ def changes_content(parser: str) -> bool:
 def opened(parser: str, template_kwargs: Mapping[str, Any], goes_on: bool) -> bool:
     """Whether reasoning that an answer begins with has been opened before it."""
     return goes_on or registry.reasoning_parser(parser).opens_in_prompt(template_kwargs)
+
+
+def budget(server: ServerConfig, num_tokens: int, is_opened: bool) -> ThinkingBudget:
+    """The budget of an answer that begins with reasoning."""
+    found = registry.reasoning_parser(server.reasoning_parser)
+    if found.channels:
+        text = "gpt-oss' channels have none; reasoning_effort says how much the model thinks"
+        raise HttpError(400, f"thinking_token_budget: {text}", "thinking_token_budget")
+    return ThinkingBudget(num_tokens, found.close, "" if is_opened else found.open, found.assumed or is_opened)
 
 
 def before_grammar(server: ServerConfig, is_opened: bool, goes_on: bool) -> tuple[str, str]:

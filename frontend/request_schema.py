@@ -39,6 +39,11 @@ def refine(schemas: Json, served: Served) -> None:
         for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", *OF_TOKENS)
     }
     refined["BatchChatRequest"] = _fields(served) | {"messages": _conversations(), "tools": _NULL}
+    no_budget: Json = {"thinking_token_budget": {"enum": [-1, None]}}
+    for name in (
+        ["CompletionRequest"] if served.tells_reasoning else ["CompletionRequest", "ChatRequest", "BatchChatRequest"]
+    ):
+        refined[name] |= no_budget
     refined["CompletionRequest"] |= {"prompt": _prompt(served), "logprobs": _up_to(served.max_logprobs)}
     of_messages = anthropic.fields(
         served.names,

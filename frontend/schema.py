@@ -29,7 +29,6 @@ NOT_SUPPORTED = {
     "logits_processors": "not supported",
     "kv_transfer_params": _KV_TRANSFER,
     "ec_transfer_params": _KV_TRANSFER,
-    "thinking_token_budget": "not supported; max_tokens bounds reasoning and answer together",
     "vllm_xargs": "not supported; there are no extensions that would read them",
     "return_assistant_tokens_mask": "not supported; templates do not tell which tokens are the assistant's",
     "functions": _FUNCTIONS,
@@ -40,7 +39,6 @@ NOT_SUPPORTED = {
 }
 # The values of these fields that ask for nothing; of the others, those that are false or empty.
 ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "thinking_token_budget": (-1,),
     "function_call": ("none", "auto"),
     "web_search_options": (),
     "verbosity": ("medium",),
@@ -140,6 +138,7 @@ class Common(Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: as many as the context holds
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Logprobs | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: none; of a chat's reasoning
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     request_id: RequestName | None = None

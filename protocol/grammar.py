@@ -20,7 +20,17 @@ class GrammarKind(Enum):
     CHOICE = "choice"  # a JSON list of texts
     GRAMMAR = "grammar"  # EBNF (GBNF) or Lark
     STRUCTURAL_TAG = "structural_tag"  # JSON: free text in which tags have contents with grammars of their own
-    COMPILED = "compiled"  # the library's own
+    FREE = "free"  # any text; for what else a Grammar holds
+    COMPILED = "compiled"  # the library's own; empty: any text
+
+
+class ThinkingBudget(Struct, frozen=True, omit_defaults=True):
+    """The most tokens that an answer's reasoning has: behind them its closing text is forced."""
+
+    num_tokens: int
+    close: str
+    open: str = ""  # stands before the reasoning
+    assumed: bool = True  # an answer without it is reasoning, too; else it has none
 
 
 class Grammar(Struct, frozen=True, omit_defaults=True):
@@ -35,3 +45,4 @@ class Grammar(Struct, frozen=True, omit_defaults=True):
     additional_properties: bool = True  # objects that name properties may have others, where their schema does not say
     begins_after: str = ""  # the constraint begins behind this text (the end of reasoning); empty: at once
     opens_with: str = ""  # with begins_after: only where the text opens with this one; else at once
+    thinking: ThinkingBudget | None = None  # of the reasoning before the constraint begins

@@ -73,10 +73,6 @@ def test_an_empty_value_of_another_field_asks_for_nothing(value: object) -> None
 @pytest.mark.parametrize(
     ("fields", "fine"),
     [
-        ({"thinking_token_budget": -1}, True),
-        ({"thinking_token_budget": 0}, False),
-        ({"thinking_token_budget": 100}, False),
-        ({"thinking_token_budget": False}, False),
         ({"function_call": "none"}, True),
         ({"function_call": {"name": "f"}}, False),
         ({"web_search_options": {}}, False),

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from parsing import asked, body_of
 from tool_formats import SAME_AS
 
+from meshlm.frontend.errors import HttpError
 from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.grammar import GrammarKind, ThinkingBudget
 from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser
 
@@ -216,3 +218,35 @@ def test_a_template_that_opens_the_reasoning() -> None:
     answer, _ = whole(ask)
     give(answer, 0, [7], "hm</mm:think>Yes", STOP)
     assert body(answer)["choices"][0]["message"]["reasoning"] == "hm"
+
+
+def budget_of(parser: str, **fields: object) -> ThinkingBudget | None:
+    ask = asked(
+        "chat", body_of("chat", {"thinking_token_budget": 7, **fields}), server=ServerConfig(reasoning_parser=parser)
+    )
+    return None if ask.sampling.grammar is None else ask.sampling.grammar.thinking
+
+
+def test_a_budget_of_reasoning() -> None:
+    """It is a part of the answer's constraint, which may be none but it."""
+    assert budget_of("qwen3") == ThinkingBudget(7, "</think>", "<think>")
+    assert budget_of("mistral") == ThinkingBudget(7, "[/THINK]", "[THINK]", assumed=False)
+    assert budget_of("minimax_m3", chat_template_kwargs={"thinking_mode": "enabled"}) == ThinkingBudget(
+        7, "</mm:think>"
+    )
+    assert budget_of("qwen3", chat_template_kwargs={"enable_thinking": False}) is None
+    assert budget_of("qwen3", thinking_token_budget=-1) is None
+    grammar = asked(
+        "chat",
+        body_of("chat", {"thinking_token_budget": 0, "response_format": {"type": "json_object"}}),
+        server=ServerConfig(reasoning_parser="qwen3"),
+    ).sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.begins_after) == (GrammarKind.JSON_OBJECT, "</think>")
+    assert grammar.thinking == ThinkingBudget(0, "</think>", "<think>")
+
+
+@pytest.mark.parametrize(("parser", "fields"), [("openai_gptoss", {}), ("qwen3", {"use_beam_search": True}), ("", {})])
+def test_budgets_that_cannot_be_kept(parser: str, fields: dict[str, object]) -> None:
+    with pytest.raises(HttpError, match=r"^thinking_token_budget: "):
+        budget_of(parser, **fields)

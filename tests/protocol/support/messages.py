@@ -39,7 +39,16 @@ EDGES = (admit, control, step, text, token)  # besides: operations
 LIFE = Incarnation(1_750_000_000_000_000_000)
 SCHEDULER, DETOKENIZER = Identity(Role.SCHEDULER, 3), Identity(Role.DETOKENIZER, 1)
 GRAMMAR = grammar.Grammar(
-    grammar.GrammarKind.JSON_SCHEMA, "{}", "response_format", False, False, " ?", False, "</think>", "<think>"
+    grammar.GrammarKind.JSON_SCHEMA,
+    "{}",
+    "response_format",
+    False,
+    False,
+    " ?",
+    False,
+    "</think>",
+    "<think>",
+    grammar.ThinkingBudget(512, "</think>", "<think>", False),
 )
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
