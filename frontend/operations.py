@@ -115,7 +115,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/responses/{response_id}",
-        "retrieve_response",
+        "responses.retrieve",
         responses_api.ResponsesResponse,
         "A response that is stored; of one in the background also its events.",
         errors=_STORED,
@@ -128,7 +128,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/responses/{response_id}",
-        "delete_response",
+        "responses.delete",
         responses_api.DeletedResponse,
         "Forget a response.",
         None,
@@ -138,7 +138,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/responses/{response_id}/cancel",
-        "cancel_response",
+        "responses.cancel",
         responses_api.ResponsesResponse,
         "End a response in the background.",
         None,
@@ -148,7 +148,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/responses/{response_id}/input_items",
-        "input_items",
+        "responses.input_items",
         responses_api.InputItems,
         "The input of a response, the newest item first.",
         errors=_STORED,

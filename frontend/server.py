@@ -294,18 +294,6 @@ class Routes:
         model = self._check_model(fields.model)
         return responses_api.Body(fields, unknown, raw, model), self._again(request, raw)
 
-    async def retrieve_response(self, request: Request) -> HttpResponse | None:
-        return await self.responses.retrieve(request)
-
-    async def delete_response(self, request: Request) -> HttpResponse | None:
-        return await self.responses.delete(request)
-
-    async def cancel_response(self, request: Request) -> HttpResponse | None:
-        return await self.responses.cancel(request)
-
-    async def input_items(self, request: Request) -> HttpResponse | None:
-        return await self.responses.input_items(request)
-
     async def count_tokens(self, request: Request) -> HttpResponse | None:
         ask = await self._read(request, self._count_tokens)
         self._backend.ignored(ask.unknown_fields, request.url.path)
