@@ -74,6 +74,10 @@ def kill_under_load(server: Serving, role: str, index: int, expected: list[list[
             end.result(timeout=90)
     assert [stream.ids for stream in streams] == expected, (role, index)
     until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]), 60)
+    before, after = (
+        {(p["role"], p["index"]): p["restarts"] for p in of} for of in (status, server.status()["processes"])
+    )
+    assert {name for name in before if after[name] > before[name]} == {(role, index)}, "nobody else is started again"
 
 
 def test_ranks_share_experts_and_none_is_missed_when_it_dies(flags: tuple[str, ...], expected: list[list[int]]) -> None:

@@ -144,3 +144,5 @@ def test_a_rank_is_killed_under_load(backend: str, model: str) -> None:
                 end.result(timeout=120)
             assert [len(stream.ids) for stream in streams] == [NUM_TOKENS] * 8
             until(lambda: all(p["state"] == "ready" for p in server.status()["processes"]), 60)
+            restarts = {p["index"]: p["restarts"] for p in server.status()["processes"] if p["role"] == "worker"}
+            assert restarts == {1: 1, 0: 1 - index}, "the other rank keeps its weights"
