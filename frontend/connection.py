@@ -203,7 +203,8 @@ class MeshProtocol(HttpToolsProtocol):
             self.transport.close()
         elif not self.transport.is_closing() and not self._lingers_until:
             self._lingers_until = time.monotonic() + LINGER_S
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not with TLS, whose client knows the answer's length
+                self.transport.write_eof()
 
     def _parse_on(self) -> None:
         if not self.transport.is_closing():

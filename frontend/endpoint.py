@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,9 +10,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from meshlm.frontend.errors import HttpError, why_not_served
-from meshlm.frontend.operations import OPERATIONS
+from meshlm.frontend.operations import OPERATIONS, scope_of
 from meshlm.protocol.ids import ErrorKind
+from meshlm.runtime.api_keys import ApiKeys
 
+UNKNOWN_KEY = HttpError(
+    401, "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')", kind="authentication_error"
+)
+NO_SCOPE = "Forbidden: this key is not for %s (--api-key-file)"
 OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -63,25 +67,21 @@ class Endpoint:
 
 
 class KeyCheck:
-    """Asks for one of the API keys on every route but the probes, comparing in constant time. Anthropic's clients send it as
+    """Asks for one of the API keys on every route but the probes, and for one with the route's scope. Anthropic's clients send it as
     X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
 
-    def __init__(self, app: Any, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, app: Any, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
         if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
             headers = dict(scope["headers"])
             given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))
-            matches = [key for key in self._keys for one in given if hmac.compare_digest(one, key)]
-            if not matches:
-                error = HttpError(
-                    401,
-                    "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')",
-                    kind="authentication_error",
-                )
-                response = Response(error.body(scope["path"]), 401, media_type="application/json")
+            found, wanted = self._keys.find(given), scope_of(scope["path"])
+            if found is None or (wanted and wanted not in found.scopes):
+                error = UNKNOWN_KEY if found is None else HttpError(403, NO_SCOPE % wanted, kind="permission_error")
+                response = Response(error.body(scope["path"]), error.status, media_type="application/json")
                 await response(scope, receive, send)  # type: ignore[arg-type]
                 return
-            scope["meshlm.key"] = matches[0].decode()
+            scope["meshlm.key"] = found.key.decode()
         await self._app(scope, receive, send)

@@ -120,7 +120,8 @@ class Generation:
         backend = self._backend
         if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
             raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
-        if len(backend.config.server.api_key) > 1 and backend.config.cache.prefix_caching_per_key:
+        server = backend.config.server
+        if (len(server.api_key) > 1 or server.api_key_file) and backend.config.cache.prefix_caching_per_key:
             return ask._replace(cache_salt=submits.salt_of(api_key, ask.cache_salt))
         return ask
 

@@ -7,6 +7,7 @@ Where the extension is absent (another server, a test client) the writer falls b
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections import deque
 from typing import Any
@@ -210,7 +211,8 @@ def _stop_listening(server: Server, listener: socket.socket) -> None:
         while True:
             connection, _ = waiting.accept()
             connection.setblocking(False)
-            task = loop.create_task(loop.connect_accepted_socket(lambda: _protocol(server), connection))
+            taking = loop.connect_accepted_socket(lambda: _protocol(server), connection, ssl=server.config.ssl)
+            task = loop.create_task(taking)
             server.server_state.tasks.add(task)  # type: ignore[arg-type]
             task.add_done_callback(server.server_state.tasks.discard)
 
@@ -219,7 +221,7 @@ def _protocol(server: Server) -> MeshProtocol:
     return MeshProtocol(server.config, server.server_state, server.lifespan.state)
 
 
-def make_server(app: Any, timeouts: Timeouts, unsent: ByteBudget) -> Server:
+def make_server(app: Any, timeouts: Timeouts, unsent: ByteBudget, context: ssl.SSLContext | None = None) -> Server:
     config = uvicorn.Config(
         app,
         http=MeshProtocol,
@@ -234,4 +236,6 @@ def make_server(app: Any, timeouts: Timeouts, unsent: ByteBudget) -> Server:
         timeout_graceful_shutdown=2,  # for who does not read what ended; the supervisor kills after 5 s
         backlog=4096,
     )
+    config.load()
+    config.ssl = context
     return Server(config, timeouts, unsent)

@@ -2,12 +2,14 @@
 
 import asyncio
 import socket
+from functools import partial
 from typing import Protocol
 
-from meshlm.frontend import http
+from meshlm.frontend import http, watched_files
 from meshlm.frontend.connection import Timeouts
 from meshlm.frontend.generation import Backend
 from meshlm.frontend.server import Routes
+from meshlm.runtime import tls
 
 
 class Listener(Protocol):
@@ -29,13 +31,18 @@ class HttpListener:
         self._socket: socket.socket | None = None
         self._routes: Routes | None = None
         self.serving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         server = self._backend.config.server
         self._socket = http.listen(server.host, server.port)
         timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
         routes = self._routes = Routes(self._backend)
-        self._server = http.make_server(routes.app(), timeouts, routes.unsent)
+        context = watched_files.tls_context(server)
+        self._server = http.make_server(routes.app(), timeouts, routes.unsent, context)
+        reload_tls = partial(tls.load, context, server) if context is not None else None
+        files = watched_files.of_server(server, routes.keys, reload_tls)
+        self._watching = asyncio.get_running_loop().create_task(watched_files.watch(files))
         self.serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
         routes.responses.start()
 
@@ -46,6 +53,8 @@ class HttpListener:
 
     async def stop(self) -> None:
         """Open requests may still be read for a moment."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._routes is not None:
             await self._routes.responses.stop()
         if self._server is not None and self.serving is not None:

@@ -14,6 +14,7 @@ from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
 from meshlm.frontend.vectors import schema as vectors
+from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
 EVENTS = "text/event-stream"
@@ -351,6 +352,17 @@ DOCUMENTATION = (
     Operation("/docs", "docs", HTML, "This description, to be read."),
     Operation("/redoc", "docs", HTML, "The same page as /docs."),
 )
+
+
+ADMIN_PATHS = {"/start_profile", "/stop_profile", *(op.path for op in DEVELOPMENT)}
+INFORMATION = {"/v1/models", "/version", "/load", "/metrics", *(op.path for op in DOCUMENTATION)}
+
+
+def scope_of(path: str) -> str:
+    """What a key must be for to ask for this path; "": any key will do."""
+    if path in ADMIN_PATHS:
+        return ADMIN
+    return "" if path in INFORMATION or path.startswith("/v1/models/") else INFERENCE
 
 
 def served(

@@ -35,6 +35,7 @@ from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeReq
 from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
+from meshlm.runtime.api_keys import ApiKeys
 
 # Of POST /invocations: the field that says which route a body is for; the first that is there counts.
 INVOCATIONS = (
@@ -64,6 +65,7 @@ class Routes:
         self.responses = responses_api.ResponseRoutes(backend, self._generation)
         reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
         self.rendering = Rendering(backend, self._generation, reads)
+        self.keys = ApiKeys(backend.config.server.api_key, backend.config.server.api_key_file)
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
@@ -81,12 +83,11 @@ class Routes:
             allow_headers=server.allowed_headers,
             allow_credentials=server.allow_credentials,
         )
-        keys = tuple(key.encode() for key in server.api_key)
         return Starlette(
             routes=routes,
             middleware=[
                 cors,
-                Middleware(KeyCheck, keys=keys),
+                Middleware(KeyCheck, keys=self.keys),
                 Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),
             ],
             exception_handlers={HTTPException: plain_error},
@@ -110,7 +111,7 @@ class Routes:
         return HttpResponse(openapi.page(self._document()), media_type=HTML)
 
     def _document(self) -> dict[str, Any]:
-        keys = bool(self._backend.config.server.api_key)
+        keys = bool(self.keys)
         return openapi.document(self._operations(), self._backend.version, keys, self._served())
 
     def _served(self) -> Served:

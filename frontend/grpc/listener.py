@@ -1,8 +1,8 @@
 """The port of a frontend with --grpc: the service, health for probes, and reflection. Owned by io.py, as http_listener.py is."""
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -11,7 +11,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from meshlm.frontend import watched_files
 from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
+from meshlm.protocol.config import ServerConfig
+from meshlm.runtime.api_keys import INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
@@ -23,10 +26,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Message, Message]"  # types of its s
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Asks for one of the API keys in the call's metadata, `authorization: Bearer KEY`, comparing in constant time."""
+    """Asks for one of the API keys for inference in the call's metadata, `authorization: Bearer KEY`."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
 
     async def intercept_service(
         self,
@@ -37,9 +40,10 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
         given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        found = self._keys.find((given,))
         handler = await continuation(handler_call_details)
-        return handler if any(matches) or handler is None else _refusing(handler)
+        may = found is not None and INFERENCE in found.scopes
+        return handler if may or handler is None else _refusing(handler)
 
 
 def _refusing(handler: "Handler") -> "Handler":
@@ -70,14 +74,24 @@ def _refusing(handler: "Handler") -> "Handler":
     return make(stream if handler.response_streaming else unary, **codecs)
 
 
+def _credentials(server: ServerConfig) -> "grpc.ServerCredentials | None":
+    """TLS of the port, None without a certificate. ProcessFatal."""
+    if watched_files.tls_context(server) is None:
+        return None
+    cert, key = Path(server.ssl_certfile).read_bytes(), Path(server.ssl_keyfile or server.ssl_certfile).read_bytes()
+    authorities = Path(server.ssl_ca_certs).read_bytes() if server.ssl_ca_certs else None
+    return grpc.ssl_server_credentials([(key, cert)], authorities, require_client_auth=bool(server.ssl_cert_reqs))
+
+
 class GrpcListener:
     """Serves until `stop`. OSError when the port cannot be had."""
 
     def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         server = backend.config.server
+        self._keys = ApiKeys(server.api_key, server.api_key_file)
         self._server = grpc.aio.server(
-            interceptors=[KeyCheck(server.api_key)] if server.api_key else [],
+            interceptors=[KeyCheck(self._keys)] if self._keys else [],
             options=[
                 ("grpc.so_reuseport", 1),  # several frontends share the port
                 ("grpc.max_receive_message_length", server.max_body_bytes),
@@ -88,6 +102,7 @@ class GrpcListener:
         )
         self._health = health.aio.HealthServicer()
         self.serving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         server = self._backend.config.server
@@ -98,11 +113,16 @@ class GrpcListener:
             f"[{server.host}]:{server.port}" if ":" in server.host else f"{server.host or '0.0.0.0'}:{server.port}"
         )
         try:
-            self._server.add_insecure_port(address)
+            if credentials := _credentials(server):
+                self._server.add_secure_port(address, credentials)
+            else:
+                self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(0, str(error)) from None
         await self._server.start()
-        self.serving = asyncio.get_running_loop().create_task(self._tell_health())
+        loop = asyncio.get_running_loop()
+        self._watching = loop.create_task(watched_files.watch(watched_files.of_server(server, self._keys, None)))
+        self.serving = loop.create_task(self._tell_health())
 
     async def _tell_health(self) -> None:
         """Keeps grpc.health.v1 true: of the server as a whole (it lives), and of the service (requests are served)."""
@@ -119,5 +139,7 @@ class GrpcListener:
     async def stop(self) -> None:
         if self.serving is not None:
             self.serving.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(STOP_S)

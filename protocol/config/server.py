@@ -19,6 +19,20 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[str, ...], Meta(description="clients must send one of these as Bearer token", extra={"repeat": True})
     ] = ()
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="file with more of them, one a line with its scopes (inference, admin), read again when it changes"
+        ),
+    ] = ""
+    ssl_certfile: Annotated[str, Meta(description="certificate (PEM): the port speaks TLS")] = ""
+    ssl_keyfile: Annotated[str, Meta(description="its private key (PEM), where it is not in the same file")] = ""
+    ssl_ca_certs: Annotated[str, Meta(description="authorities (PEM) that sign the certificates of clients")] = ""
+    ssl_cert_reqs: Annotated[
+        int, Meta(ge=0, le=2, description="certificates of clients: 0 none, 1 checked where they come, 2 needed")
+    ] = 0
+    ssl_ciphers: Annotated[str, Meta(description="ciphers of TLS 1.2, as OpenSSL writes them")] = ""
+    enable_ssl_refresh: Annotated[bool, Meta(description="read these files again when they change")] = False
     frontends: Annotated[
         int,
         Meta(ge=0, le=256, description="HTTP processes; 0: one for each rank, as far as there are 8 cores for each"),

@@ -96,6 +96,11 @@ def _config(arguments: argparse.Namespace) -> MeshConfig:
     if arguments.enable_metrics and arguments.url:
         given = {"host": arguments.url, **given}
     config = flags.build(given, arguments.config, environment)
+    for name in ("api_key_file", "ssl_certfile"):
+        if getattr(config.server, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: it is for `meshlm serve`; run-batch asks itself over plain HTTP"
+            )
     if arguments.enable_metrics:
         return serve.with_keys(config)
     with socket.socket() as probe:

@@ -14,9 +14,11 @@ import setproctitle
 import uvloop
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime import logs, streams
+from meshlm.runtime import logs, streams, tls
+from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.supervisor import io
 from meshlm.supervisor.cli.display import StartDisplay
+from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         streams.json_from_here()
     if idle := vllm_env.without_effect(os.environ):
         streams.complain(f"meshlm: {idle}", "warning")
-    config = with_keys(config)
+    config = with_files(with_keys(config))
     layout.check(config)
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
@@ -66,6 +68,20 @@ def with_keys(config: MeshConfig) -> MeshConfig:
     for key in keys:
         vllm_env.check_key("--api-key", key)
     return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=keys))
+
+
+def with_files(config: MeshConfig) -> MeshConfig:
+    """The tree with whole paths of certificates and keys. UsageError for files that cannot be used."""
+    named = ("api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    paths = {name: str(Path(path).absolute()) for name in named if (path := getattr(config.server, name))}
+    server = msgspec.structs.replace(config.server, **paths)
+    try:
+        tls.make_context(server)
+        if server.api_key_file:
+            read_file(server.api_key_file)
+    except (tls.TLSError, KeyFileError) as error:
+        raise UsageError(str(error)) from None
+    return msgspec.structs.replace(config, server=server)
 
 
 def run_dir(config: MeshConfig) -> Path:
@@ -115,5 +131,6 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     server = supervisor.config.server
     host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "") else server.host
     host = f"[{host}]" if ":" in host else host
-    address = f"{host}:{server.port} (gRPC)" if server.grpc else f"http://{host}:{server.port}/v1"
+    scheme = "https" if server.ssl_certfile else "http"
+    address = f"{host}:{server.port} (gRPC)" if server.grpc else f"{scheme}://{host}:{server.port}/v1"
     display.line(f"ready: {address}   (Ctrl-C stops)")

@@ -88,7 +88,6 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_TLS = "HTTP is not encrypted here; end TLS in a proxy before it (deploy/)"
 _GENERATION = "generation is the only task"
 _MEDIA = "images and sound are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
@@ -155,12 +154,6 @@ ABSENT = {
     "--enable-sleep-mode": "end the mesh instead; its second start takes seconds",
     "--otlp-traces-endpoint": "traces are not exported; --profiler-dir writes them, GET /metrics has histograms",
     "--collect-detailed-traces": "traces are not exported; --profiler-dir writes them, GET /metrics has histograms",
-    "--ssl-keyfile": _TLS,
-    "--ssl-certfile": _TLS,
-    "--ssl-ca-certs": _TLS,
-    "--ssl-cert-reqs": _TLS,
-    "--ssl-ciphers": _TLS,
-    "--enable-ssl-refresh": _TLS,
     "--root-path": "let the proxy before it strip the path",
     "--middleware": "put a proxy before it",
     "--hf-token": "set HF_TOKEN",

@@ -34,6 +34,9 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.closing = True
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self.ended = True
 
