@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from msgspec import Struct
 
@@ -13,26 +14,18 @@ from meshlm.frontend import request_metrics, submits
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.figures import Figures
 from meshlm.frontend.http_listener import HttpListener, Listener
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.questions import Questions
+from meshlm.frontend.questions import FULL, Questions
 from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
-from meshlm.protocol.control_edge import (
-    AskStats,
-    MeshStats,
-    OpenRequests,
-    QueueFull,
-    RankStats,
-    Refuse,
-    Shutdown,
-)
+from meshlm.protocol.control_edge import MeshStats, OpenRequests, QueueFull, RankStats, Refuse, Shutdown
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone
 from meshlm.protocol.text_edge import (
     Accepted,
-    Cancel,
     Detokenize,
     DetokenizeReply,
     Rejected,
@@ -53,12 +46,8 @@ from meshlm.runtime.plugins import PluginError
 TICK_S = 1.0
 ASK_TIMEOUT_S = 30.0
 MOVED_S = 0.1
-FRESH_S = (
-    0.5  # /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second
-)
 SERIES_FROM_START = 16  # engines whose series are there before their first request
 STOPPING = "this server is stopping"
-FULL = "the queue is full; try again"
 HOLD_S = 10.0  # how long a new request waits for a mesh that is starting, or replacing a process
 
 
@@ -70,7 +59,7 @@ class FrontendApp:
     def __init__(self) -> None:
         self._tracker = RequestTracker()
         self._mesh: Mesh | None = None
-        self._stats = MeshStats(False, "starting")
+        self._figures = Figures()
         self._questions = Questions()
         self._operations: AskedOperations | None = None
         self._listener: Listener | None = None
@@ -87,8 +76,6 @@ class FrontendApp:
         self._budget = Budget(0)
         self._places_later = False
         self._moved = asyncio.Event()  # a sequence began or ended
-        self._asking = asyncio.Lock()  # for fresh figures
-        self._answered = asyncio.Event()  # they came
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
@@ -97,8 +84,8 @@ class FrontendApp:
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
+        server = mesh.config.server
         try:
-            server = mesh.config.server
             if not registry.is_own(server.tool_call_parser, server.reasoning_parser):
                 registry.load(os.environ, server.tool_parser_plugin, server.reasoning_parser_plugin)
         except (PluginError, registry.ParserError) as error:
@@ -115,7 +102,6 @@ class FrontendApp:
         engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
         self._metrics = metrics.Metrics(self.resolved.served_names[0], self.resolved.max_model_len, engines)
         self._exposition = metrics.exposition
-        server = mesh.config.server
         self._listener = self._make_listener()
         try:
             await self._listener.start()
@@ -182,15 +168,15 @@ class FrontendApp:
             return STOPPING
         if self._refusing:
             return "this server is draining and takes no new requests (meshlm drain)"
-        if self._stats.serving and not self._tracker.load:
+        if self._figures.now.serving and not self._tracker.load:
             return "no detokenizer can be reached"
-        if not self._stats.serving:
-            return self._stats.reason
+        if not self._figures.now.serving:
+            return self._figures.now.reason
         return self._mesh.blocked if self._mesh is not None else ""
 
     def blocked(self) -> str:
         """A link anywhere in the mesh on which nothing moves: requests may be served, but not all."""
-        return self._stats.blocked
+        return self._figures.now.blocked
 
     def refusal(self, *, attaches: bool) -> str:
         """Why a new request gets 503 before anything is done for it, "" when it does not. `attaches`: it may be one that runs."""
@@ -203,7 +189,7 @@ class FrontendApp:
         waiting = self.config.scheduler.max_waiting
         if self._queue_full:
             return f"{waiting} requests are waiting already (--max-waiting)"
-        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._stats.ranks)):
+        if len(self._tracker.unaccepted) >= waiting + self.resolved.max_num_seqs * max(1, len(self._figures.now.ranks)):
             return "more prompts wait to be tokenized than can run or wait (--max-waiting, --max-num-seqs)"
         return ""
 
@@ -262,34 +248,20 @@ class FrontendApp:
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """Asks a detokenizer. A waiting question counts towards the budget; when its client leaves (cancelled), that is told."""
+        assert self._mesh is not None
         most = self._tracker.max_deaths
         size = self._budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids)
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 for _ in range(most):
-                    if (reply := await self._ask_one(message)) is not None:
+                    target = await self._any_detokenizer()
+                    if (reply := await self._questions.ask(target, message, self._mesh.send)) is not None:
                         return reply  # else its detokenizer died: another one knows the same
         except TimeoutError:
             raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
         finally:
             self._budget.close_question(size)
         raise HttpError.of(ErrorKind.INTERNAL, f"given up: its detokenizer died {most} times before it answered")
-
-    async def _ask_one(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
-        """Asks one detokenizer; gives None when it died before it answered."""
-        assert self._mesh is not None
-        target = await self._any_detokenizer()
-        with self._questions.asked(target, message.handle) as answer:
-            try:
-                self._mesh.send(target, message)
-                return await answer
-            except (LinkDown, LinkFull):
-                raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
-            except MessageTooLong as error:
-                raise HttpError(400, str(error), "tokens" if isinstance(message, Detokenize) else "prompt") from None
-            finally:
-                if not answer.done() or answer.cancelled():
-                    self._send([Send(target, Cancel(message.handle))])
 
     async def _any_detokenizer(self) -> Identity:
         """Wait for one, HOLD_S at most: the only one may be the one that died."""
@@ -331,26 +303,19 @@ class FrontendApp:
 
     async def load(self) -> int:
         """Requests that run or wait in the mesh; of this frontend's own, at least all."""
-        await self.fresh_stats()
-        ranks = sum(rank.num_running + rank.num_waiting for rank in self._stats.ranks)
-        return max(self.num_open, self._stats.num_held + ranks)
+        stats = await self._fresh_stats()
+        return max(self.num_open, stats.num_held + sum(rank.num_running + rank.num_waiting for rank in stats.ranks))
 
     async def rank_stats(self) -> tuple[RankStats, ...]:
         """The figures of each rank as of now, as far as the mesh tells them."""
-        await self.fresh_stats()
-        return self._stats.ranks
+        return (await self._fresh_stats()).ranks
 
-    async def fresh_stats(self) -> None:
-        """Wait until this frontend has the mesh's figures as of now, FRESH_S at most; one question at a time."""
+    async def _fresh_stats(self) -> MeshStats:
         assert self._mesh is not None
-        with contextlib.suppress(TimeoutError, LinkDown):
-            async with asyncio.timeout(FRESH_S), self._asking:
-                self._answered.clear()
-                self._mesh.send(COORDINATOR, AskStats())
-                await self._answered.wait()
+        return await self._figures.fresh(partial(self._mesh.send, COORDINATOR))
 
     async def metrics(self) -> bytes:
-        await self.fresh_stats()
+        await self._fresh_stats()
         self._flush()
         return await asyncio.to_thread(self._exposition)  # it reads the files of all frontends: streams go on meanwhile
 
@@ -382,12 +347,10 @@ class FrontendApp:
             case Shutdown(handover=True):
                 self._handing_over = True
             case MeshStats():
-                self._stats = message
-                self._news.set()
                 if self._mesh is not None:
                     self._metrics.mesh(message)
-                if message.asked:
-                    self._answered.set()
+                self._figures.take(message)
+                self._news.set()
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer.role is Role.DETOKENIZER:

@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from meshlm.protocol.ids import Handle, Identity
-from meshlm.protocol.text_edge import DetokenizeReply, TokenizeReply
+from msgspec import Struct
 
+from meshlm.frontend.errors import HttpError
+from meshlm.protocol.ids import ErrorKind, Handle, Identity
+from meshlm.protocol.text_edge import Cancel, Detokenize, DetokenizeReply, Tokenize, TokenizeReply
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
+
+FULL = "the queue is full; try again"
 Answer = asyncio.Future[TokenizeReply | DetokenizeReply | None]
 
 
@@ -25,6 +30,23 @@ class Questions:
             yield future
         finally:
             del self._open[handle]
+
+    async def ask(
+        self, target: Identity, message: Tokenize | Detokenize, send: Callable[[Identity, Struct], None]
+    ) -> TokenizeReply | DetokenizeReply | None:
+        """Asks one detokenizer; gives None when it died before it answered, and tells it when nobody waits any more."""
+        with self.asked(target, message.handle) as answer:
+            try:
+                send(target, message)
+                return await answer
+            except (LinkDown, LinkFull):
+                raise HttpError.of(ErrorKind.OVERLOADED, FULL) from None
+            except MessageTooLong as error:
+                raise HttpError(400, str(error), "tokens" if isinstance(message, Detokenize) else "prompt") from None
+            finally:
+                if not answer.done() or answer.cancelled():
+                    with contextlib.suppress(LinkDown, LinkFull, MessageTooLong):
+                        send(target, Cancel(message.handle))
 
     def answered(self, reply: TokenizeReply | DetokenizeReply) -> None:
         """A reply that nobody waits for any more is left alone."""

@@ -1,0 +1,34 @@
+"""The mesh's figures as the coordinator tells them, once a second and when they are asked for. Owned by io.py."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from meshlm.protocol.control_edge import AskStats, MeshStats
+from meshlm.runtime.errors import LinkDown
+
+# /metrics and /load wait so long for the ranks' newest figures, then answer with those of the last second.
+FRESH_S = 0.5
+
+
+class Figures:
+    """`now` is what came last."""
+
+    def __init__(self) -> None:
+        self.now = MeshStats(False, "starting")
+        self._asking = asyncio.Lock()
+        self._answered = asyncio.Event()
+
+    def take(self, stats: MeshStats) -> None:
+        self.now = stats
+        if stats.asked:
+            self._answered.set()
+
+    async def fresh(self, ask: Callable[[AskStats], None]) -> MeshStats:
+        """The figures of this moment, or the last ones after FRESH_S; `ask` sends one question at a time."""
+        with contextlib.suppress(TimeoutError, LinkDown):
+            async with asyncio.timeout(FRESH_S), self._asking:
+                self._answered.clear()
+                ask(AskStats())
+                await self._answered.wait()
+        return self.now
