@@ -15,7 +15,8 @@ from parsing import RESOLVED
 from meshlm.frontend import io, request_log, request_tracker
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.io import FULL, FrontendApp
+from meshlm.frontend.io import FrontendApp
+from meshlm.frontend.questions import FULL
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig
