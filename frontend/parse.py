@@ -143,7 +143,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     template_kwargs = of_template(_template_kwargs(request), server)
     prompt = of_chat(
         request.messages,
-        request.tools,
+        tool_choice.shown(choice, request.tools),
         request.chat_template,
         template_kwargs,
         server,

@@ -42,6 +42,7 @@ class ToolChoice(NamedTuple):
     required: bool = False
     name: str = ""  # of the one function that must be called
 
+    is_part: bool = False  # of the request's tools: the model is not shown the others
     parallel: bool = True  # several calls may be asked for
 
     @property
@@ -55,6 +56,11 @@ NO_CALLS = ToolChoice({})
 def read(request: ChatRequest) -> ToolChoice:
     """The request's tools, tool_choice and parallel_tool_calls."""
     return _choice(request)._replace(parallel=request.parallel_tool_calls is not False)
+
+
+def shown(choice: ToolChoice, tools: list[Json] | None) -> list[Json] | None:
+    """The tools that the model is told of."""
+    return [tool for tool in tools or [] if tool["function"]["name"] in choice.tools] if choice.is_part else tools
 
 
 def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> Grammar | None:
@@ -134,10 +140,8 @@ def _allowed(allowed: Any, tools: Tools) -> ToolChoice:
     if mode not in ("auto", "required") or not isinstance(names, list) or not names:
         text = "allowed_tools needs a mode, 'auto' or 'required', and a list of tools"
         raise HttpError(400, f"tool_choice: {text}", "tool_choice")
-    if mode == "auto":
-        text = "allowed_tools with mode 'auto' is not supported; send these tools alone"
-        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
-    return ToolChoice({name: tools[name] for name in (_name(one, tools) for one in names)}, required=True)
+    found = {name: tools[name] for name in (_name(one, tools) for one in names)}
+    return ToolChoice(found, required=mode == "required", is_part=True)
 
 
 def _parameters(tools: list[Json]) -> Tools:

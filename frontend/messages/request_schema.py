@@ -12,13 +12,14 @@ def fields(names: tuple[str, ...], *, takes_tools: bool, tells_reasoning: bool, 
     """The schemas of fields by name."""
     texts: Json = {"anyOf": [_ANY_TEXT, {"type": "array", "items": _block("text", text=_ANY_TEXT)}]}
     thinks = ["disabled", "adaptive", *(["enabled"] if tells_reasoning else [])]
+    budget: Json = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 4096}, _NULL]} if tells_reasoning else _NULL
     found: Json = {
         "model": {"enum": list(names)},
         "messages": {"type": "array", "minItems": 1, "items": _message(texts)},
         "system": {"anyOf": [*texts["anyOf"], _NULL]},
         "tools": {"anyOf": [{"type": "array", "items": _tool()}, _NULL]} if takes_tools else {"enum": [[], None]},
         "tool_choice": {"description": "tool needs the name of one of the tools.", "anyOf": [_choice(), _NULL]},
-        "thinking": {"anyOf": [_object(["type"], type={"enum": thinks}, budget_tokens=_NULL), _NULL]},
+        "thinking": {"anyOf": [_object(["type"], type={"enum": thinks}, budget_tokens=budget), _NULL]},
         "output_config": {"anyOf": [_object([], format={"anyOf": [_format(), _NULL]}), _NULL]},
         "stop_sequences": {"anyOf": [{"type": "array", "items": {**_TEXT, "maxLength": 4096}, "maxItems": 64}, _NULL]},
         **dict.fromkeys(("context_management", "mcp_servers", "container"), _NULL),

@@ -54,7 +54,7 @@ TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers(
         "deepseek_v4": "deepseek_v4",
         "ernie45": "hermes",
         "functiongemma": "functiongemma",
-        "gemma": "functiongemma",
+        "gemma": "gemma",
         "gemma4": "gemma4",
         "gigachat3": "gigachat3",
         "glm45": "glm45",

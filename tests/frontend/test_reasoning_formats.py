@@ -44,6 +44,7 @@ CALLS = {
     "cohere_command3": '<|START_ACTION|>[{"tool_name": "time", "parameters": {}}]<|END_ACTION|>',
     "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="time"></｜DSML｜invoke></｜DSML｜function_calls>',
     "deepseek_v4": '<｜DSML｜tool_calls><｜DSML｜invoke name="time"></｜DSML｜invoke></｜DSML｜tool_calls>',
+    "gemma": "```tool_code\ntime()\n```",
     "gemma4": "<|tool_call>call:time{}<tool_call|>",
     "gigachat3": '<|function_call|>{"name": "time", "arguments": {}}',
     "hy_v3": "<tool_calls><tool_call>time<tool_sep></tool_call></tool_calls>",

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from parsing import asked, body_of
 
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.reading import Reader, Said
 from meshlm.frontend.reasoning import Splitter
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.text_edge import Finished
@@ -330,6 +332,24 @@ def test_nothing_is_sent_while_it_is_not_known_to_be_a_call() -> None:
         {"content": "Hi"},
         {"content": '<tool_call>{"nax'},  # it was none
     ]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_what_a_stream_has_brought_is_the_same_however_its_rows_were_cut(parser: str) -> None:
+    """So a stream that is taken up again at any token repeats nothing and loses nothing, also within a call."""
+    text = f"hm </think>I look.{BERN}\n<function=time>\n<parameter=a>\nx\n\n</parameter></function> So."
+    ask = asking(True, tool_call_parser=parser, begins_with_reasoning=True, tools=TOOLS)
+    by_letter, said = Reader(ask, "id", 0), Counter[str]()
+    for place, letter in enumerate(text, 1):
+        said.update(shown(by_letter.push(letter, last=False)))
+        at_once = Counter(shown(Reader(ask, "id", 0).push(text[:place], last=False)))
+        assert said == at_once, text[:place]
+
+
+def shown(said: Said) -> str:
+    """All letters that were given out."""
+    functions = [call["function"] for call in said.calls]
+    return said.reasoning + said.content + "".join(f.get("name", "") + f["arguments"] for f in functions)
 
 
 ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}

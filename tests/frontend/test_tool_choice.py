@@ -16,6 +16,7 @@ from meshlm.frontend.schema import ChatRequest
 from meshlm.frontend.tool_choice import ToolChoice
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.text_edge import ChatPrompt
 from meshlm.runtime.parsers import forced_calls
 from meshlm.runtime.parsers.calls import Call, ToolParser, joined
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
@@ -131,6 +132,10 @@ ASKS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": name
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
             (["weather"], True, ""),
         ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+            (["weather"], False, ""),
+        ),
     ],
 )
 def test_choices(choice: object, expected: tuple[list[str], bool, str]) -> None:
@@ -206,3 +211,11 @@ def test_the_library_takes_the_grammars_of_calls() -> None:
         grammar = grammar_of(server, tool_choice=choice)
         assert grammar is not None
         assert grammars.compile(grammar).text
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_model_is_shown_the_tools_that_are_allowed(mode: str) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+    (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=QWEN3).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert json.loads(prompt.tools_json) == ASKS["tools"][:1]

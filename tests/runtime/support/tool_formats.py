@@ -265,6 +265,11 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
             [COMPACT],
         ),
     ],
+    "gemma": [
+        ("Hm.\n```tool_code\nweather(city='Bärn')\n```\nSo.", "Hm.\n\nSo.", [COMPACT]),
+        ("<start_function_call>call:time{}<end_function_call>", "", [CLOCK]),
+        ("```tool_code\nprint(1)\n```", "```tool_code\nprint(1)\n```", []),
+    ],
     "gemma4": [
         (
             'Hm.<|tool_call>call:weather{city:<|"|>Bärn<|"|>,days:3}<tool_call|><|tool_call>call:time{}<tool_call|>',
@@ -339,7 +344,6 @@ SAME_AS = {
     "mimo": "qwen3_coder",
     "poolside_v1": "glm45",
     "step3p5": "qwen3_coder",
-    "gemma": "functiongemma",
     "glm47": "glm45",
     "granite4": "hermes",
     "llama4_json": "llama3_json",
