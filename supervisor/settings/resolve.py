@@ -107,6 +107,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
     if (config.server.fingerprint_mode == "custom") != bool(config.server.fingerprint_value):
         raise UsageError("--fingerprint-value: goes with --fingerprint-mode custom, and the other way round")
     _check_template_kwargs(config.server.default_chat_template_kwargs)
+    _check_store(config.server.responses_store)
     experts.check(config, files.spec, device)
     if config.worker.fake_lockstep:
         if device != "fake":
@@ -157,6 +158,15 @@ def _check_structured_outputs(server: ServerConfig) -> None:
     except msgspec.DecodeError as error:
         hint = "; --reasoning-parser is the setting" if "reasoning_parser" in str(error) else ""
         raise UsageError(f"--structured-outputs-config {server.structured_outputs_config}: {error}{hint}") from None
+
+
+def _check_store(file: str) -> None:
+    """UsageError for a file of responses that no frontend could write."""
+    if file in ("", "off"):
+        return
+    path = Path(file)
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--responses-store {file}: this file cannot be written")
 
 
 def _check_backend(name: str) -> None:

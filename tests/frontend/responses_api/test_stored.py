@@ -316,6 +316,60 @@ async def test_another_frontend_goes_on_where_one_died(
 async def nothing(*_: object) -> None: ...
 
 
+async def test_one_that_a_stopping_frontend_leaves_goes_on_elsewhere(frontends: Frontend) -> None:
+    """At once: nobody waits for its lease to end."""
+    backend, other = frontends(), frontends()
+    backend.stops_at = 1
+    async with client_of(backend) as client, client_of(other) as elsewhere:
+        asked: Any = {"model": "tiny", "input": "hi", "background": True, "extra_body": {"reasoning": OFF}}
+        begun = await client.responses.create(**asked)
+        await until(lambda: backend.num_said == 1)
+        await backend.routes.responses.stop()
+        assert backend.closed[-1].submit.retry is not None, "so that the mesh goes on with it"
+        assert (await ended(elsewhere, begun.id)).output_text == "Hello you"
+
+
+async def test_who_leaves_ends_what_is_not_in_the_background(frontends: Frontend) -> None:
+    backend = frontends()
+    backend.go.clear()
+    for in_background in (False, True):
+        left = asyncio.Event()
+        body = msgspec.json.encode({"input": "hi", "stream": True, "background": in_background})
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Json:
+            if messages:  # noqa: B023
+                return messages.pop()  # noqa: B023
+            await left.wait()  # noqa: B023
+            return {"type": "http.disconnect"}
+
+        async def send(message: Json) -> None: ...
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/responses",
+            "raw_path": b"/v1/responses",
+            "root_path": "",
+            "query_string": b"",
+            "headers": [],
+            "scheme": "http",
+        }
+        asked = asyncio.ensure_future(backend.app(scope, receive, send))
+        number = len(backend.submits)
+        await until(lambda: len(backend.submits) > number)  # noqa: B023
+        left.set()
+        async with asyncio.timeout(LIMIT_S):
+            await asked
+        assert bool(backend.closed) != in_background
+        backend.closed.clear()
+    async with client_of(backend) as client:
+        backend.go.set()
+        name = str(backend.submits[-1].request_ids[0]).rsplit("-", 1)[0]
+        assert (await ended(client, name)).status == "completed"
+
+
 # --- the store ---
 
 
