@@ -10,7 +10,7 @@ from meshlm.supervisor.settings import flags, resolve
 
 def test_a_file_that_cannot_be_written(smollm2: Path, tmp_path: Path) -> None:
     def resolved(file: str) -> str:
-        asked = {"model": str(smollm2), "device": "fake", "responses_store": file}
+        asked: dict[str, object] = {"model": str(smollm2), "device": "fake", "responses_store": file}
         return resolve.resolve(flags.build(asked, None)).server.responses_store
 
     for wrong in (tmp_path / "nowhere" / "file", tmp_path):
