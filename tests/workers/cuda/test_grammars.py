@@ -1,0 +1,114 @@
+"""Masks on the GPU: in mixed steps and decodes, in graphs and without, with two steps on their way, and nothing waits for the device
+but for the tokens of the step before."""
+
+import re
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from meshlm.protocol.ids import StepId
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.step_edge import NewRow, StepPlan
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from byte_vocabulary import EOS, byte_vocabulary, of_regex
+from engine_driver import MODEL, Driver, engine, prompts_of
+
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.output.grammars import Grammars
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+LENGTHS = [40, 333, 129, 17]
+FORMS = {0: "[a-f]{5}[0-9]{6}", 1: "(one|two|six)(one|two|six)(one|two|six)", 3: "[x-z]{4}"}
+
+
+@pytest.fixture(scope="module", params=["FULL", "NONE"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelEngine:
+    folder: Path = tmp_path_factory.mktemp("model")
+    found = engine(folder, cudagraph_mode=request.param)
+    found.grammars = Grammars(lambda: byte_vocabulary(int(str(MODEL["vocab_size"]))))
+    return found
+
+
+def params_of(row: int, constrained: bool) -> SamplingParams:
+    grammar = of_regex(FORMS[row]) if constrained and row in FORMS else None
+    bias = {300 + n: 5.0 for n in range(20)} if row == 1 else {}  # more than kernels do
+    return SamplingParams(
+        temperature=0.8, seed=row, grammar=grammar, eos_token_ids=(EOS,), logit_bias=bias, logprobs=row - 1
+    )
+
+
+def news(made: ModelEngine, constrained: bool) -> list[NewRow]:
+    driver = Driver(made, prompts_of(LENGTHS), SamplingParams())
+    return [msgspec.structs.replace(new, sampling=params_of(new.row, constrained)) for new in driver._new]
+
+
+def plan(step: int, parts: dict[int, tuple[int, int, bool]], new_rows: list[NewRow]) -> StepPlan:
+    """By row: start, count, whether it samples; decodes first."""
+    order = sorted(parts, key=lambda row: parts[row][1] != 1)
+    starts, counts = (np.array([parts[row][at] for row in order], np.int32) for at in (0, 1))
+    samples = bytes(parts[row][2] for row in order)
+    rows = np.array(order, np.int32).tobytes()
+    all_sample = all(samples)
+    sent = b"" if all_sample else samples
+    return StepPlan(
+        1, StepId(step), rows, starts.tobytes(), counts.tobytes(), sent, int(counts.sum()), new_rows=new_rows
+    )
+
+
+def outputs(made: ModelEngine, constrained: bool, decodes: int) -> list[list[int]]:
+    """Prompts in chunks beside decodes, then decodes; a step is launched before the one before has been waited for."""
+    fresh = news(made, constrained)
+    plans = [
+        plan(1, {3: (0, 17, True), 1: (0, 100, False)}, [fresh[3], fresh[1]]),
+        plan(2, {3: (17, 1, True), 0: (0, 40, True), 1: (100, 233, True)}, [fresh[0]]),
+        plan(3, {3: (18, 1, True), 0: (40, 1, True), 1: (333, 1, True), 2: (0, 129, True)}, [fresh[2]]),
+    ]
+    given = [2, 2, 1, 3]
+    for step in range(decodes):
+        at = {row: (LENGTHS[row] + given[row] - 1 + step, 1, True) for row in range(4)}
+        plans.append(plan(4 + step, at, []))
+    found: list[list[int]] = [[], [], [], []]
+    pending: deque[tuple[StepPlan, object]] = deque()
+
+    def take() -> None:
+        one, launched = pending.popleft()
+        result = launched.wait()  # type: ignore[attr-defined]
+        assert not result.failed
+        rows = np.frombuffer(one.rows, np.int32)
+        samples = np.frombuffer(one.samples, np.uint8) > 0 if one.samples else np.ones(len(rows), np.bool_)
+        tokens = np.frombuffer(result.token_ids, np.int32).tolist()
+        for row, token in zip(rows[samples].tolist(), tokens, strict=True):
+            found[row].append(token)
+
+    for one in plans:
+        torch.cuda.set_sync_debug_mode("error" if one.step > 5 else "default")
+        try:
+            pending.append((one, made.step(one, 0)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if len(pending) > 1:
+            take()
+    while pending:
+        take()
+    return found
+
+
+def test_texts_keep_to_their_grammars_and_others_are_what_they_were(made: ModelEngine) -> None:
+    made.reset()
+    plain = outputs(made, False, 12)
+    for _ in range(2):  # the second time with captured graphs
+        made.reset()
+        found = outputs(made, True, 12)
+        for row, form in FORMS.items():
+            end = found[row].index(EOS)
+            assert re.fullmatch(form, bytes(found[row][:end]).decode())
+            assert set(found[row][end:]) == {EOS}, "behind the end only ends may follow"
+        same = sum(one == other for one, other in zip(plain[2], found[2], strict=True))
+        assert same == len(plain[2])
