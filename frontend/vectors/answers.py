@@ -18,6 +18,7 @@ from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.runtime.similarity import cosine, lines_of, max_sim
 
 Json = dict[str, Any]
 BYTES = "application/octet-stream"
@@ -67,12 +68,7 @@ class VectorsResponse(Response):
 
     def lines(self) -> "list[list[array[float]]]":
         """Of a task for tokens: each input's vectors."""
-        found = []
-        for choice in self.choices:
-            flat = array("f", choice.pooled)
-            size = len(flat) // max(1, choice.num_prompt_tokens)
-            found.append([flat[at : at + size] for at in range(0, len(flat), max(1, size))])
-        return found
+        return [lines_of(array("f", choice.pooled), choice.num_prompt_tokens) for choice in self.choices]
 
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()
@@ -182,21 +178,9 @@ def scores_of(answer: VectorsResponse, pairs: Pairs) -> list[float]:
     count = len(pairs.queries)
     if answer.pool.kind is PoolKind.ALL:
         lines = answer.lines()
-        return [_max_sim(lines[query], lines[count + document]) for query, document in pairs.indices]
+        return [max_sim(lines[query], lines[count + document]) for query, document in pairs.indices]
     vectors = answer.vectors()
-    return [_cosine(vectors[query], vectors[count + document]) for query, document in pairs.indices]
-
-
-def _cosine(first: "array[float]", second: "array[float]") -> float:
-    norm = math.hypot(*first) * math.hypot(*second)
-    return sum(map(mul, first, second)) / norm if norm else 0.0
-
-
-def _max_sim(query: "list[array[float]]", document: "list[array[float]]") -> float:
-    """Late interaction (Khattab and Zaharia 2020), in numpy, which only a model with vectors for tokens loads."""
-    import numpy as np
-
-    return float((np.array(query) @ np.array(document).T).max(axis=1).sum())
+    return [cosine(vectors[query], vectors[count + document]) for query, document in pairs.indices]
 
 
 def write_scores(answer: VectorsResponse, pairs: Pairs) -> bytes:

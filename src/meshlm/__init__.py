@@ -12,6 +12,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "EngineArgs",
+    "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
@@ -19,6 +20,7 @@ __all__ = [
     "__version__",
 ]
 _MODULES = {"AsyncEngineArgs": "engine_args", "AsyncLLM": "async_llm", "EngineArgs": "engine_args", "RequestOutputKind": "sampling"}
+_MODULES["PoolingParams"] = "vectors"
 
 if TYPE_CHECKING:
     from meshlm.supervisor.api.async_llm import AsyncLLM
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from meshlm.supervisor.api.sampling import RequestOutputKind
+    from meshlm.supervisor.api.vectors import PoolingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, many, of_gen
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
+from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
 from meshlm.supervisor.settings import flags, layout, resolve, vllm_env
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class LLM:
         self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
         self._background = Background(self._config)
         self._supervisor, self._client = self._background.supervisor, self._background.client
+        self._vectors = Vectors(self._config, self._background)
         self._finalizer = weakref.finalize(self, self._background.stop)
 
     @classmethod
@@ -169,9 +171,36 @@ class LLM:
         assert self._config.resolved is not None
         return self._config.resolved.max_model_len
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts, by the mesh's own tokenizer."""
-        return self._background.ask(self._client.tokenize([TextPrompt(text) for text in texts]))
+    def encode(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """With runner="pooling" what `pooling_task` asks for, as PoolingRequestOutputs. Else token ids of texts, list[list[int]]."""
+        if self._vectors.serves:
+            return self._vectors.encode(prompts, pooling_params, **options)
+        if pooling_params is not None or options:
+            raise ValueError('pooling_task: the model gives text; make it with LLM(..., runner="pooling")')
+        return self._background.ask(self._client.tokenize([TextPrompt(str(text)) for text in prompts]))
+
+    def embed(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
+        """A vector of each prompt: `outputs.embedding`. Options: see `Vectors.encode`."""
+        return self._vectors.embed(prompts, **options)
+
+    def classify(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
+        """The likelihoods of each prompt's classes: `outputs.probs`."""
+        return self._vectors.classify(prompts, **options)
+
+    def reward(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
+        """The scores of each prompt's tokens: `outputs.data`."""
+        return self._vectors.reward(prompts, **options)
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """How well texts go with others, one with many or pair by pair: `outputs.score`."""
+        return self._vectors.score(data_1, data_2, **options)
 
     def get_tokenizer(self) -> Tokenizer:
         """The mesh's tokenizer, with its chat template."""
@@ -241,6 +270,10 @@ class LLM:
         keep: int | None,
     ) -> tuple[list[SamplingParams], list[int]]:
         """The settings and the priority of each prompt. ValueError."""
+        if self._vectors.serves:
+            raise ValueError(
+                "the model gives vectors, and no text (runner); embed, classify, score and encode are its methods"
+            )
         params = self.get_default_sampling_params() if params is None else params
         each = [params] * count if not isinstance(params, Sequence) else list(params)
         if len(each) != count:

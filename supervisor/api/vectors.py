@@ -1,0 +1,292 @@
+"""`LLM.embed`, `classify`, `score`, `reward` and `encode`: what they ask of the mesh, and their results, with vLLM's names."""
+
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from meshlm.protocol.columns import ints
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Handle
+from meshlm.protocol.pooling import PoolingSpec, PoolingTask
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
+from meshlm.protocol.text_edge import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
+from meshlm.runtime.similarity import cosine, lines_of, max_sim
+from meshlm.supervisor.api.background import Background
+from meshlm.supervisor.api.client import Client, name_of
+from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokenization
+from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """How vectors are made; None is the model's own way."""
+
+    truncate_prompt_tokens: int | None = None  # -1: as many as the context holds
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    task: PoolingTask | None = None
+
+
+@dataclass(repr=False)
+class PoolingOutput:
+    """The numbers of one prompt: a vector, or one for each token."""
+
+    values: "array[float]"
+    rows: int = 0  # tokens that have one each; 0: it is one vector
+
+    @property
+    def data(self) -> "torch.Tensor":
+        """As vLLM has them. Imports torch."""
+        import torch
+
+        found = torch.tensor(self.values)
+        return found.view(self.rows, -1) if self.rows else found
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.values)} numbers)"
+
+
+class EmbeddingOutput(PoolingOutput):
+    @property
+    def embedding(self) -> list[float]:
+        return self.values.tolist()
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.values)
+
+
+class ClassificationOutput(PoolingOutput):
+    @property
+    def probs(self) -> list[float]:
+        return self.values.tolist()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.values)
+
+
+class ScoringOutput(PoolingOutput):
+    @property
+    def score(self) -> float:
+        return self.values[0]
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The result of one prompt; `outputs` is one of the classes above."""
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class Asking:
+    """One call: its prompts and how their vectors are made."""
+
+    def __init__(self, spec: PoolingSpec | None, client: Client, max_model_len: int) -> None:
+        if spec is None:
+            raise ValueError('the model gives text, and no vectors; make it with LLM(..., runner="pooling")')
+        self.spec, self._client, self._max_model_len = spec, client, max_model_len
+
+    def pool(self, task: PoolingTask, params: PoolingParams) -> Pool:
+        """What a prompt asks for. ValueError."""
+        spec = self.spec
+        task = params.task or task
+        if task not in spec.tasks:
+            raise ValueError(f"the model does not support the task {task!r}; it has {', '.join(map(repr, spec.tasks))}")
+        cut = params.dimensions
+        if cut is not None:
+            if not task.endswith("embed"):
+                raise ValueError(f"dimensions: the task {task!r} has none")
+            if not spec.matryoshka:
+                raise ValueError("dimensions: the model does not support Matryoshka embeddings")
+            allowed = spec.matryoshka_dimensions
+            if not 1 <= cut <= spec.size or (allowed and cut not in allowed):
+                raise ValueError(f"dimensions: the model supports {allowed or f'1 to {spec.size}'}, got {cut}")
+        return spec.pool(task, activation=params.use_activation, dimensions=cut or 0)
+
+    def submits(
+        self, prompts: Sequence[Prompt], salts: Sequence[str], pools: Sequence[tuple[Pool, PoolingParams]]
+    ) -> Iterator[tuple[Submit, RequestOutput]]:
+        """One for each prompt."""
+        run = uuid.uuid4().hex
+        for number, (prompt, salt, (pool, params)) in enumerate(zip(prompts, salts, pools, strict=True)):
+            name = f"{run}-{number}"
+            submit = Submit(
+                handles=(Handle(self._client.new_handle()),),
+                request_ids=(name_of(name, 0),),
+                prompt=prompt,
+                sampling=SamplingParams(),
+                text=self._text(params.truncate_prompt_tokens),
+                max_tokens=1,
+                want_ids=True,
+                cache_salt=salt,
+                arrival_s=time.time(),
+                task=pool,
+            )
+            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
+            yield submit, RequestOutput(name, None, ids, [CompletionOutput(0)])
+
+    def _text(self, keep: int | None) -> TextParams:
+        if keep is None:
+            return TextParams()
+        if keep == 0 or not -1 <= keep <= self._max_model_len:
+            raise ValueError(f"truncate_prompt_tokens: must be -1, or 1 to {self._max_model_len}, got {keep}")
+        return TextParams(truncate_prompt_tokens=self._max_model_len if keep < 0 else keep, truncation_side="right")
+
+    def each(
+        self, task: PoolingTask, params: Any, count: int, tokenization_kwargs: Mapping[str, Any] | None
+    ) -> tuple[list[tuple[Pool, PoolingParams]], dict[str, Any]]:
+        """The task of each prompt, and options for its tokens."""
+        options = of_tokenization(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", None)
+        given = (
+            [PoolingParams() if params is None else params] * count
+            if not isinstance(params, Sequence)
+            else list(params)
+        )
+        if len(given) != count:
+            raise ValueError(f"{count} prompts and {len(given)} pooling_params")
+        own = [
+            one if keep is None else PoolingParams(keep, one.dimensions, one.use_activation, one.task) for one in given
+        ]
+        return [(self.pool(task, one), one) for one in own], options
+
+    def inputs(self, prompts: Any, options: dict[str, Any]) -> tuple[list[Prompt], list[str]]:
+        """Prompts as `LLM.generate` takes them, and their salts."""
+        found = [of_generate(item, **options) for item in many(prompts)]
+        return [one.prompt for one in found], [one.cache_salt for one in found]
+
+    def pairs(self, first: Any, second: Any, joined: bool) -> tuple[list[Prompt], list[tuple[int, int]], int]:
+        """The prompts of `LLM.score`, which of two texts go together, and how many come first."""
+        queries, documents = ([one] if isinstance(one, str) else list(one) for one in (first, second))
+        if not queries or not documents or len(queries) not in (1, len(documents)):
+            raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
+        if not all(isinstance(text, str) for text in (*queries, *documents)):
+            raise ValueError("score: texts are compared, and nothing else")
+        indices = [(place if len(queries) > 1 else 0, place) for place in range(len(documents))]
+        if self.spec.scores_by == "classify":
+            if self.spec.size != 1:
+                raise ValueError("score: the model has several labels; a classifier with one compares texts")
+            return [PairPrompt(queries[query], documents[place], joined) for query, place in indices], indices, 0
+        return [TextPrompt(text) for text in (*queries, *documents)], indices, len(queries)
+
+
+def result_of(request: RequestOutput, pool: Pool, kind: type[PoolingOutput]) -> PoolingRequestOutput:
+    """What the mesh gave for one prompt."""
+    rows = len(request.prompt_token_ids) if pool.kind is PoolKind.ALL else 0
+    output = kind(array("f", request.outputs[0].pooled), rows)
+    return PoolingRequestOutput(request.request_id, output, request.prompt_token_ids, request.num_cached_tokens)
+
+
+def scores_of(
+    found: Sequence[RequestOutput], pool: Pool, indices: list[tuple[int, int]], first: int
+) -> list[PoolingRequestOutput]:
+    """Scores of pairs: a classifier's, or how alike their vectors are."""
+    if pool.head is PoolHead.CLASSIFY:
+        return [result_of(request, pool, ScoringOutput) for request in found]
+    vectors = [array("f", request.outputs[0].pooled) for request in found]
+    scores = []
+    for query, document in indices:
+        one, other = found[query], found[first + document]
+        if pool.kind is PoolKind.ALL:
+            lines = [lines_of(vectors[at], len(found[at].prompt_token_ids)) for at in (query, first + document)]
+            score = max_sim(*lines)
+        else:
+            score = cosine(vectors[query], vectors[first + document])
+        ids = one.prompt_token_ids + other.prompt_token_ids
+        scores.append(
+            PoolingRequestOutput(f"{one.request_id}_{other.request_id}", ScoringOutput(array("f", [score])), ids)
+        )
+    return scores
+
+
+class Vectors:
+    """The methods of an `LLM` for vectors and scores. ValueError for bad input, and where the model has no such task."""
+
+    def __init__(self, config: MeshConfig, background: Background) -> None:
+        assert config.resolved is not None
+        self._resolved, self._background, self._client = config.resolved, background, background.client
+        self.serves = config.resolved.pooling is not None
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        pooling_task: PoolingTask | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        kind: type[PoolingOutput] = PoolingOutput,
+    ) -> list[PoolingRequestOutput]:
+        """See `LLM.encode`. tokenization_kwargs: add_special_tokens, truncate_prompt_tokens."""
+        _refuse_adapters(lora_request)
+        asking = self._asking()
+        task = pooling_task or asking.spec.tasks[0]
+        pools, options = asking.each(task, pooling_params, len(many(prompts)), tokenization_kwargs)
+        inputs, salts = asking.inputs(prompts, options)
+        found = self._run(asking.submits(inputs, salts, pools), len(inputs), use_tqdm)
+        return [result_of(request, pool, kind) for request, (pool, _) in zip(found, pools, strict=True)]
+
+    def embed(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
+        """See `LLM.embed`."""
+        return self.encode(prompts, pooling_params, pooling_task="embed", kind=EmbeddingOutput, **options)
+
+    def classify(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
+        """See `LLM.classify`."""
+        return self.encode(prompts, pooling_params, pooling_task="classify", kind=ClassificationOutput, **options)
+
+    def reward(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
+        """See `LLM.reward`."""
+        return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """See `LLM.score`."""
+        _refuse_adapters(lora_request)
+        if chat_template is not None:
+            text = "pairs are put together by the tokenizer; write the texts as the model wants them"
+            raise ValueError(f"chat_template: {text}")
+        asking = self._asking()
+        prompts, indices, first = asking.pairs(data_1, data_2, joined=not self._resolved.spec.encoder_only)
+        pools, _ = asking.each(asking.spec.scores_by, pooling_params, len(prompts), tokenization_kwargs)
+        found = self._run(asking.submits(prompts, [""] * len(prompts), pools), len(prompts), use_tqdm)
+        return scores_of(found, pools[0][0], indices, first)
+
+    def _asking(self) -> Asking:
+        return Asking(self._resolved.pooling, self._client, self._resolved.max_model_len)
+
+    def _run(
+        self, submits: Iterator[tuple[Submit, RequestOutput]], count: int, use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=count, desc="Pooling", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            return self._background.ask(self._client.run(submits, bar))
+
+
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request:
+        raise ValueError("lora_request: LoRA adapters are not supported")
