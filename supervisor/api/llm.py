@@ -270,7 +270,7 @@ class LLM:
         keep: int | None,
     ) -> tuple[list[SamplingParams], list[int]]:
         """The settings and the priority of each prompt. ValueError."""
-        if self._vectors.serves:
+        if self._config.resolved is not None and self._config.resolved.pooling is not None:
             raise ValueError(
                 "the model gives vectors, and no text (runner); embed, classify, score and encode are its methods"
             )

@@ -3,7 +3,10 @@
 import base64
 import math
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +132,58 @@ def test_no_vector_is_lost_when_processes_die(server: Serving) -> None:
                 pass
             os.kill(server.pid(role), signal.SIGKILL)
             np.testing.assert_allclose(running.result(), expected, atol=1e-5)
+
+
+def test_the_pages_programs_run(server: Serving) -> None:
+    """docs/api/embeddings.md, as a reader would type it."""
+    page = Path(__file__).parents[2] / "docs" / "api" / "embeddings.md"
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
+    program = program.replace("http://localhost:8000", server.url)
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith("2 384 ")
+    assert lines[1].startswith("1 0.")
+
+
+IN_PYTHON = """
+import sys
+from meshlm import LLM, PoolingParams
+llm = LLM(sys.argv[1], device="cpu")
+one, two = llm.embed(["hello world", [101, 7592, 2088, 102]], use_tqdm=False)
+assert one.prompt_token_ids == two.prompt_token_ids == [101, 7592, 2088, 102]
+assert max(abs(a - b) for a, b in zip(one.outputs.embedding, two.outputs.embedding)) < 1e-6
+print(one.outputs.embedding[:2])
+good, bad = llm.score("what is a dog", ["a dog is an animal", "the moon"], use_tqdm=False)
+assert good.outputs.score > 0.7 > 0.4 > bad.outputs.score
+assert llm.encode("a b", pooling_task="token_embed", use_tqdm=False)[0].outputs.data.shape == (4, 384)
+raw = llm.embed("a", pooling_params=PoolingParams(use_activation=False), use_tqdm=False)[0].outputs.embedding
+assert abs(sum(x * x for x in raw) - 1) > 0.01
+for wrong, said in (
+    (lambda: llm.classify("a"), "does not support the task 'classify'"),
+    (lambda: llm.reward("a"), "does not support the task 'token_classify'"),
+    (lambda: llm.generate("a"), "the model gives vectors, and no text"),
+    (lambda: llm.embed("a", pooling_params=PoolingParams(dimensions=3)), "Matryoshka"),
+    (lambda: llm.score(["a", "b"], ["c"]), "1:1, 1:N or N:N"),
+    (lambda: llm.embed("a " * 300), "maximum context length is 256"),
+    (lambda: llm.embed([[30522]]), "outside the vocabulary"),
+):
+    try:
+        wrong()
+    except ValueError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+"""
+
+
+def test_in_python(minilm: Path, oracle: Oracle) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", IN_PYTHON, str(minilm)], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = [float(number) for number in ran.stdout.strip(" []\n").split(",")]
+    np.testing.assert_allclose(found, oracle.embed("hello world")[:2], atol=1e-5)
 
 
 def test_what_a_server_of_vectors_refuses(server: Serving) -> None:
