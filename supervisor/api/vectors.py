@@ -23,7 +23,8 @@ from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokeniza
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class PoolingOutput:
     rows: int = 0  # tokens that have one each; 0: it is one vector
 
     @property
-    def data(self) -> "torch.Tensor":
-        """As vLLM has them. Imports torch."""
-        import torch
+    def data(self) -> "NDArray[np.float32]":
+        """[size], or [tokens, size]. Where vLLM has a tensor; torch.from_numpy makes one of it."""
+        import numpy as np
 
-        found = torch.tensor(self.values)
-        return found.view(self.rows, -1) if self.rows else found
+        found = np.array(self.values, np.float32)
+        return found.reshape(self.rows, -1) if self.rows else found
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.values)} numbers)"
