@@ -28,7 +28,7 @@ $(MODEL): $(STAMP)
 
 # Other people's clients, with versions of packages that are not ours (tests/clients).
 $(CLIENTS)/.installed: tests/clients/requirements.txt $(STAMP)
-	@echo "[setup] installing the clients that are tested (470 MB)"
+	@echo "[setup] installing the clients that are tested (930 MB)"
 	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(CLIENTS)
 	@$(BIN)/uv pip install -q --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt
 	@touch $@

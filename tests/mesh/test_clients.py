@@ -18,7 +18,8 @@ LIMIT_S = 100
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with serving("--device", "cpu", "--kv-cache-memory", "1G", *tools) as found:
+    info = ("--enable-tokenizer-info-endpoint",)  # by which lm-eval has the tokenizer
+    with serving("--device", "cpu", "--kv-cache-memory", "1G", *tools, *info) as found:
         yield found
 
 
