@@ -4,7 +4,7 @@
 
 What a kernel costs depends on those around it: with PDL each begins while the one before still runs, and the space that it leaves on
 the multiprocessors decides how much of that comes true. So tiles that are the best alone (kernels/gemv/tune.py, attention/tune.py) are
-only the beginning: attention, then one product after the other, tries its tiles' neighbours, and the best stays.
+only the beginning: attention, then one product after the other, and experts' tries its tiles' neighbours, and the best stays.
 Dummy weights. --tp: the products of one of so many ranks, on one GPU (echo.py).
 """
 
@@ -21,10 +21,13 @@ from meshlm.kernels import tables
 from meshlm.kernels.attention.tiles import MAX_SPLITS, decode_tiles
 from meshlm.kernels.attention.tune import SHORT_CONTEXT
 from meshlm.kernels.gemv import kernel as gemv
+from meshlm.kernels.grouped_gemm import plan as experts
+from meshlm.kernels.grouped_gemm import tune as experts_tune
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.precompile import precompiled
 from meshlm.workers.attention import triton_backend
 from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.moe.experts import triton as triton_experts
 
 sys.path.insert(0, str(Path(__file__).parent))
 import echo
@@ -33,9 +36,10 @@ import engine_step
 TURNS, REPLAYS = 5, 20
 GAIN = 0.998  # of the step's time, at most
 DECODE = "decode"
+EXPERTS = {"expert gate": "gate", "expert down": "down"}
 KEY = Key(1, 1)
 Tile = tuple[int, int, int, int]
-Choice = dict[Any, Tile]  # by (outputs, inputs, gate, way), and DECODE
+Choice = dict[Any, Tile]  # by (outputs, inputs, gate, way), DECODE and those of EXPERTS
 
 
 def near_gemv(tile: Tile) -> list[Tile]:
@@ -61,12 +65,21 @@ def near_decode(tile: Tile) -> list[Tile]:
     parts, keys, warps, stages = tile
     found = {(parts, keys, warps, stages + 1), (parts, keys, warps, stages - 1)}
     for by in (2, 0.5):
+        found |= {(int(parts * by), keys, warps, stages)}
         found |= {(parts, int(keys * by), warps, stages), (parts, keys, int(warps * by), stages)}
         found |= {(parts, int(keys * by), int(warps * by), stages)}
     limits = ((1, 32), (16, 128), (1, 8), (2, 4))
     return sorted(
         t for t in found - {tile} if all(low <= size <= high for size, (low, high) in zip(t, limits, strict=True))
     )
+
+
+def near_down(tile: Tile) -> list[Tile]:
+    """The same of an expert's down projection, which has rows and warps alone."""
+    return sorted({(*near[:2], *tile[2:]) for near in near_gemv(tile)} - {tile})
+
+
+NEAR: dict[object, Callable[[Tile], list[Tile]]] = {DECODE: near_decode, "expert down": near_down}
 
 
 class Step:
@@ -78,6 +91,8 @@ class Step:
         self._usual = gemv.shape_of
         gemv.shape_of = self._shape_of  # type: ignore[assignment]
         triton_backend.decode_tiles = self._decode_tiles  # type: ignore[assignment]
+        triton_experts.plan_for = self._plan_for  # type: ignore[assignment]
+        self.layer: experts.Layer | None = None  # of experts that one row has a kernel for
         placement = echo.EchoPlacement(ranks) if ranks > 1 else None
         self.engine = engine_step.make_engine(model, ["--max-num-seqs", 8] if placement else [], placement)
         self.engine.graphs._agree = None  # a tile that does not fit the GPU is no reason to end, as it is in a group
@@ -90,11 +105,22 @@ class Step:
         self.start: Choice = dict(self._seen)
         if ranks == 1:  # the attention of a rank's few heads is not what the table's entries tell apart
             self.start = {DECODE: decode_tiles(spec.num_key_value_heads, longest, device, self.group), **self.start}
+        if self.layer is not None:
+            plan = experts.plan_for(1, self.layer)
+            self.start |= {name: tuple(getattr(plan, which)) for name, which in EXPERTS.items()}
 
     def _shape_of(self, outputs: int, inputs: int, gate: bool, way: str = "") -> Tile:
         chosen = self._choice.get((outputs, inputs, gate, way)) or self._usual(outputs, inputs, gate, way)
         self._seen[outputs, inputs, gate, way] = chosen
         return chosen
+
+    def _plan_for(self, rows: int, layer: experts.Layer) -> experts.Plan:
+        plan = experts.plan_for(rows, layer)
+        if plan.kind != "one":
+            return plan
+        self.layer, known = layer, self._choice
+        chosen = {which: experts.one.Shape(*known[name]) for name, which in EXPERTS.items() if name in known}
+        return plan._replace(**chosen)
 
     def _decode_tiles(self, programs: int, longest: int, device: torch.device, group: int) -> Tile:
         return self._choice.get(DECODE) or decode_tiles(programs, longest, device, group)
@@ -128,8 +154,7 @@ def descend(step: Step, passes: int) -> tuple[Choice, list[dict[str, Any]]]:
     for number in range(passes):
         before = dict(chosen)
         for name in list(chosen):
-            near: Callable[[Tile], list[Tile]] = near_decode if name == DECODE else near_gemv
-            tiles = near(chosen[name])
+            tiles = NEAR.get(name, near_gemv)(chosen[name])
             usual, *times = step.timed([chosen, *({**chosen, name: tile} for tile in tiles)])
             best = min(times)
             if best <= GAIN * usual:
@@ -157,12 +182,16 @@ def lone(known: list[dict[str, Any]], parts: int) -> dict[str, Any] | None:
     return where if parts > 1 else None
 
 
-def write(chosen: Choice, group: int) -> None:
-    """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these."""
+def write(chosen: Choice, group: int, layer: experts.Layer | None = None, usual_parts: int = 0) -> None:
+    """Into the tables: of gemv by exact sizes; of attention for lone requests, by how many query heads a kv head has, up to these; of a
+    layer's experts for one row. usual_parts: of the context, without a choice."""
+    if layer is not None:
+        plan = experts.Plan("one", *(experts.one.Shape(*chosen[name]) for name in EXPERTS))
+        experts_tune.write(layer, {1: plan})
     table = dict(tables.own("gemv") or {})
     kept = {tuple(each.get(name, "") for name in gemv.EXACT): each for each in table.get("in_steps", [])}
     for name, tile in chosen.items():
-        if name != DECODE:
+        if name != DECODE and name not in EXPERTS:
             entry = dict(zip(gemv.EXACT, name, strict=True))
             kept[name] = {**{key: value for key, value in entry.items() if value != ""}, "tile": list(tile)}
     tables.write("gemv", {**_values(table), "in_steps": [kept[name] for name in sorted(kept)]})
@@ -171,11 +200,12 @@ def write(chosen: Choice, group: int) -> None:
     table = dict(tables.own("attention") or {})
     others = [entry for entry in table["decode"] if entry.get("group_to") != group]
     parts, *tile_of_part = chosen[DECODE]
-    where = lone([entry for entry in others if "group_to" not in entry], parts)
+    where = lone([entry for entry in others if "group_to" not in entry], max(parts, usual_parts))
     if where is None:
         print("attention: a lone request's context is not split; its tiles stay", flush=True)
         return
-    mine = {**where, **dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True)), "group_to": group}
+    fewer = {"splits_to": parts} if parts < usual_parts else {}
+    mine = {**where, **fewer, **dict(zip(("block_n", "warps", "stages"), tile_of_part, strict=True)), "group_to": group}
     known = sorted(
         [mine, *(entry for entry in others if "group_to" in entry)], key=lambda entry: int(entry["group_to"])
     )
@@ -206,7 +236,7 @@ def main() -> None:
     before, after = step.timed([step.start, chosen])
     print(f"step {before:.1f} -> {after:.1f} us: {chosen}", flush=True)
     if not arguments.dry:
-        write(chosen, step.group)
+        write(chosen, step.group, step.layer, step.start.get(DECODE, (0,))[0])
     facts = {"model": Path(arguments.model).name, "tp": arguments.tp, "context": arguments.context}
     keep(report, arguments.json, **facts, before_us=round(before, 1), after_us=round(after, 1))
 

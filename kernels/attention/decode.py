@@ -159,23 +159,27 @@ def _decode(
     done = tl.atomic_add(counters + request * KV_HEADS + kv, 1, sem="acq_rel")
     if done == used - 1:  # the last to arrive combines, and leaves the counter as it was
         tl.store(counters + request * KV_HEADS + kv, 0)
-        s = tl.arange(0, SPLITS)
-        there = s < used
-        for nth in tl.static_range(real_group):
-            base = (request.to(tl.int64) * HEADS + kv * real_group + nth) * SPLITS
-            m_s = tl.load(sums + (base + s) * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            l_s = tl.load(sums + (base + s) * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-            weight = tl.where(there, tl.exp2(m_s - tl.max(m_s, axis=0)), 0.0)
+        g, s = tl.arange(0, LINES), tl.arange(0, SPLITS)
+        base = (request.to(tl.int64) * HEADS + kv * real_group + g) * SPLITS
+        known = (g < real_group)[:, None] & (s < used)[None, :]
+        m_s = tl.load(sums + (base[:, None] + s[None, :]) * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+        top = tl.where(g < real_group, tl.max(m_s, axis=1), 0.0)
+        total = tl.zeros((LINES,), tl.float32)
+        result = tl.zeros((LINES, BLOCK_D), tl.float32)
+        for one in tl.static_range(SPLITS):  # no program waits for one part before it asks for the next
+            there = (g < real_group) & (g * 0 + one < used)
+            m_one = tl.load(sums + (base + one) * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+            l_one = tl.load(sums + (base + one) * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
             part = tl.load(
-                parts + (base + s)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0,
+                parts + (base + one)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0,
                 cache_modifier=".cg",
             )  # fmt: skip
-            result = tl.sum(part * weight[:, None], axis=0) * (v_scale / tl.sum(l_s * weight, axis=0))
-            tl.store(
-                out + (before.to(tl.int64) * HEADS + kv * real_group + nth) * DIM + d,
-                result.to(out.dtype.element_ty),
-                mask=d < DIM,
-            )
+            weight = tl.exp2(m_one - top)
+            total += l_one * weight
+            result += part * weight[:, None]
+        result *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        to_head = out + ((before.to(tl.int64) * HEADS + kv * real_group + g) * DIM)[:, None] + d[None, :]
+        tl.store(to_head, result.to(out.dtype.element_ty), mask=(g < real_group)[:, None] & (d < DIM)[None, :])
 
 
 class Rope:

@@ -50,14 +50,14 @@ def decode_tiles(programs: int, longest: int, device: torch.device, group: int =
     programs: requests x kv heads. Contexts are of up to `longest` tokens; a kv head has `group` query heads.
 
     Enough parts to fill the GPU. A lone request of a short context is bound by latency: there the smallest tile wins on an H200, which
-    loses a third at 32k.
+    loses a third at 32k; and with many query heads for a kv head fewer parts may, since one program puts all of them together.
     """
     per_multiprocessor, tiles, _ = _table()
     splits = splits_of(programs, per_multiprocessor, torch.cuda.get_device_properties(device).multi_processor_count)
     for entry in tiles:
         fits = splits >= entry.get("splits_from", 1) and longest <= entry.get("longest_to", longest)
-        if fits and group <= entry.get("group_to", group):
-            return splits, entry["block_n"], entry["warps"], entry["stages"]
+        if fits and entry.get("group_from", group) <= group <= entry.get("group_to", group):
+            return min(splits, entry.get("splits_to", splits)), entry["block_n"], entry["warps"], entry["stages"]
     raise AssertionError("the last entry of a table fits all")
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 from meshlm.kernels import tables
+from meshlm.kernels.attention import tiles
+from meshlm.kernels.grouped_gemm.plan import Layer
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tune_step.py"
 GPU = {"name": "NVIDIA New 7", "capability": [9, 0], "multiprocessors": 114}
@@ -76,9 +78,11 @@ def test_no_neighbour_of_gemv_is_beyond_the_limits(tune_step: ModuleType, tile: 
 
 def test_neighbours_of_a_tile_of_attention(tune_step: ModuleType) -> None:
     """The parts of a context are the table's; the smallest tile has no smaller one."""
-    assert tune_step.near_decode((32, 16, 1, 2)) == [(32, 16, 1, 3), (32, 16, 2, 2), (32, 32, 1, 2), (32, 32, 2, 2)]
+    assert tune_step.near_decode((32, 16, 1, 2)) == [
+        (16, 16, 1, 2), (32, 16, 1, 3), (32, 16, 2, 2), (32, 32, 1, 2), (32, 32, 2, 2),
+    ]  # fmt: skip
     near = tune_step.near_decode((16, 64, 4, 3))
-    assert {parts for parts, *_ in near} == {16}
+    assert {parts for parts, *_ in near} == {8, 16, 32}
     assert (16, 64, 4, 3) not in near
     assert {(16, 128, 4, 3), (16, 32, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2), (16, 64, 4, 4)} <= {*near}
 
@@ -121,6 +125,36 @@ def test_it_is_of_use_to_the_step_that_was_timed(tune_step: ModuleType, monkeypa
     found = kept.of["attention"]["decode"][0]
     assert (found["splits_from"], found["longest_to"], found["group_to"], found["block_n"]) == (16, 8192, 1, 32)
     assert kept.of["attention"]["decode"][1:] == [ALONE, USUAL]
+
+
+def test_fewer_parts_than_usual(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry is met by the splits that there would be, and says how many there are."""
+    kept = Kept(monkeypatch, [ALONE, USUAL], [])
+    tune_step.write({tune_step.DECODE: (8, 32, 4, 2)}, 8, None, 32)
+    mine = {**ALONE, "splits_to": 8, "block_n": 32, "warps": 4, "group_to": 8}
+    assert kept.of["attention"]["decode"] == [mine, ALONE, USUAL]
+    monkeypatch.setattr(tiles, "_table", lambda: (4.0, kept.of["attention"]["decode"], []))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert tiles.decode_tiles(4, 4096, torch.device("cuda"), 8) == (8, 32, 4, 2)
+    assert tiles.decode_tiles(4, 4096, torch.device("cuda"), 16) == (32, 16, 1, 2)
+
+
+def test_experts_of_one_row(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table has for more rows stays."""
+    layer = Layer(128, 8, 2048, 768)
+    kept = Kept(monkeypatch, [ALONE, USUAL], [])
+    few = [1, 2, "few", [32, 128, 4, 5], [32, 64, 4, 3]]
+    old = {**layer._asdict(), "rows": [[0, 1, "one", [1, 4, 3, 4], [4, 4, 3, 4]], few]}
+    kept.of["grouped_gemm"] = {**MADE_BY, "layers": [old]}
+    monkeypatch.setattr(tables, "write", lambda op, values, folder=None: kept.write(op, values))
+    tune_step.write({"expert gate": (1, 1, 3, 8), "expert down": (2, 8, 3, 4)}, 8, layer)
+    rows = kept.of["grouped_gemm"]["layers"][0]["rows"]
+    assert rows == [[0, 1, "one", [1, 1, 3, 8], [2, 8, 3, 4]], few]
+    near = tune_step.near_down((4, 4, 3, 4))
+    assert {(2, 4, 3, 4), (8, 4, 3, 4), (4, 2, 3, 4), (4, 8, 3, 4)} <= {*near}
+    assert (4, 4, 3, 4) not in near
+    assert {tile[2:] for tile in near} == {(3, 4)}
 
 
 def test_a_table_without_an_entry_for_lone_requests(tune_step: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
