@@ -14,9 +14,11 @@ import torch
 
 from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import kernel as many
+from meshlm.kernels.moe_align.kernel import counted_at_once
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 
+PARTS_ROWS = 128  # of more the norm behind would read more than a sum by a kernel of its own costs
 MOST_INPUTS = 8192  # of a gemv: a program keeps a row of them
 
 
@@ -105,6 +107,11 @@ def batched_shapes(most: int, block_k: int = 0) -> tuple[many.Shape, many.Shape]
     return many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3)
 
 
+def leaves_parts(plan: Plan, rows: int) -> bool:
+    """Whether results are left as parts, where somebody sums them up."""
+    return plan.kind != "one" and rows <= PARTS_ROWS
+
+
 def warm_rows(layer: Layer, most: int, block_k: int = 0) -> set[int]:
     """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`."""
     seen, found = set(), set()
@@ -113,7 +120,7 @@ def warm_rows(layer: Layer, most: int, block_k: int = 0) -> set[int]:
         variant = (
             (plan, rows * layer.topk <= layer.experts, max(16, 1 << (rows - 1).bit_length()))
             if plan.kind == "few"
-            else plan
+            else (plan, leaves_parts(plan, rows), counted_at_once(rows * layer.topk))
         )
         if variant not in seen:
             seen.add(variant)

@@ -3,8 +3,10 @@
     experts int32 [m, k]: an entry is a token's jth expert, number t k + j; -1 goes nowhere
     ids[position] = entry or -1 (padding);  positions[entry] = position or -1;  ends[e]: the tiles of experts up to e
 
-A counting sort that keeps the order of entries: entries are counted by chunk and expert, the counts summed up, each entry put behind
-those before it in its chunk. Nothing waits for the host, and shapes follow from m, k and the number of experts alone.
+A counting sort that keeps the order of entries: each is put behind those before it. Of few entries each program counts all of them and
+places some. Of many a kernel counts chunks of them, a second one adds up what is before each chunk, and a third one places them.
+Nothing waits for the host, and shapes follow from m, k and the number of experts alone. Behind the last expert's tiles ids are
+anything.
 """
 
 import torch
@@ -12,63 +14,113 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 128  # entries of a program
-FEW, MANY = 16, 128  # chunks that are summed up at a time: one program does it, and each time it waits for memory
+from meshlm.kernels import pdl
+
+CHUNK = 64  # entries that a program places
+FEW = 2048  # entries that each program counts for itself
+LINES, EACH = 512, 4  # chunks whose counts are added up at a time, and the experts of a program that does it
 ALIGNED = 4  # integers: buffers begin where any kernel likes them to
 
 
-@triton.jit(do_not_specialize=["entries", "most"])
-def _count(experts, counts, ids, entries, most, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """counts int32 [chunks, EXPERTS]. Clears ids on the way."""
-    chunk = tl.program_id(0)
-    entry = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(experts + entry, mask=entry < entries, other=-1)
-    at = tl.arange(0, BLOCK_E)
-    found = tl.sum((expert[:, None] == at[None, :]).to(tl.int32), axis=0)
-    tl.store(counts + chunk * EXPERTS + at, found, mask=at < EXPERTS)
-    nothing = tl.full((CHUNK,), -1, tl.int32)
-    for first in range(chunk * CHUNK, most, tl.num_programs(0) * CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        tl.store(ids + place, nothing, mask=place < most)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _sum_up(
-    counts, ends, chunks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """counts become the positions of each chunk's first entries."""
-    at = tl.arange(0, BLOCK_E)
-    inside = at < EXPERTS
-    nth = tl.arange(0, LINES)
-    total = tl.zeros((BLOCK_E,), tl.int32)
-    for first in range(0, chunks, LINES):
-        place = (first + nth)[:, None] * EXPERTS + at[None, :]
-        total += tl.sum(
-            tl.load(counts + place, mask=((first + nth) < chunks)[:, None] & inside[None, :], other=0), axis=0
-        )
-    tiles = (total + BLOCK - 1) // BLOCK
-    end = tl.cumsum(tiles, axis=0)
-    tl.store(ends + at, end, mask=inside)
+@triton.jit
+def _put(
+    expert, entry, before, tiles, end, ids, positions, entries, experts, share, shares, total,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Entries of one chunk to their places, `before` those of their experts in earlier chunks; and a share of the padding of tiles."""
+    nth = tl.arange(0, CHUNK)
+    again = tl.load(experts + share * CHUNK + nth, mask=share * CHUNK + nth < entries, other=-1)
     begin = (end - tiles) * BLOCK
-    for first in range(0, chunks, LINES):
-        place = (first + nth)[:, None] * EXPERTS + at[None, :]
-        mask = ((first + nth) < chunks)[:, None] & inside[None, :]
-        found = tl.load(counts + place, mask=mask, other=0)
-        tl.store(counts + place, begin[None, :] + tl.cumsum(found, axis=0) - found, mask=mask)
-        begin += tl.sum(found, axis=0)
+    nothing = tl.full((BLOCK_E,), -1, tl.int32)
+    for behind in range(share, BLOCK - 1, shares):
+        place = begin + total + behind
+        tl.store(ids + place, nothing, mask=place < end * BLOCK)
+    within = tl.sum(((expert[:, None] == again[None, :]) & (nth[None, :] < nth[:, None])).to(tl.int32), axis=1)
+    first = tl.gather(begin + before, tl.maximum(expert, 0), axis=0)
+    real = expert >= 0
+    tl.store(ids + first + within, entry, mask=real)
+    tl.store(positions + entry, tl.where(real, first + within, -1), mask=entry < entries)
 
 
 @triton.jit(do_not_specialize=["entries"])
-def _place(experts, counts, ids, positions, entries, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    nth = tl.arange(0, CHUNK)
-    entry = tl.program_id(0) * CHUNK + nth
+def _align_few(
+    experts, ids, positions, ends, entries,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All of it. ENTRIES: a power of two, enough for them."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk, every, at = tl.program_id(0), tl.arange(0, ENTRIES), tl.arange(0, BLOCK_E)
+    entry = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(experts + entry, mask=entry < entries, other=-1)
-    again = tl.load(experts + tl.program_id(0) * CHUNK + nth, mask=entry < entries, other=-1)
-    before = tl.sum(((expert[:, None] == again[None, :]) & (nth[None, :] < nth[:, None])).to(tl.int32), axis=1)
-    real = expert >= 0
-    position = tl.load(counts + tl.program_id(0) * EXPERTS + expert, mask=real, other=0) + before
-    tl.store(ids + position, entry, mask=real)
-    tl.store(positions + entry, tl.where(real, position, -1), mask=entry < entries)
+    one = tl.load(experts + every, mask=every < entries, other=-1)
+    total = tl.histogram(tl.maximum(one, 0), BLOCK_E, mask=one >= 0)
+    before = tl.histogram(tl.maximum(one, 0), BLOCK_E, mask=(one >= 0) & (every < chunk * CHUNK))
+    tiles = (total + BLOCK - 1) // BLOCK
+    end = tl.cumsum(tiles, axis=0)
+    if chunk == 0:
+        tl.store(ends + at, end, mask=at < EXPERTS)
+    _put(
+        expert, entry, before, tiles, end, ids, positions, entries, experts, chunk, tl.num_programs(0), total,
+        BLOCK, CHUNK, BLOCK_E,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _count(
+    experts, counts, entries, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """counts int32 [chunks + 1, EXPERTS]; nobody needs the last line yet."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.arange(0, BLOCK_E)
+    entry = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(experts + entry, mask=entry < entries, other=-1)
+    found = tl.histogram(tl.maximum(expert, 0), BLOCK_E, mask=expert >= 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + at, found, mask=at < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _sum_up(counts, chunks, EXPERTS: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr):
+    """A chunk's counts become those of the chunks before it, the last line those of all."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    total = tl.zeros((EACH,), tl.int32)
+    for first in range(0, chunks, LINES):
+        line = first + tl.arange(0, LINES)
+        place = line[:, None] * EXPERTS + at[None, :]
+        inside = (line < chunks)[:, None] & (at < EXPERTS)[None, :]
+        found = tl.load(counts + place, mask=inside, other=0)
+        tl.store(counts + place, total[None, :] + tl.cumsum(found, axis=0) - found, mask=inside)
+        total += tl.sum(found, axis=0)
+    tl.store(counts + chunks * EXPERTS + at, total, mask=at < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _place(
+    experts, counts, ids, positions, ends, entries,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk, at = tl.program_id(0), tl.arange(0, BLOCK_E)
+    entry = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(experts + entry, mask=entry < entries, other=-1)
+    total = tl.load(counts + tl.num_programs(0) * EXPERTS + at, mask=at < EXPERTS, other=0)
+    before = tl.load(counts + chunk * EXPERTS + at, mask=at < EXPERTS, other=0)
+    tiles = (total + BLOCK - 1) // BLOCK
+    end = tl.cumsum(tiles, axis=0)
+    if chunk == 0:
+        tl.store(ends + at, end, mask=at < EXPERTS)
+    _put(
+        expert, entry, before, tiles, end, ids, positions, entries, experts, chunk, tl.num_programs(0), total,
+        BLOCK, CHUNK, BLOCK_E,
+    )  # fmt: skip
 
 
 def most_tiles(entries: int, num_experts: int, block: int) -> int:
@@ -76,26 +128,31 @@ def most_tiles(entries: int, num_experts: int, block: int) -> int:
     return (entries + min(entries, num_experts) * (block - 1)) // block
 
 
+def counted_at_once(entries: int) -> int:
+    """The variant of the kernel that orders so few entries alone; 0: they are many."""
+    return max(CHUNK, triton.next_power_of_2(entries)) if entries <= FEW else 0
+
+
 def align(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """experts int32 [m, k], dense -> ids int32 [most_tiles * block], positions int32 [m, k], ends int32 [num_experts]."""
-    entries = experts.numel()
+    entries, at_once = experts.numel(), counted_at_once(experts.numel())
     most, chunks = most_tiles(entries, num_experts, block) * block, triton.cdiv(entries, CHUNK)
-    sizes = [-(-size // ALIGNED) * ALIGNED for size in (most, entries, num_experts, chunks * num_experts)]
+    lines = 0 if at_once else chunks + 1
+    sizes = [-(-size // ALIGNED) * ALIGNED for size in (most, entries, num_experts, lines * num_experts)]
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device)
     ids, positions, ends, counts = workspace.split(sizes)
-    block_e = triton.next_power_of_2(num_experts)
+    found = ids[:most], positions[:entries].view(experts.shape), ends[:num_experts]
+    use_pdl, block_e = experts.is_cuda and pdl.supported(), triton.next_power_of_2(num_experts)
+    options: dict[str, int] = {"PDL": use_pdl, **({"launch_pdl": True} if use_pdl else {})}
+    place: dict[str, int] = {"EXPERTS": num_experts, "BLOCK": block, "CHUNK": CHUNK, "BLOCK_E": block_e, "num_warps": 4}
+    if at_once:
+        _align_few[(chunks,)](experts, ids, positions, ends, entries, ENTRIES=at_once, **place, **options)
+        return found
     _count[(chunks,)](
-        experts, counts, ids, entries, most, EXPERTS=num_experts, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4
+        experts, counts, entries, EXPERTS=num_experts, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=1, **options
     )
-    _sum_up[(1,)](
-        counts,
-        ends,
-        chunks,
-        EXPERTS=num_experts,
-        BLOCK=block,
-        LINES=FEW if chunks <= FEW else min(MANY, max(FEW, 16384 // block_e)),
-        BLOCK_E=block_e,
-        num_warps=8,
+    _sum_up[(triton.cdiv(num_experts, EACH),)](
+        counts, chunks, EXPERTS=num_experts, LINES=LINES, EACH=EACH, num_warps=4, **options
     )
-    _place[(chunks,)](experts, counts, ids, positions, entries, EXPERTS=num_experts, CHUNK=CHUNK, num_warps=4)
-    return ids[:most], positions[:entries].view(experts.shape), ends[:num_experts]
+    _place[(chunks,)](experts, counts, ids, positions, ends, entries, **place, **options)
+    return found
