@@ -3,7 +3,7 @@
     python -P -m meshlm.kernels.grouped_gemm.tune CONFIG.json ... [--tp 1 2] [--ep 1] [--rows 1 64 ...] [--folder DIR] [--json FILE]
 
 CONFIG.json is a checkpoint's. Gate and down are timed apart, with tokens that choose their experts at random and several choices one
-behind the other, so that weights come from memory. Entries of other sizes stay.
+behind the other, so that weights come from memory. Entries of other sizes, and for other numbers of rows, stay.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshlm.kernels import tables
 from meshlm.kernels.grouped_gemm import kernel as many
-from meshlm.kernels.grouped_gemm.plan import Layer, Plan
+from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, SHAPES, Layer, Plan
 from meshlm.kernels.measure import keep, replay_us
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_few import kernel as few
@@ -28,7 +28,7 @@ from meshlm.kernels.precompile import precompiled
 
 ROWS = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 BYTES_AT_ONCE = 400 << 20  # of weights that a graph reads, at least: many times the L2 cache
-SHARED_BYTES = 220 << 10
+SHARED_BYTES = 226 << 10
 TURN_S, TURNS = 0.004, 3
 FAR = 1.08  # times the fastest of its kind
 Run = Callable[[], object]
@@ -64,9 +64,8 @@ class Bench:
         entries = rows * topk
         most = max(entries, most_tiles(entries, count, 128) * 128)
         self.inner = torch.randn(most, wide, **make)
-        self.out = torch.empty(
-            most, hidden, dtype=torch.float32 if rows <= few.MOST_ROWS else torch.bfloat16, device="cuda"
-        )
+        self.out = torch.empty(most, hidden, **make)
+        self.parts = torch.empty(topk, min(rows, PARTS_ROWS), hidden, device="cuda")
         self.whole = torch.empty(rows, hidden, **make)
 
     def gate(self, kind: str, shape: Any) -> Run:
@@ -87,19 +86,23 @@ class Bench:
         return run
 
     def down_run(self, kind: str, shape: Any) -> Run:
-        topk, hidden = self.layer.topk, self.layer.hidden
+        topk = self.layer.topk
 
         def run() -> None:
             for x, experts, weights in self.cases:
                 if kind == "one":
                     one.down_gemv(self.inner[:topk], self.down, experts, weights, self.whole, shape)
                 elif kind == "few":
-                    parts = self.out[: len(x) * topk].view(topk, len(x), hidden)
-                    few.few(self.inner[: len(x) * topk], self.down, experts, weights, parts, shape)
+                    few.few(self.inner[: len(x) * topk], self.down, experts, weights, self.parts, shape)
                 else:
                     ids, positions, ends = align(experts, self.layer.experts, shape.block_m)
+                    inner, entries = self.inner[: len(ids)], experts.numel()
+                    if self.rows <= PARTS_ROWS:
+                        parts, to = self.parts, many.Parts(experts, weights)
+                        many.sorted_gemm(inner, self.down, parts, shape, ends, ids, topk, entries, parts=to)
+                        continue
                     out = self.out[: len(ids)]
-                    many.sorted_gemm(self.inner[: len(ids)], self.down, out, shape, ends, entries=experts.numel())
+                    many.sorted_gemm(inner, self.down, out, shape, ends, entries=entries)
                     weighted_sum(out, positions, weights, self.whole)
 
         return run
@@ -161,36 +164,37 @@ def candidates(layer: Layer, rows: int, *, gate: bool) -> Iterator[tuple[str, An
     each = rows * layer.topk / layer.experts
     if rows >= 32:
         for block_m in (16, 32, 64, 128):
-            if block_m <= max(16, 2.5 * each) and (block_m >= 64 or each <= 48) and (block_m >= 128 or each <= 300):
+            if block_m <= max(16, 2.5 * each) and (block_m >= 64 or each <= 48):
                 yield from (("many", shape) for shape in _many(block_m, gate=gate))
 
 
+# Columns of a tile (a gate's and up's together), inputs, warps, stages, programs on a multiprocessor, tiles by one reading.
+WIDE_TILES = {
+    16: """64 128 4 4 2 1, 128 128 4 3 2 1, 128 128 4 4 2 1, 128 64 4 5 2 1, 128 64 4 7 2 1, 256 64 4 3 2 1, 256 64 4 4 2 1,
+        128 128 8 4 2 1, 64 256 4 3 2 1, 64 256 4 5 1 1, 128 256 8 3 1 1, 32 256 4 4 3 1, 32 512 4 3 2 1, 32 256 4 5 2 1,
+        64 128 4 4 2 2, 128 128 4 3 2 2""",
+    32: "64 128 4 4 2 1, 128 128 4 3 2 1, 128 64 4 5 2 1, 128 64 4 6 2 1, 128 64 4 4 3 1, 256 64 4 3 2 1, 64 256 4 3 2 1",
+    64: """128 64 4 4 1 1, 128 64 4 4 2 1, 256 64 4 4 1 1, 128 128 4 3 1 1, 256 64 8 4 1 1, 128 64 4 2 2 2, 128 64 4 3 2 2,
+        256 64 8 3 1 2, 256 64 8 4 1 2, 256 128 8 2 1 2, 128 64 4 2 2 3, 128 64 8 4 1 3, 256 64 8 3 1 3""",
+    128: """256 64 8 3 1 1, 256 64 8 4 1 1, 128 64 8 4 1 1, 128 64 4 4 1 1, 128 64 8 3 1 2, 128 64 8 4 1 2, 128 64 4 2 2 1,
+        128 64 4 3 2 1""",
+}
+
+
 def _many(block_m: int, *, gate: bool) -> Iterator[many.Shape]:
-    halves = 2 if gate else 1
-    if block_m < 64:
-        blocks: list[tuple[int, int, int, int]] = [
-            (64 // halves, 128, 4, 4),
-            (128 // halves, 128, 4, 3),
-            (128 // halves, 64, 4, 5),
-        ]
-    elif block_m == 64:
-        blocks = [
-            (128 // halves, 64, 4, 4),
-            (256 // halves, 64, 4, 4),
-            (128 // halves, 128, 4, 3),
-            (256 // halves, 64, 8, 4),
-        ]
-    else:
-        blocks = [
-            (256 // halves, 64, 8, 3),
-            (256 // halves, 64, 8, 4),
-            (128 // halves, 64, 8, 4),
-            (128 // halves, 64, 4, 4),
-        ]
-    for block_n, block_k, warps, stages in blocks:
-        for flat, programs in ((False, 1), (False, 2) if block_m < 64 else (True, 1)):
-            if (block_m + halves * block_n) * block_k * 2 * stages * programs <= SHARED_BYTES:
-                yield many.Shape(block_m, block_n, block_k, warps, stages, flat, programs)
+    """Of tiles that follow one another, and one by one."""
+    for sizes in WIDE_TILES[block_m].split(","):
+        columns, block_k, warps, stages, programs, tiles = map(int, sizes.split())
+        block_n = columns // 2 if gate else columns
+        buffers = (
+            stages if block_m >= 64 else stages - 1
+        )  # small tiles have no product that works on while the next one is loaded
+        size = (block_m * tiles + columns) * block_k * buffers * 2
+        if (size + block_m * block_n * 2 * (block_m >= 64) + (2 << 10)) * programs > SHARED_BYTES:
+            continue
+        yield many.Shape(block_m, block_n, block_k, warps, stages, False, programs, tiles)
+        if block_m >= 64 and programs == tiles == 1:
+            yield many.Shape(block_m, block_n, block_k, warps, stages, True)
 
 
 def _kind(kind: str, shape: Any) -> tuple[str, int]:
@@ -262,6 +266,18 @@ def entries(found: dict[int, Plan]) -> list[list[Any]]:
     ]
 
 
+def write(layer: Layer, found: dict[int, Plan], folder: Path | None = None) -> None:
+    """Into the table; what it knows of other layers stays, and of this one what is for other numbers of rows."""
+    known = (tables.own("grouped_gemm") or {"layers": []})["layers"]
+    kept = {tuple(each[name] for name in Layer._fields): each for each in known}
+    before = {
+        to: Plan(kind, SHAPES[kind](*gate), SHAPES[kind](*down))
+        for _, to, kind, gate, down in kept.get(layer, {"rows": []})["rows"]
+    }
+    kept[layer] = {**layer._asdict(), "rows": entries({**before, **found})}
+    tables.write("grouped_gemm", {"layers": [kept[each] for each in sorted(kept)]}, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("configs", nargs="+", type=Path)
@@ -271,18 +287,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the table is kept; default: kernels/grouped_gemm/tables")
     parser.add_argument("--json", help="the times")
     arguments = parser.parse_args()
-    known = (tables.own("grouped_gemm") or {"layers": []})["layers"]
-    kept = {tuple(each[name] for name in Layer._fields): each for each in known}
     report = []
     for path, tp, ep in product(arguments.configs, arguments.tp, arguments.ep):
         layer = layer_of(json.loads(path.read_text()), tp, ep)
-        found = {}
+        found: dict[int, Plan] = {}
         for rows in arguments.rows:
             found[rows], line = tune(layer, rows)
             report.append(line)
             print(json.dumps(line), flush=True)
-            kept[layer] = {**layer._asdict(), "rows": entries(found)}
-            tables.write("grouped_gemm", {"layers": [kept[each] for each in sorted(kept)]}, arguments.folder)
+            write(layer, found, arguments.folder)
             keep(report, arguments.json)
 
 

@@ -103,7 +103,7 @@ def best_experts(
 
 @triton.jit
 def _select_experts(
-    logits, correction, slots, experts, weights, stride,
+    logits, correction, slots, experts, weights, stride, SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SCALING: tl.constexpr,
     GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +113,13 @@ def _select_experts(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_E)
-    line = tl.load(logits + token * stride + at, mask=at < EXPERTS, other=float("-inf")).to(tl.float32)
+    if SPLITS:
+        line = tl.where(at < EXPERTS, 0.0, float("-inf"))
+        for split in tl.static_range(SPLITS):
+            place = (split * tl.num_programs(0) + token) * stride + at
+            line += tl.load(logits + place, mask=at < EXPERTS, other=0.0)
+    else:
+        line = tl.load(logits + token * stride + at, mask=at < EXPERTS, other=float("-inf")).to(tl.float32)
     padding = False
     if SLOTS:
         padding = tl.load(slots + token) < 0
@@ -142,14 +148,15 @@ def constants(rule: Rule, num_experts: int) -> dict[str, int | float | bool]:
 def select_experts(
     logits: Tensor, rule: Rule, correction_bias: Tensor | None = None, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See reference.py. logits [m, experts], rows may be strided."""
-    tokens, num_experts = logits.shape
+    """See reference.py. logits [m, experts], rows may be strided; or dense float32 parts of a sum [s, m, experts]."""
+    tokens, num_experts = logits.shape[-2:]
     experts = torch.empty(tokens, rule.num_topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, rule.num_topk, dtype=torch.float32, device=logits.device)
     use_pdl = logits.is_cuda and pdl.supported()
     _select_experts[(tokens,)](
         logits, logits if correction_bias is None else correction_bias, logits if slots is None else slots, experts, weights,
-        logits.stride(0), **constants(rule, num_experts), CORRECTED=correction_bias is not None, SLOTS=slots is not None,
+        logits.stride(-2), logits.shape[0] if logits.dim() == 3 else 0, **constants(rule, num_experts),
+        CORRECTED=correction_bias is not None, SLOTS=slots is not None,
         PDL=use_pdl, num_warps=1, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return experts, weights

@@ -32,6 +32,9 @@ def _rms_norm(x, residual, weight, out, stride, columns, eps, ADD: tl.constexpr,
     tl.store(out + row * columns + at, (line * inverse * scale).to(out.dtype.element_ty), mask=inside)
 
 
+MANY_PARTS = 6
+
+
 def _warps(block: int) -> int:
     return min(16, max(4, block // 512))
 
@@ -85,8 +88,9 @@ def _add_parts(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> T
     splits, rows, columns = parts.shape
     out = torch.empty_like(residual)
     block, use_pdl = triton.next_power_of_2(columns), parts.is_cuda and pdl.supported()
+    warps = _warps(block) if splits < MANY_PARTS else min(16, max(4, block // 128))  # all parts are asked for at once
     _sum_add_norm[(rows,)](
         parts, residual, weight, out, rows * columns, columns, eps,
-        SPLITS=splits, BLOCK=block, PDL=use_pdl, num_warps=_warps(block), **({"launch_pdl": True} if use_pdl else {}),
+        SPLITS=splits, BLOCK=block, PDL=use_pdl, num_warps=warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

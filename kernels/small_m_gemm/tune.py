@@ -3,8 +3,9 @@
     python -P -m meshlm.kernels.small_m_gemm.tune CONFIG.json ... [--folder DIR] [--json FILE]
 
 CONFIG.json is a checkpoint's. What a kernel costs depends on those around it, so whole layers of decodes are timed: query, key and
-value are a product, output and down projection parts, gate and up a gate. One after the other each takes the shape with which the layer
-is the fastest, or stays cuBLAS's. Entries of other sizes stay.
+value are a product, output and down projection parts, gate and up a gate; of a mixture of experts the router's product is parts, and
+its experts are left out. One after the other each takes the shape with which the layer is the fastest, or stays cuBLAS's. Entries of
+other sizes stay.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from meshlm.kernels.attention.tiles import decode_tiles
 from meshlm.kernels.gemm import kernel as whole
 from meshlm.kernels.gemm.tune import shapes
 from meshlm.kernels.measure import keep, replay_us
+from meshlm.kernels.moe_routing.kernel import select_experts
+from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.silu_mul.kernel import silu_mul
@@ -33,10 +36,11 @@ from meshlm.kernels.small_m_gemm.kernel import Key, Shape, small_m_gemm
 ROWS = [8, 16, 32, 48, 64, 96, 128, 192, 256]
 CONTEXT = 512
 LAYERS = 8  # enough that weights, keys and values come from memory
-ORDER = ["o", "down", "qkv", "gate_up"]
-USES = {"qkv": "product", "o": "parts", "gate_up": "gate", "down": "parts"}
+ORDER = ["o", "down", "router", "qkv", "gate_up"]
+USES = {"qkv": "product", "o": "parts", "gate_up": "gate", "down": "parts", "router": "parts"}
 SPLITS = {"parts": (2, 4, 8, 16), "product": (1,), "gate": (1,)}
 PROGRAMS = (48, 800)  # fewer leave multiprocessors idle, more come one after the other
+FEW_PROGRAMS = 8  # of a product that is small whatever its shape
 SHARED_BYTES = 200 << 10
 TURNS = 3
 TURN_S = 0.012
@@ -49,14 +53,24 @@ def candidates(rows: int, key: Key) -> list[Shape]:
     tiles = 2 if use == "gate" else 1
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     stages = (3,) if use == "parts" else (4,)
+    fewest = PROGRAMS[0] if outputs >= 512 else FEW_PROGRAMS
     some = [Shape(block_m, *rest) for rest in every((32, 64, 128), (64, 128), SPLITS[use], (4,), stages)]
     return [
         shape
         for shape in some
         if shape.fits(outputs // tiles, inputs)
-        and PROGRAMS[0] <= outputs // tiles // shape.block_n * shape.splits * -(-rows // block_m) <= PROGRAMS[1]
+        and fewest <= outputs // tiles // shape.block_n * shape.splits * -(-rows // block_m) <= PROGRAMS[1]
         and (shape.block_m + tiles * shape.block_n) * shape.block_k * 2 * shape.stages <= SHARED_BYTES
     ]
+
+
+def keys_of(config: dict[str, Any]) -> dict[str, Key]:
+    """The products of a layer, by name."""
+    sizes = dict(zip(("qkv", "o", "gate_up", "down"), shapes(config, 1), strict=True))
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    if experts:
+        sizes = {"qkv": sizes["qkv"], "o": sizes["o"], "router": (experts, config["hidden_size"])}
+    return {name: (*size, USES[name]) for name, size in sizes.items()}
 
 
 @dataclass
@@ -68,10 +82,7 @@ class Layers:
     weights: list[dict[str, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keys: dict[str, Key] = {
-            name: (*size, USES[name])
-            for name, size in zip(("qkv", "o", "gate_up", "down"), shapes(self.config, 1), strict=True)
-        }
+        self.keys = keys_of(self.config)
         make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         self.weights = [
             {name: torch.randn(n, k, **make) * 0.02 for name, (n, k, _) in self.keys.items()} for _ in range(LAYERS)
@@ -93,6 +104,7 @@ class Layers:
         self.residual = torch.zeros(self.rows, self.config["hidden_size"], **make)
         self.norm = torch.ones(self.config["hidden_size"], **make)
         self.x = torch.randn_like(self.residual)
+        self.rule = Rule(self.config.get("num_experts_per_tok", 1), renormalise=True)
 
     def run(self, choice: Choice) -> None:
         x = self.x
@@ -104,6 +116,11 @@ class Layers:
                 block_n=block_n, warps=warps, stages=stages,
             )  # fmt: skip
             x = self._product("o", self.heads.flatten(1), weight, choice)
+            if "router" in self.keys:
+                normed = add_rms_norm(x, self.residual, self.norm, 1e-6)
+                select_experts(self._product("router", normed, weight, choice), self.rule)
+                x = normed
+                continue
             hidden = self._product("gate_up", add_rms_norm(x, self.residual, self.norm, 1e-6), weight, choice)
             hidden = hidden if choice.get("gate_up") else silu_mul(hidden)
             x = self._product("down", hidden, weight, choice)
@@ -131,7 +148,7 @@ class Layers:
     def tune(self) -> Iterator[tuple[str, Shape | None, float, float]]:
         """Gives for each product its shape, and the layer's time with cuBLAS's and with this one."""
         chosen: Choice = {}
-        for name in ORDER:
+        for name in filter(self.keys.__contains__, ORDER):
             found = candidates(self.rows, self.keys[name])
             usual, *times = self.timed([chosen, *({**chosen, name: shape} for shape in found)])
             best = min(times, default=usual)

@@ -46,6 +46,12 @@ def test_routing(name: str, rows: int) -> None:
     assert torch.equal(found, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     assert (found[slots < 0] == -1).all()
+    share = torch.rand(rows, experts, device=DEVICE)
+    parts = torch.stack([logits * share, logits * (1 - share)])
+    found, weights = moe_routing.select_experts(parts, rule, bias, slots)
+    expected, expected_weights = routing_reference.select_experts(parts[0] + parts[1], rule, bias, slots)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 13, 300])
@@ -114,7 +120,19 @@ def test_rows_in_the_order_of_their_experts(rows: int, experts: int, topk: int, 
     chosen = some_experts(rows, experts, topk)
     ids, positions, ends = moe_align.align(chosen, experts, block)
     expected = align_reference.align(chosen.cpu(), experts, block, len(ids))
-    for ours, theirs in zip((ids, positions, ends), expected, strict=True):
+    used = int(expected[2][-1]) * block
+    for ours, theirs in zip((ids[:used], positions, ends), (expected[0][:used], *expected[1:]), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_counts_of_many_chunks_are_summed_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_align, "LINES", 16)
+    chosen = some_experts(900, 6, 3)
+    ids, positions, ends = moe_align.align(chosen, 6, 16)
+    expected = align_reference.align(chosen.cpu(), 6, 16, len(ids))
+    used = int(expected[2][-1]) * 16
+    assert chosen.numel() > 16 * moe_align.CHUNK
+    for ours, theirs in zip((ids[:used], positions, ends), (expected[0][:used], *expected[1:]), strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 
@@ -136,7 +154,12 @@ def some_weights(experts: int, outputs: int, inputs: int, dtype: torch.dtype) ->
 
 
 SIZES = [(5, 2, 64, 32), (6, 3, 72, 40), (20, 4, 136, 48)]  # experts, topk, hidden, wide
-MANY = [grouped_gemm.Shape(16, 32, 64, 4, 3), grouped_gemm.Shape(64, 16, 32, 4, 2, True, 2)]
+MANY = [
+    grouped_gemm.Shape(16, 32, 64, 4, 3),
+    grouped_gemm.Shape(64, 16, 32, 4, 2, True, 2),
+    grouped_gemm.Shape(16, 32, 64, 4, 2, tiles=2),
+    grouped_gemm.Shape(16, 16, 64, 4, 2, tiles=3),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,7 +179,14 @@ def test_products_of_sorted_rows(
     near(inner[positions.flatten().long()[real]], expected[real], dtype, 4.0)
     found = torch.empty(len(ids), hidden, device=DEVICE, dtype=dtype)
     grouped_gemm.sorted_gemm(inner, down, found, shape, ends, entries=chosen.numel())
-    near(found[positions.flatten().long()[real]], reference.by_entry(expected, down, chosen)[real], dtype, 6.0)
+    expected_found = reference.by_entry(expected, down, chosen)
+    near(found[positions.flatten().long()[real]], expected_found[real], dtype, 6.0)
+    weights = torch.rand(rows, topk, device=DEVICE)
+    parts = torch.full((topk, rows, hidden), torch.nan, device=DEVICE)
+    to = grouped_gemm.Parts(chosen, weights)
+    grouped_gemm.sorted_gemm(inner, down, parts, shape, ends, ids, topk, chosen.numel(), parts=to)
+    weighted = expected_found.float().view(rows, topk, hidden) * (weights * (chosen >= 0))[:, :, None]
+    near(parts, weighted.transpose(0, 1), dtype, 6.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,10 +5,13 @@ from itertools import product
 import pytest
 import torch
 from device import DEVICE, DTYPES, MARKS, near
+from torch import Tensor
 
+from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.norm.kernel import add_rms_norm
 from meshlm.kernels.small_m_gemm import kernel, reference, tune
 from meshlm.kernels.small_m_gemm.kernel import Shape, small_m_gemm
+from meshlm.workers.layers.ops import RouterWeights
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 
 pytestmark = MARKS
@@ -98,6 +101,38 @@ def test_ops_go_by_the_table(gate: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         near(
             out, reference.gate(normed, following) if gate else reference.product(normed, following), torch.float16, 8.0
         )
+    kernel.shape_for.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [17, 33])
+def test_a_choice_of_experts_adds_up_the_routers_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows than one kernel chooses for; with and without the table's entry."""
+    from meshlm.workers.layers import triton_ops
+
+    monkeypatch.setattr(kernel, "_table", lambda: {(16, 256, "parts"): [(1, 32, Shape(16, 16, 64, 4, 4, 3))]})
+    used: list[Shape] = []
+
+    def counted(x: Tensor, weight: Tensor, shape: Shape, use: str) -> Tensor:
+        used.append(shape)
+        return small_m_gemm(x, weight, shape, use)
+
+    monkeypatch.setattr(triton_ops, "small_m_gemm", counted)
+    kernel.shape_for.cache_clear()
+    w, norm = torch.randn(16, 256, device=DEVICE).half() / 4, torch.ones(256, device=DEVICE).half()
+    x, residual = (torch.randn(rows, 256, device=DEVICE).half() for _ in range(2))
+    router = RouterWeights(w, None, None, Rule(2, renormalise=True), 16)
+    stream = (x + residual).clone()
+    slots = torch.arange(rows, device=DEVICE)
+    slots[3] = -1
+    given = PartialSum(x, residual=residual)
+    y, found_stream, experts, weights = triton_ops.TritonOps().norm_route(given, (norm, 1e-6), router, slots)
+    near(found_stream, stream, torch.float16, 2.0)
+    near(y, torch.nn.functional.rms_norm(stream.float(), (256,), eps=1e-6).half(), torch.float16, 2.0)
+    expected, expected_weights = select_experts(y.float() @ w.float().t(), router.rule, None, slots)
+    same = (experts == expected).all(dim=1)  # a product that is rounded to 16 bits may choose otherwise
+    assert same.all() or not used
+    near(weights[same], expected_weights[same], torch.float16, 2.0)
+    assert bool(used) == (rows <= 32)
     kernel.shape_for.cache_clear()
 
 

@@ -16,6 +16,7 @@ from meshlm.kernels.moe_routing import fused as fused_routing
 from meshlm.kernels.moe_routing.kernel import select_experts
 from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.moe_slots.kernel import slots_of
+from meshlm.kernels.moe_sum.kernel import sum_parts
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
@@ -65,7 +66,9 @@ class TritonOps(Composed):
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         """Rounded before it is added, as the norm rounds it."""
-        return x.value.sum(dim=0).to(dtype) if x.kind is Kind.SPLIT_K else x.value
+        if x.kind is not Kind.SPLIT_K:
+            return x.value
+        return sum_parts(x.value, torch.empty(x.value.shape[1:], dtype=dtype, device=x.value.device))
 
     def norm_linear(
         self,
@@ -105,13 +108,17 @@ class TritonOps(Composed):
     def norm_route(
         self, x: PartialSum, norm: tuple[Tensor, float], router: RouterWeights, slots: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Norm and routing are one kernel where there are few rows."""
+        """Norm and routing are one kernel where there are few rows; of some more the choice adds up parts of the product."""
         added = x.kind is Kind.WHOLE or (x.kind is Kind.SPLIT_K and x.residual is not None)
-        if not added or router.bias is not None or not fused_routing.takes(x.value):
-            return super().norm_route(x, norm, router, slots)
-        return fused_routing.norm_route(
-            x.value, x.residual, norm, router.packed, router.rule, router.correction_bias, slots
-        )
+        if router.bias is None and added and fused_routing.takes(x.value):
+            return fused_routing.norm_route(
+                x.value, x.residual, norm, router.packed, router.rule, router.correction_bias, slots
+            )
+        if router.bias is None and (shape := shape_for(x.value.shape[-2], *router.packed.shape, "parts")) is not None:
+            y, residual = self.norm(x, norm)
+            logits = small_m_gemm(y, router.packed, shape, "parts")
+            return y, residual, *select_experts(logits, router.rule, router.correction_bias, slots)
+        return super().norm_route(x, norm, router, slots)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.grouped_gemm import kernel as many
-from meshlm.kernels.grouped_gemm.plan import Layer, Plan, batched_shapes, fp8_plan, plan_for, warm_rows
+from meshlm.kernels.grouped_gemm.plan import (
+    Layer,
+    Plan,
+    batched_shapes,
+    fp8_plan,
+    leaves_parts,
+    plan_for,
+    warm_rows,
+)
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
@@ -65,7 +73,7 @@ class TritonExperts:
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """Of few rows the norm behind sums up the parts."""
-        parts = self._weights.plan(rows, num_topk).kind == "few" and WeightAndReduce.PARTS in allowed
+        parts = leaves_parts(self._weights.plan(rows, num_topk), rows) and WeightAndReduce.PARTS in allowed
         return WeightAndReduce.PARTS if parts else WeightAndReduce.DONE
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -80,7 +88,10 @@ class TritonExperts:
         plan = weights.plan(rows, num_topk)
         if isinstance(plan.gate, many.Shape):
             most = most_tiles(rows * num_topk, weights.num_experts, plan.gate.block_m) * plan.gate.block_m
-            return WorkspaceShape((most, weights.wide), self.dtype), WorkspaceShape((most, weights.hidden), self.dtype)
+            sorted_inner = WorkspaceShape((most, weights.wide), self.dtype)
+            if left is WeightAndReduce.PARTS:
+                return (sorted_inner,)
+            return sorted_inner, WorkspaceShape((most, weights.hidden), self.dtype)
         inner = WorkspaceShape((rows * num_topk, weights.wide), self.dtype)
         if isinstance(plan.gate, one.Shape) or left is WeightAndReduce.PARTS:
             return (inner,)
@@ -102,8 +113,7 @@ class TritonExperts:
                 sum_parts(parts, out)
         else:
             assert isinstance(gate, many.Shape) and isinstance(down, many.Shape)  # noqa: PT018
-            assert left is WeightAndReduce.DONE
-            self._many(given, workspaces[0], workspaces[1], out, gate, down)
+            self._many(given, workspaces, out, gate, down)
 
     def _few(self, given: Dispatched, inner: Tensor, parts: Tensor, gate: few.Shape, down: few.Shape) -> None:
         assert given.routing is not None
@@ -113,18 +123,23 @@ class TritonExperts:
         few.few(codes, weights.down, experts, scale, parts, down, scales, weights.down_scale)
 
     def _many(
-        self, given: Dispatched, inner: Tensor, results: Tensor, out: Tensor, gate: many.Shape, down: many.Shape
+        self, given: Dispatched, workspaces: tuple[Tensor, ...], out: Tensor, gate: many.Shape, down: many.Shape
     ) -> None:
+        """Results are parts, or go into the second workspace and are summed up from there."""
         assert given.routing is not None
         weights, (experts, scale) = self._weights, given.routing
         ids, positions, ends = align(experts, weights.num_experts, gate.block_m)
-        entries, num_topk = experts.numel(), experts.shape[1]
+        entries, num_topk, inner = experts.numel(), experts.shape[1], workspaces[0]
         scales = (given.scales, weights.gate_up_scale)
         many.sorted_gemm(given.x, weights.gate_up, inner, gate, ends, ids, num_topk, entries, scales, gate=True)
         codes, inner_scales = weights.quantised(inner)
-        many.sorted_gemm(
-            codes, weights.down, results, down, ends, entries=entries, scales=(inner_scales, weights.down_scale)
-        )
+        scales = (inner_scales, weights.down_scale)
+        if len(workspaces) == 1:
+            to = many.Parts(experts, scale)
+            many.sorted_gemm(codes, weights.down, out, down, ends, ids, num_topk, entries, scales, parts=to, asks=True)
+            return
+        results = workspaces[1]
+        many.sorted_gemm(codes, weights.down, results, down, ends, entries=entries, scales=scales, asks=True)
         weighted_sum(results, positions, scale, out)
 
 
