@@ -51,8 +51,12 @@ def _check_balancing(config: MeshConfig, spec: ModelSpec, device: str) -> None:
         return
     if not experts.enable_expert_parallel:
         raise UsageError(f"--enable-eplb: it needs {PARALLEL}")
-    if parallel.data_parallel_size == 1:
-        raise UsageError("--enable-eplb: it needs --data-parallel-size 2 or more; experts move between these ranks")
+    if parallel.data_parallel_size == parallel.tensor_parallel_size == 1:
+        raise UsageError(
+            "--enable-eplb: it needs --data-parallel-size or --tensor-parallel-size 2; experts move between ranks"
+        )
+    if parallel.data_parallel_size == 1 and (parallel.pipeline_parallel_size > 1 or config.node is not None):
+        raise UsageError("--enable-eplb: tensor-parallel ranks that move experts are one stage, on one node")
     if eplb.use_async:
         raise UsageError("--eplb-config use_async: experts move between two steps, not beside them; leave it out")
     if eplb.communicator not in (None, COMMUNICATORS.get(device)):
@@ -67,6 +71,7 @@ def _check_redundancy(config: MeshConfig, spec: ModelSpec, redundant: int) -> No
     num_ranks = parallel.data_parallel_size * parallel.tensor_parallel_size
     if redundant % num_ranks:
         raise UsageError(f"{flag}: {num_ranks} ranks that share experts do not divide it; give a multiple")
-    most = 0 if spec.moe is None else spec.moe.num_experts * (parallel.data_parallel_size - 1)
+    ranks = parallel.data_parallel_size if parallel.data_parallel_size > 1 else parallel.tensor_parallel_size
+    most = 0 if spec.moe is None else spec.moe.num_experts * (ranks - 1)
     if redundant > most:
         raise UsageError(f"{flag}: with {most} every rank has all experts; give at most that")

@@ -89,7 +89,7 @@ class Meeting:
 
     def __init__(self, rank: int, run_dir: str, address: tuple[str, int] | None = None) -> None:
         """address: rank 0 listens there and nowhere else, the others connect."""
-        self.rank, self._run_dir, self._address = rank, run_dir, address
+        self.rank, self.run_dir, self._address = rank, run_dir, address
         self._store: Store | None = None
         self._keeper = 0  # the incarnation of rank 0 that keeps it
 
@@ -100,7 +100,7 @@ class Meeting:
         name = "-".join(f"{incarnation:x}" for incarnation in incarnations)
         if self._address is None:
             # a file of its own: a rank that died may have left a line of an older one half written
-            return FileStore(f"{self._run_dir}/group-{name}.store")
+            return FileStore(f"{self.run_dir}/group-{name}.store")
         if self._keeper != incarnations[0]:
             self.forget()
         if self._store is None:

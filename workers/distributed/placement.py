@@ -3,6 +3,7 @@
 import torch
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.ids import Epoch
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.membership import Meeting, Membership, meet
@@ -55,6 +56,14 @@ class WorkerPlacement:
     def experts(self, device: torch.device) -> ExpertGroup:
         """The workers with which this one shares experts across data-parallel ranks; they meet later (LockstepEngine.join)."""
         return ExpertGroup(*self._data_parallel, str(self.shard.tp_rank), device)
+
+    def stage(self, device: torch.device) -> ExpertGroup:
+        """The tensor-parallel ranks, whose experts move between them. After `connect`; collective. StepAborted."""
+        assert self._membership is not None and self._meeting is not None  # noqa: PT018
+        name = "-".join(f"{incarnation:x}" for incarnation in self._membership.committed or ())
+        group = ExpertGroup(self.shard.tp_rank, self.shard.tp_size, name, device)
+        group.connect(self._meeting.run_dir, Epoch(0))
+        return group
 
     def connect(self, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> Communicator:
         """Meet the other workers of the group. Blocks; collective. What is summed is [up to `tokens`, hidden]."""

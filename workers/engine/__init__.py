@@ -17,6 +17,7 @@ ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, uni
 
 
 NOT_BALANCED = "start the server with --enable-eplb to move experts"
+NOT_ASKED = "experts move between tensor-parallel ranks every step_interval steps (--eplb-config), and at no other time"
 
 
 class EngineFacts(Struct, frozen=True):

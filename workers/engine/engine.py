@@ -25,7 +25,7 @@ from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.placement import WorkerPlacement
-from meshlm.workers.engine import NOT_BALANCED, EngineFacts, ProgressReport
+from meshlm.workers.engine import NOT_ASKED, NOT_BALANCED, EngineFacts, ProgressReport
 from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns, columns_of
 from meshlm.workers.engine.compute import Compute
@@ -83,6 +83,9 @@ class ModelEngine:
             if config.experts.all2all_backend == "peer_memory":
                 self.together.experts.share_memory(tokens, resolved.spec, self.dtype)
             self.model.share_experts(self.together.experts, config.experts.all2all_backend, slots=slots)
+        elif config.experts.enable_eplb and self.model.mixtures():  # between tensor-parallel ranks, which end together
+            self.balancer = self._make_balancer(placement.stage(device))
+            self.model.use_slots()
         self._intermediate_tensors = torch.empty(
             0
         )  # pipelines: where the stage before writes, and what the next one takes
@@ -114,6 +117,8 @@ class ModelEngine:
             pass
         elif self.shard.size > 1:  # a capture in idle time would meet the other ranks in the middle of a step
             self.captures.all(report)
+            if self.balancer is not None:
+                self.balancer.begin()
         else:
             self.captures.first(report, everything=config.worker.cudagraph_capture == "start")
         self._last = self._timeline.mark()
@@ -142,6 +147,7 @@ class ModelEngine:
             Experts.of(moe, self.shard, group),
             [list(mixture.experts.parameters()) for mixture in mixtures],
             lambda: reload_experts(self.model, self.resolved, self.device, seed),
+            same_rows=self.together is None,
         )
         for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):
             mixture.replicas = replicas
@@ -206,6 +212,8 @@ class ModelEngine:
     def rebalance(self) -> str:
         if self.balancer is None:
             return NOT_BALANCED
+        if self.together is None:  # they agree on nothing but the order of their steps
+            return NOT_ASKED
         self.balancer.asked = True
         return ""
 

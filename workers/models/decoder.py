@@ -226,6 +226,11 @@ class Decoder(nn.Module):
         for module in self.mixtures():
             module.use(group_dispatch(module.moe, self.shard, group, backend, slots=slots))
 
+    def use_slots(self) -> None:
+        """After `join`, of tensor-parallel ranks: which experts each of them has changes."""
+        for module in self.mixtures():
+            module.use(no_dispatch(module.moe, self.shard.tp_size, slots_of=self.shard.tp_rank))
+
     def mixtures(self) -> list[MoE]:
         """Layer by layer."""
         return [module for module in self.modules() if isinstance(module, MoE)]

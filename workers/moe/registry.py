@@ -153,9 +153,15 @@ def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str,
     return PeerMemory(members, group.rooms)
 
 
-def no_dispatch(moe: MoESpec, num_ranks: int) -> Dispatcher:
-    """The dispatch of a model whose tensor-parallel ranks all have all tokens of a step."""
+def no_dispatch(moe: MoESpec, num_ranks: int, *, slots_of: int | None = None) -> Dispatcher:
+    """The dispatch of a model whose tensor-parallel ranks all have all tokens of a step.
+
+    slots_of: a routing has numbers of the ranks' slots (`Replicas`), and this rank is the one with this number.
+    """
     begin, end = moe.local_experts or (0, moe.num_experts)
+    if slots_of is not None:
+        each = end - begin + moe.redundant_experts
+        return NoDispatch(slots_of * each, each, num_ranks * each, Kind.RANK)
     if num_ranks > 1:
         return NoDispatch(begin, end - begin, moe.num_experts, Kind.RANK)
     return NoDispatch(begin, end - begin, moe.num_experts, finishes=frozenset(WeightAndReduce))

@@ -75,9 +75,9 @@ def test_dual_batch_overlap_needs_tokens_that_travel(given: MeshConfig, text: st
         experts.check(given, MIXED, "cuda")
 
 
-def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1) -> MeshConfig:
+def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1, node: Node | None = None, **parallel: object) -> MeshConfig:
     settings = ExpertConfig(enable_expert_parallel=True, enable_eplb=True, eplb_config=eplb)
-    return config(settings, data_parallel_size=dp, tensor_parallel_size=tp)
+    return config(settings, node, data_parallel_size=dp, tensor_parallel_size=tp, **parallel)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,13 @@ def balanced(eplb: str = "{}", dp: int = 2, tp: int = 1) -> MeshConfig:
             config(ExpertConfig(enable_eplb=True), data_parallel_size=2),
             "--enable-eplb: it needs --enable-expert-parallel$",
         ),
-        (balanced(dp=1, tp=2), "--enable-eplb: it needs --data-parallel-size 2"),
+        (balanced(dp=1), "--enable-eplb: it needs --data-parallel-size or --tensor-parallel-size 2"),
+        (balanced(dp=1, tp=2, pipeline_parallel_size=2), "--enable-eplb: .* are one stage, on one node$"),
+        (balanced(dp=1, tp=2, node=NODE), "--enable-eplb: .* are one stage, on one node$"),
+        (
+            balanced('{"num_redundant_experts": 14}', dp=1, tp=2),
+            "num_redundant_experts 14: with 12 every rank has all .* at most that",
+        ),
         (config(ExpertConfig(eplb_config='{"window_size": 5}')), "--eplb-config: it goes with --enable-eplb$"),
         (balanced("{"), "--eplb-config {: "),
         (balanced('{"window": 5}'), "--eplb-config .* unknown field `window`"),
@@ -122,6 +128,7 @@ def test_experts_that_are_balanced() -> None:
     given = balanced('{"num_redundant_experts": 12, "use_async": false, "communicator": "torch_gloo"}')
     experts.check(given, MIXED, "cpu")
     assert given.experts.num_redundant_experts == 12
+    experts.check(balanced('{"num_redundant_experts": 12}', dp=1, tp=2), MIXED, "cpu")
     assert (given.experts.eplb.window_size, given.experts.eplb.step_interval) == (1000, 3000)
 
 

@@ -50,6 +50,7 @@ MOVES = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "tp, experts that move": {"tensor_parallel_size": 2, "enable_expert_parallel": True, **MOVES},
     "all-gather": DP,
     "all-gather, halves": DP | HALVES,
     "all-to-all": DP | {"all2all_backend": "all_to_all"},

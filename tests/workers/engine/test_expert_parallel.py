@@ -1,6 +1,7 @@
 """Engines that share experts give the tokens of one that has all of them: each its own requests, some idle, in prompts and decodes."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 from cpu_steps import LENGTH, OUTPUT, alone, new, step, tokens_of
+from sharded_models import Threads
 from small_models import EXPERTS, SMALL
 
 from meshlm.protocol.config import MeshConfig
@@ -19,9 +21,11 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.step_edge import StepPlan
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.batch import StepInputs
+from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.placement import WorkerPlacement
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
 
@@ -201,6 +205,65 @@ def test_experts_that_move_give_the_same_tokens(
     finally:
         for engine in engines:
             engine.join(None)
+
+
+class Stage(WorkerPlacement):
+    """A tensor-parallel rank in a thread."""
+
+    def __init__(self, rank: int, size: int, redundant: int, folder: Path) -> None:
+        super().__init__(Shard(rank, size, ep_rank=rank, ep_size=size, redundant_experts=redundant // size))
+        self._folder = folder
+
+    def connect(self, device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> Threads:
+        return self.comm
+
+    comm: Threads
+
+    def stage(self, device: torch.device) -> ExpertGroup:
+        group = ExpertGroup(self.shard.tp_rank, self.shard.tp_size, "stage", device)
+        group.connect(str(self._folder), Epoch(0))
+        return group
+
+
+@pytest.mark.parametrize("redundant", [0, 2, 8])
+def test_experts_that_move_between_tensor_parallel_ranks_give_the_same_tokens(
+    redundant: int, folder: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """All have the same rows, and each row goes to one replica of its experts."""
+    eplb = json.dumps({"window_size": 3, "step_interval": 2, "num_redundant_experts": redundant})
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb}
+    config, whole = config_of(folder, **settings), engine_of(config_of(folder))
+    placements, tables, barriers = (
+        [Stage(rank, 2, redundant, tmp_path) for rank in range(2)],
+        {0: [None, None]},
+        threads(2),
+    )
+    for placement in placements:
+        placement.comm = Threads(placement.shard, tables, barriers)
+    made = all_at_once([partial(make_engine, config, lambda *progress: None, placement) for placement in placements])
+    engines = [engine for engine in made if isinstance(engine, ModelEngine)]
+    balancers = [engine.balancer for engine in engines if engine.balancer is not None]
+    first = [list(slots) for slots in balancers[0].slots]
+    assert {len(slots) for slots in first} == {8 + redundant}
+    found = all_at_once([partial(told, engine, PROMPTS[3]) for engine in engines])
+    assert found == [expected[3]] * 2
+    assert balancers[0].slots == balancers[1].slots != first
+    for rank, engine in enumerate(engines):
+        check_weights(engine, whole, rank, 2)
+        assert engine.rebalance().startswith("experts move between tensor-parallel ranks every step_interval steps")
+
+
+def threads(size: int) -> list[threading.Barrier]:
+    return [threading.Barrier(size)]
+
+
+def told(engine: ModelEngine, prompt: list[int]) -> list[int]:
+    """The prompt in two chunks, then decodes."""
+    step(engine, [(0, 0, 3, False)], [new(0, prompt, GREEDY)])
+    found = tokens_of(step(engine, [(0, 3, len(prompt) - 3, True)], []))
+    while len(found) < OUTPUT:
+        found += tokens_of(step(engine, [(0, len(prompt) + len(found) - 1, 1, True)], []))
+    return found
 
 
 def test_experts_move_when_all_ranks_were_asked_to(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:

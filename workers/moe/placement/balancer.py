@@ -39,9 +39,9 @@ class Experts(NamedTuple):
 
     @classmethod
     def of(cls, moe: MoESpec, shard: Shard, group: ExpertGroup) -> "Experts":
-        """Makes them for a group whose members are the workers of one tensor-parallel rank, as `shard` is."""
+        """Makes them for a group that `shard` belongs to: the workers of one tensor-parallel rank, or those of all of them."""
         begin, end = shard.experts(moe.num_experts)
-        stride = (end - begin) * shard.tp_size
+        stride = (end - begin) * (shard.ep_size // group.size)
         first = begin - group.rank * stride
         numbers = [first + rank * stride + nth for rank in range(group.size) for nth in range(end - begin)]
         return cls(numbers, shard.redundant_experts * group.size, moe.num_experts)
@@ -57,12 +57,16 @@ class Balancer:
         experts: Experts,
         layers: Sequence[Sequence[Tensor]],
         reload: Callable[[], None],
+        *,
+        same_rows: bool = False,
     ) -> None:
+        """same_rows: members have the same rows, not each its own; then all choose the same replica for a row."""
         self._config, self._group, self._layers, self._reload = config, group, layers, reload
         self._experts = experts.numbers
         self._first = first_placement(len(experts.numbers), experts.num_redundant, group.size)
         self._counts = torch.zeros(len(layers), experts.num_experts + 1, dtype=torch.int64, device=group.device)
-        self.replicas = [Replicas(experts.num_experts, experts.numbers, group.rank, counts) for counts in self._counts]
+        sender = 0 if same_rows else group.rank
+        self.replicas = [Replicas(experts.num_experts, experts.numbers, sender, counts) for counts in self._counts]
         self.slots: list[
             list[int]
         ] = []  # by layer: the expert of each slot, counted from the first of `experts.numbers`
