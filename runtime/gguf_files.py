@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 32  # of tensor data, unless general.alignment says otherwise
 # What bytes that mean something else may raise: too few of them, an array in an array in an array, text or a list for a number.
 UNREADABLE = (struct.error, OSError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError)
@@ -55,20 +56,37 @@ class _Cursor:
         self.at += length
         return text
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, *, keep: bool = True) -> Any:
+        """The next value; of an array that nobody keeps an empty one."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             inner, count = self.scalar("I"), self.scalar("Q")
             if inner in _SCALARS:
                 layout = f"<{count}{_SCALARS[inner]}"
-                values = list(struct.unpack_from(layout, self.data, self.at))
+                values = list(struct.unpack_from(layout, self.data, self.at)) if keep else []
                 self.at += struct.calcsize(layout)
                 return values
-            return [self.value(inner) for _ in range(count)]
+            if inner == _STRING:
+                return self._strings(count, keep)
+            return [self.value(inner, keep=keep) for _ in range(count)]
         if kind not in _SCALARS:
             raise struct.error(f"value type {kind} is unknown")
         return self.scalar(_SCALARS[kind])
+
+    def _strings(self, count: int, keep: bool) -> list[str]:
+        """In one lean loop: a vocabulary has hundreds of thousands, and each start reads it twice."""
+        data, at, end, length_of = self.data, self.at, len(self.data), _LENGTH.unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length_of(data, at)[0]
+            if at > end:
+                raise struct.error("a string runs past the end")
+            if keep:
+                found.append(data[begin:at].decode("utf-8", "replace"))
+        self.at = at
+        return found
 
 
 def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> GGUFHeader:
@@ -86,7 +104,7 @@ def read_header(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
             align = _ALIGNMENT
             for _ in range(num_fields):
                 name = cursor.string()
-                value = cursor.value(cursor.scalar("I"))
+                value = cursor.value(cursor.scalar("I"), keep=wanted(name))
                 if name == "general.alignment":
                     align = int(value)
                 if wanted(name):

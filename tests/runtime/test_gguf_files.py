@@ -130,3 +130,52 @@ def test_any_bytes_are_a_shape_or_an_error(tmp_path: Path, changes: list[tuple[i
     for read in (read_header, read_spec):
         with contextlib.suppress(GGUFError):
             read(path)
+
+
+VOCABULARY = "tokenizer.ggml.tokens"
+
+
+def array(kind: int, count: int, values: bytes) -> Value:
+    return ARRAY, struct.pack("<IQ", kind, count) + values
+
+
+WORDS = array(TEXT, 3, text("a") + text("") + text("é"))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_vocabulary_is_read_where_it_is_wanted_and_stepped_over_elsewhere(tmp_path: Path, wanted: bool) -> None:
+    path = tmp_path / "model.gguf"
+    nested = array(
+        ARRAY, 2, struct.pack("<IQ", TEXT, 1) + text("b") + struct.pack("<IQ", U32, 2) + struct.pack("<II", 4, 5)
+    )
+    path.write_bytes(
+        header(
+            {VOCABULARY: WORDS, "tokenizer.ggml.scores": array(F32, 2, struct.pack("<ff", 1, 2)), "x.nested": nested}
+        )
+    )
+    found = read_header(path, lambda name: wanted or name.startswith("llama."))
+    assert found.tensors["token_embd.weight"].shape == (32, 7)
+    assert found.fields["llama.block_count"] == 1
+    if wanted:
+        assert found.fields[VOCABULARY] == ["a", "", "é"]
+        assert found.fields["tokenizer.ggml.scores"] == [1.0, 2.0]
+        assert found.fields["x.nested"] == [["b"], [4, 5]]
+    else:
+        assert not {VOCABULARY, "x.nested"} & found.fields.keys()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    [
+        array(TEXT, 1 << 60, text("a")),
+        array(TEXT, 2, text("a") + struct.pack("<Q", 1 << 62)),
+        array(U32, 1 << 62, b""),
+    ],
+)
+def test_an_array_that_runs_past_the_end(tmp_path: Path, words: Value, wanted: bool) -> None:
+    """Also where nobody wants it: what stands behind is read from the wrong place."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header({VOCABULARY: words}))
+    with pytest.raises(GGUFError, match="not a readable GGUF file"):
+        read_header(path, lambda name: wanted)
