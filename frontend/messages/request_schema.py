@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from meshlm.frontend.schema import MAX_TOKENS
+
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}
 _NULL: Json = {"type": "null"}
@@ -12,7 +14,9 @@ def fields(names: tuple[str, ...], *, takes_tools: bool, tells_reasoning: bool, 
     """The schemas of fields by name."""
     texts: Json = {"anyOf": [_ANY_TEXT, {"type": "array", "items": _block("text", text=_ANY_TEXT)}]}
     thinks = ["disabled", "adaptive", *(["enabled"] if tells_reasoning else [])]
-    budget: Json = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 4096}, _NULL]} if tells_reasoning else _NULL
+    budget: Json = (
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}, _NULL]} if tells_reasoning else _NULL
+    )
     found: Json = {
         "model": {"enum": list(names)},
         "messages": {"type": "array", "minItems": 1, "items": _message(texts)},

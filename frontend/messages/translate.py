@@ -84,9 +84,6 @@ def _think(thinking: Thinking | None, fields: Json, server: ServerConfig) -> Non
     if thinking.display == "omitted":
         fields["include_reasoning"] = False
     if thinking.budget_tokens is not None and thinking.type == "enabled":
-        if "thinking_token_budget" not in ChatRequest.__struct_fields__:
-            text = "not supported; max_tokens bounds reasoning and answer together, type 'adaptive' needs no budget"
-            raise _wrong("thinking.budget_tokens", text)
         fields["thinking_token_budget"] = thinking.budget_tokens
 
 
