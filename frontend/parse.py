@@ -134,7 +134,8 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "modalities: only text is supported", "modalities")
     _check_budget(request, "" if server.reasoning_parser else "the server tells no reasoning (--reasoning-parser)")
     choice = tool_choice.read(request)
-    parser = "" if choice.forces or not choice.tools else server.tool_call_parser
+    in_channels = tool_choice.has_channels(server)
+    parser = server.tool_call_parser if choice.tools and (in_channels or not choice.forces) else ""
     grammar = tool_choice.grammar(choice, request, server)
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     logprobs = _num_logprobs("top_logprobs", num_top, request, server, resolved)
@@ -175,7 +176,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         tool_grammar=grammar,
         thinking=_thinking(request, server, opened) if begins_with_reasoning else None,
         reasoning_between=reasoning.before_grammar(server, opened, request.continue_final_message)
-        if begins_with_reasoning
+        if begins_with_reasoning and not (in_channels and choice.forces)
         else ("", ""),
     )
     tags = (

@@ -32,11 +32,11 @@ def needed(ask: ParsedRequest) -> bool:
 def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
     """How the answer holds calls; None where none are looked for."""
     choice = ask.tool_choice
+    if ask.tool_call_parser:
+        return registry.tool_parser(ask.tool_call_parser)
     if choice.name:
         return forced_calls.named(choice.name)
-    if choice.required:
-        return forced_calls.REQUIRED
-    return registry.tool_parser(ask.tool_call_parser) if ask.tool_call_parser else None
+    return forced_calls.REQUIRED if choice.required else None
 
 
 def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:

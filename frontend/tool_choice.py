@@ -17,7 +17,7 @@ from meshlm.frontend.structured import GUIDED
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.parsers import registry
+from meshlm.runtime.parsers import harmony, registry
 from meshlm.runtime.parsers.calls import Structure, Tools
 from meshlm.runtime.structured_outputs import json_schema
 from meshlm.runtime.structured_outputs import structural_tag as made_tag
@@ -70,11 +70,7 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
     if choice.forces:
         if any(getattr(request, name) is not None for name in ("structured_outputs", *GUIDED, "structural_tag")):
             raise HttpError(400, "tool_choice: a forced call goes with no other constraint of the text", "tool_choice")
-        if server.reasoning_parser and registry.reasoning_parser(server.reasoning_parser).channels:
-            raise HttpError(
-                400, "tool_choice: gpt-oss' channels are not held to a call; 'auto' is there", "tool_choice"
-            )
-        found = _made(lambda: json_schema(schema(choice), "tools", server.structured_outputs, strict=bool(strict)))
+        found = _in_channels(choice, server) if has_channels(server) else _forced(choice, server, bool(strict))
         return msgspec.structs.replace(found, whitespace_pattern=request.guided_whitespace_pattern or "")
     if choice.tools and not server.enable_auto_tool_choice:
         text = (
@@ -92,6 +88,24 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
     if structured.grammar(request, server) is not None:
         raise HttpError(400, "tools: strict: goes with no other constraint of the text", "tools")
     return _made(lambda: made_tag(structural_tag(form, choice, strict), "tools", server.structured_outputs))
+
+
+def _forced(choice: ToolChoice, server: ServerConfig, strict: bool) -> Grammar:
+    return _made(lambda: json_schema(schema(choice), "tools", server.structured_outputs, strict=strict))
+
+
+def has_channels(server: ServerConfig) -> bool:
+    """Whether answers are messages of harmony. The grammar of a forced call has their reasoning in it."""
+    return bool(server.reasoning_parser) and registry.reasoning_parser(server.reasoning_parser).channels
+
+
+def _in_channels(choice: ToolChoice, server: ServerConfig) -> Grammar:
+    if not server.tool_call_parser:
+        text = f"forced calls of gpt-oss need --tool-call-parser {registry.HARMONY}"
+        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    wanted = [choice.name] if choice.name else choice.tools
+    tag = {"format": harmony.forced_call({name: own(choice.tools[name]) for name in wanted})}
+    return _made(lambda: made_tag(tag, "tools", server.structured_outputs))
 
 
 def _made(make: Callable[[], Grammar]) -> Grammar:
@@ -156,7 +170,7 @@ def _parameters(tools: list[Json]) -> Tools:
 def schema(choice: ToolChoice) -> Json:
     """The schema of an answer that a forced choice asks for."""
     if choice.name:
-        return _moved_schema(of_object(choice.tools[choice.name]), "#")
+        return own(choice.tools[choice.name])
     calls = [
         {
             "type": "object",
@@ -181,7 +195,7 @@ def structural_tag(form: Structure, choice: ToolChoice, strict: Collection[str])
             ),
             "end": form.end,
         }
-        for name, given in ((name, of_object(given)) for name, given in choice.tools.items())
+        for name, given in ((name, own(given)) for name, given in choice.tools.items())
     ]
     return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}}
 
@@ -189,6 +203,11 @@ def structural_tag(form: Structure, choice: ToolChoice, strict: Collection[str])
 def definitions(tools: Tools) -> Json:
     """The tools' schemas as definitions of a larger one."""
     return {name: _moved_schema(of_object(given), f"#/$defs/{_escaped(name)}") for name, given in tools.items()}
+
+
+def own(given: Mapping[str, Any]) -> Json:
+    """A tool's schema on its own."""
+    return _moved_schema(of_object(given), "#")
 
 
 def of_object(given: Mapping[str, Any]) -> Json:

@@ -5,6 +5,8 @@
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -19,6 +21,29 @@ _HEAD_ENDS, _BODY_ENDS = Tags(MESSAGE, END, CALL, RETURN), Tags(START, END, CALL
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
+
+
+def forced_call(schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """The format of a structural tag for an answer that is a call of one of these functions, behind its reasoning if it has some.
+
+    The model's end of a call ends the answer, too, so there is one.
+    """
+    tag = {"type": "tag", "begin": f"{CHANNEL}analysis{MESSAGE}", "end": f"{END}{START}assistant"}
+    calls = [
+        {
+            "type": "sequence",
+            "elements": [
+                {
+                    "type": "const_string",
+                    "value": f"{CHANNEL}commentary to={_FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}",
+                },
+                {"type": "json_schema", "json_schema": given},
+            ],
+        }
+        for name, given in schemas.items()
+    ]
+    reasoning = {"type": "optional", "content": {**tag, "content": {"type": "any_text"}}}
+    return {"type": "sequence", "elements": [reasoning, {"type": "or", "elements": calls}]}
 
 
 class Reasoned(Struct, frozen=True):

@@ -356,6 +356,7 @@ ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "
 READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
 QWEN3_CODER = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="qwen3_coder")
 GPT_OSS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
+NO_CALLS_OF_GPT_OSS = ServerConfig(reasoning_parser="openai_gptoss")
 STRICT: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather", "strict": True}}]}
 
 
@@ -390,7 +391,8 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
             "tool_choice",
             "no other constraint",
         ),
-        ({**ASKS, "tool_choice": "required"}, GPT_OSS, "tool_choice", "channels"),
+        ({**ASKS, "tool_choice": "required"}, NO_CALLS_OF_GPT_OSS, "tool_choice", "need --tool-call-parser"),
+        (STRICT, GPT_OSS, "tools", "strict: calls in the form of --tool-call-parser openai"),
         (STRICT, QWEN3_CODER, "tools", "strict: calls in the form of --tool-call-parser qwen3_coder"),
         ({**STRICT, "response_format": {"type": "json_object"}}, READS, "tools", "strict: goes with no other"),
         ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "'none', 'auto', 'required' or a function"),

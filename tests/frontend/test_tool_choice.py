@@ -33,6 +33,7 @@ TOOLS: dict[str, Any] = {
     "weather": {"properties": {"city": {"type": "string"}}},
     "time": tool_choice.NO_PARAMETERS,
 }
+NAMED = {"type": "function", "function": {"name": "weather"}}
 GOOD = [
     [{"name": "time", "parameters": {}}],
     [{"name": "weather", "parameters": {"city": "Bern"}}, {"name": "time", "parameters": {}}],
@@ -72,12 +73,15 @@ def test_the_schema_of_a_named_function_is_its_own() -> None:
     assert not fits(tool_choice.schema(ToolChoice(TOOLS, name="weather")), [])
 
 
-def test_a_schema_without_end_is_refused() -> None:
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_a_deep_schema_is_refused(choice: object) -> None:
     deep: dict[str, Any] = {}
     for _ in range(200):
         deep = {"items": deep}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": deep, "strict": True}}]
+    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
     with pytest.raises(HttpError, match="nested"):
-        tool_choice.schema(ToolChoice({"f": deep}, required=True))
+        asked("chat", body_of("chat", {"tools": tools, "tool_choice": choice}), server=server)
 
 
 def found(parser: ToolParser, pieces: list[str]) -> tuple[str, list[Call]]:
@@ -116,7 +120,6 @@ def test_a_tag_of_strict_calls_is_what_the_parser_reads(name: str) -> None:
     assert schemas == [{"type": "object"}]
 
 
-NAMED = {"type": "function", "function": {"name": "weather"}}
 ASKS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]}
 
 
@@ -219,3 +222,18 @@ def test_the_model_is_shown_the_tools_that_are_allowed(mode: str) -> None:
     (prompt,) = asked("chat", body_of("chat", {**ASKS, "tool_choice": choice}), server=QWEN3).prompts
     assert isinstance(prompt, ChatPrompt)
     assert json.loads(prompt.tools_json) == ASKS["tools"][:1]
+
+
+@pytest.mark.parametrize(("choice", "finish_reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_forced_call_of_gpt_oss_is_read_from_its_channels(choice: object, finish_reason: str) -> None:
+    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    ask = asked("chat", body_of("chat", {**STRICT, "tool_choice": choice}), server=server)
+    grammar = ask.sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.begins_after) == (GrammarKind.STRUCTURAL_TAG, "")
+    answer, _ = whole(ask)
+    head = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    give(answer, 0, [7], "<|channel|>analysis<|message|>hm<|end|>" + head + '{"city": "Bern"}', STOP)
+    (entry,) = body(answer)["choices"]
+    assert (entry["message"]["reasoning"], entry["finish_reason"]) == ("hm", finish_reason)
+    assert [call["function"]["arguments"] for call in entry["message"]["tool_calls"]] == ['{"city": "Bern"}']

@@ -35,8 +35,8 @@ def vocabulary(smollm2: Path) -> Vocabulary:
     return Vocabulary(tokenizer_files.load(smollm2), 49152, (2,))
 
 
-def matcher(vocabulary: Vocabulary, parser: str, **fields: Any) -> LLMatcher:
-    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=parser)
+def matcher(vocabulary: Vocabulary, parser: str, reasoning: str = "", **fields: Any) -> LLMatcher:
+    server = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=parser, reasoning_parser=reasoning)
     request = msgspec.convert({"messages": [], "tools": TOOLS, **fields}, ChatRequest)
     grammar = tool_choice.grammar(tool_choice.read(request), request, server)
     assert grammar is not None
@@ -81,3 +81,14 @@ def test_forced_calls_keep_to_the_schemas(vocabulary: Vocabulary) -> None:
     named = matcher(vocabulary, "", tool_choice={"type": "function", "function": {"name": "weather"}})
     assert takes(named, vocabulary, '{"city": "Rome"}')
     assert not takes(named, vocabulary, '{"city": "Paris"}')
+
+
+def test_a_forced_call_of_gpt_oss(vocabulary: Vocabulary) -> None:
+    """It stands in the model's own channels, with or without reasoning before it."""
+    made = matcher(vocabulary, "openai", "openai_gptoss", tool_choice="required")
+    head = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    thinks = "<|channel|>analysis<|message|>hm <b><|end|><|start|>assistant"
+    for before in ("", thinks):
+        assert takes(made, vocabulary, before + head + '{"city": "Bern"}')
+        assert not takes(made, vocabulary, before + head + '{"city": "Paris"}')
+        assert not takes(made, vocabulary, before + "<|channel|>final<|message|>Yes")
