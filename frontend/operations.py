@@ -50,7 +50,7 @@ class Operation(NamedTuple):
     @property
     def generates(self) -> bool:
         """Whether it is of servers that give text."""
-        return self.streams or self.handler.startswith(("rendering.", "responses."))
+        return self.streams or self.handler.startswith("rendering.") or self.path.startswith("/v1/responses")
 
 
 def _switch(name: str, description: str) -> Parameter:
