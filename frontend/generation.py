@@ -27,9 +27,11 @@ from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.ids import Handle
+from meshlm.protocol.ids import ErrorKind, Handle
 from meshlm.protocol.tasks import GENERATE
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
+from meshlm.runtime import logits_processors
+from meshlm.runtime.errors import RequestError
 
 WRONG_RUNNER = "this server gives vectors, and no text (--runner)"
 MANY_CHOICES = 256  # whose answer is written away from the loop
@@ -92,6 +94,7 @@ class Generation:
         self._backend = backend
         self._fingerprint = system_fingerprint(backend.config, backend.version)
         self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
+        self._processors: list[type[Any]] | None = None  # classes; None: not imported yet
 
     async def answer(
         self,
@@ -109,6 +112,8 @@ class Generation:
         if reason := backend.refusal(attaches=again is not None) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         ask = self.permitted(ask, request.scope.get("meshlm.key", ""))
+        if names := backend.resolved.logits_processors:
+            await self._check_processors(names, ask)
         cost = backend.admit(ask)
         try:
             return await self._answered(request, ask, model, prefix, again, form)
@@ -218,6 +223,17 @@ class Generation:
             for choice in answer.choices:
                 choice.sink = spaced
         return asked
+
+    async def _check_processors(self, names: tuple[str, ...], ask: parse.ParsedRequest) -> None:
+        """Asks the logits processors whether they take the request; their classes are imported for the first one."""
+        try:
+            if self._processors is None:
+                self._processors = await asyncio.to_thread(logits_processors.loaded, names)
+            logits_processors.check(self._processors, ask.sampling)
+        except RequestError as error:
+            raise HttpError.of(error.kind, error.message, error.param) from None
+        except logits_processors.ProcessorError as error:
+            raise HttpError.of(ErrorKind.INTERNAL, str(error)) from None
 
     async def _search(
         self,

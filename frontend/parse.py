@@ -30,6 +30,7 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Tools
 
 MAX_ID_DIGITS = 10
+MAX_XARGS_BYTES = 16384
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
 
 
@@ -425,6 +426,7 @@ def _sampling(request: Common, resolved: Resolved, logprobs: int, prompt_logprob
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=token_ids("logprob_token_ids", request.logprob_token_ids or [], vocab_size),
         repetition_detection=_repetition_detection(request),
+        extra_args=_extra_args(request.vllm_xargs or {}, resolved),
     )
 
 
@@ -437,6 +439,16 @@ def _repetition_detection(request: Common) -> RepetitionDetection | None:
     if wanted.min_count < 2:
         raise HttpError(400, f"{name}: min_count must be at least 2; one time is no repetition", name)
     return RepetitionDetection(wanted.max_pattern_size, max(1, wanted.min_pattern_size), wanted.min_count)
+
+
+def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
+    """The arguments of logits processors, whose classes are asked later (generation.py)."""
+    if given and not resolved.logits_processors:
+        text = "vllm_xargs: the server has no logits processors that would read them (--logits-processors)"
+        raise HttpError(400, text, "vllm_xargs")
+    if len(msgspec.json.encode(given)) > MAX_XARGS_BYTES:
+        raise HttpError(400, f"vllm_xargs: at most {MAX_XARGS_BYTES} bytes", "vllm_xargs")
+    return given
 
 
 def _bad_words(words: list[str]) -> tuple[str, ...]:

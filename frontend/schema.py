@@ -29,7 +29,6 @@ NOT_SUPPORTED = {
     "logits_processors": "not supported",
     "kv_transfer_params": _KV_TRANSFER,
     "ec_transfer_params": _KV_TRANSFER,
-    "vllm_xargs": "not supported; there are no extensions that would read them",
     "return_assistant_tokens_mask": "not supported; templates do not tell which tokens are the assistant's",
     "functions": _FUNCTIONS,
     "function_call": _FUNCTIONS,
@@ -134,6 +133,7 @@ class Common(Struct, frozen=True, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False  # n is then the beams' number
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None  # of logits processors
     length_penalty: Annotated[float, Meta(ge=-16.0, le=16.0)] | None = None  # of beam search alone
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: as many as the context holds
     truncation_side: Literal["left", "right"] | None = None

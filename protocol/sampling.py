@@ -5,6 +5,7 @@ the worker (the sampler). Stop *strings* are the detokenizer's: see `TextParams`
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -57,6 +58,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`, their number: these tokens' instead of the likeliest
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences whose last token may not follow the rest
     repetition_detection: RepetitionDetection | None = None
+    extra_args: dict[str, Any] = {}  # for logits processors; JSON values
     grammar: Grammar | None = (
         None  # that the text keeps to; the mask of each token is the worker's (output/grammars.py)
     )

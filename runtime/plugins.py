@@ -4,8 +4,9 @@ A process loads the groups that it reads before it reads them: the supervisor to
 point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a `QuantizationFormat`, one of
 `meshlm.attention_backends` whatever makes a `Backend`; there its own name is the one for --attention-backend. One of
 `meshlm.tool_parsers` names a `ToolParser`, one of `meshlm.reasoning_parsers` a `ReasoningParser` (parsers/registry.py loads them in the
-supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. MESHLM_PLUGINS names
-those to load (commas between); without it all are.
+supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. One of
+`meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it). MESHLM_PLUGINS names those to load (commas
+between); without it all are.
 """
 
 import sys
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 VARIABLE = "MESHLM_PLUGINS"
 ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantization", "meshlm.attention_backends"
 TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parsers"
-GROUPS = (ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS)
+LOGITS_PROCESSORS = "meshlm.logits_processors"
+GROUPS = (ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS, LOGITS_PROCESSORS)
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 
 
@@ -30,6 +32,11 @@ class PluginError(Exception):
 def names(group: str, environment: Mapping[str, str]) -> list[str]:
     """The plug-ins of this group that may be loaded."""
     return [point.name for point in _chosen(group, environment)]
+
+
+def values(group: str, environment: Mapping[str, str]) -> list[str]:
+    """What the plug-ins of this group name, `module:attribute`, for processes that load it themselves."""
+    return [point.value for point in _chosen(group, environment)]
 
 
 def check_names(environment: Mapping[str, str]) -> None:

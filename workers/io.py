@@ -67,6 +67,7 @@ def make_engine(config: MeshConfig, worker: int, membership: Membership, report:
             pass
         return FakeEngine(config, report)
     from meshlm.runtime import plugins
+    from meshlm.runtime.logits_processors import ProcessorError
     from meshlm.workers.attention import backend
     from meshlm.workers.distributed.placement import WorkerPlacement
     from meshlm.workers.engine import make
@@ -76,7 +77,10 @@ def make_engine(config: MeshConfig, worker: int, membership: Membership, report:
         plugins.load(plugins.BACKENDS, os.environ, backend.register)
     except plugins.PluginError as error:
         raise ProcessFatal(str(error)) from None
-    return make.make_engine(config, report, WorkerPlacement.of(config, worker, membership))
+    try:
+        return make.make_engine(config, report, WorkerPlacement.of(config, worker, membership))
+    except ProcessorError as error:
+        raise ProcessFatal(str(error)) from None
 
 
 class WorkerApp:

@@ -80,6 +80,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     attention_backend: Annotated[
         str, Meta(description="attention implementation: auto, cpu, torch, triton, or a plug-in's name")
     ] = "auto"
+    logits_processors: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="classes that change logits, module:Class; those of installed packages are there, too",
+            extra={"json": True},
+        ),
+    ] = ()
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     profiler_dir: Annotated[
         str,

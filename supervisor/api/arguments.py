@@ -34,6 +34,8 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
         asked = opposite if value is False and opposite in (*SWITCHES, *ABSENT) else flag
         if value is None:
             continue
+        if ours == "logits_processors":
+            value = [one if isinstance(one, str) else _class_name(one) for one in value]
         if ours in known:
             found[ours] = _value(known[ours], value)
         elif asked in SWITCHES:
@@ -68,3 +70,10 @@ def _value(setting: flags.Setting, value: Any) -> object:
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"LLM: {setting.name}: {error}") from None
     return vllm_flags.meant(setting.name, value)
+
+
+def _class_name(kind: Any) -> str:
+    """The name by which workers import a logits processor. ValueError for one that they cannot."""
+    if not isinstance(kind, type) or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ValueError(f"logits_processors: {kind!r} must be a class of a module that other processes can import")
+    return f"{kind.__module__}:{kind.__qualname__}"

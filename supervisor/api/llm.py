@@ -19,6 +19,8 @@ from tqdm import tqdm
 from meshlm.protocol.columns import ints
 from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
+from meshlm.runtime import logits_processors
+from meshlm.runtime.errors import RequestError
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
@@ -287,7 +289,20 @@ class LLM:
             each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():
             one.check(self.vocab_size)
+            self._check_processors(one)
         return each, ranks
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        """Asks the logits processors whether they take these. ValueError."""
+        assert self._config.resolved is not None
+        names = self._config.resolved.logits_processors
+        if params.extra_args and not names:
+            raise ValueError("SamplingParams.extra_args: there are no logits_processors that would read them")
+        if names:
+            try:
+                logits_processors.check(logits_processors.loaded(names), params.wire((), self.vocab_size, 0))
+            except (RequestError, logits_processors.ProcessorError) as error:
+                raise ValueError(str(error).replace("vllm_xargs", "SamplingParams.extra_args")) from None
 
     def _submits(
         self, prompts: Iterator[Given], each: list[SamplingParams], ranks: list[int], dp_rank: int = -1

@@ -39,10 +39,9 @@ INTEGERS = (
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
 NOT_SUPPORTED = {
-    "logits_processors": "logits processors are not supported",
+    "logits_processors": "give classes to LLM(logits_processors=[...]), and arguments in extra_args",
     "flat_logprobs": "logprobs are a dict a position",
     "thinking_token_budget": "max_tokens bounds reasoning and answer together",
-    "extra_args": "there are no extensions that would read them",
     "routed_experts_prompt_start": "the experts of tokens are not returned",
     "skip_reading_prefix_cache": "a prompt's cache_salt keeps it from what others left in the cache",
 }
@@ -145,7 +144,7 @@ class SamplingParams:
     flat_logprobs: bool = False
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
-    extra_args: Any = None
+    extra_args: dict[str, Any] | None = None  # of logits processors
     routed_experts_prompt_start: int = 0
     skip_reading_prefix_cache: bool | None = None
 
@@ -203,6 +202,7 @@ class SamplingParams:
             logprobs=len(certain) if certain else _wanted(self.logprobs, vocab_size),
             prompt_logprobs=_wanted(self.prompt_logprobs, vocab_size),
             logprob_token_ids=certain,
+            extra_args=dict(self.extra_args or {}),
             repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
             grammar=None if constraint is None else constraint.wire(config or StructuredOutputsConfig()),
         )

@@ -18,7 +18,7 @@ import msgspec
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
-from meshlm.runtime import generation_config, model_files, plugins
+from meshlm.runtime import generation_config, logits_processors, model_files, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
@@ -66,11 +66,26 @@ def resolve(config: MeshConfig) -> MeshConfig:
         max_num_batched_tokens=budget,
         eos_token_ids=generation.eos_token_ids,
         pooling=pooling,
+        logits_processors=_logits_processors(config),
         digest="",
     )
     config = msgspec.structs.replace(config, resolved=resolved)
     digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+
+
+def _logits_processors(config: MeshConfig) -> tuple[str, ...]:
+    """Their names; that they can be imported the workers see, whose libraries they need."""
+    try:
+        found = logits_processors.names(config.worker.logits_processors, os.environ)
+    except plugins.PluginError as error:
+        raise UsageError(str(error)) from None
+    for name in config.worker.logits_processors:
+        if not all(part.isidentifier() for part in name.replace(":", ".").split(".")) or "." not in name.replace(
+            ":", "."
+        ):
+            raise UsageError(f"--logits-processors {name}: must be module:Class")
+    return found
 
 
 def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_config.GenerationConfig]:

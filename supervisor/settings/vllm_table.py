@@ -166,7 +166,6 @@ ABSENT = {
     "--ignore-patterns": "download what you want, and serve its folder",
     "--num-gpu-blocks-override": "--kv-cache-memory BYTES sets the size of the KV cache",
     "--logits-processor-pattern": "logit_bias and penalties are what a request can ask for",
-    "--logits-processors": "logit_bias and penalties are what a request can ask for",
     "--compilation-config": _CAPTURE,
     "--max-cudagraph-capture-size": _CAPTURE,
     "--attention-config": "--attention-backend is the setting",

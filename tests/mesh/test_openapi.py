@@ -141,6 +141,7 @@ def consistent(case: Any) -> None:
     ):  # a template may fail on any, and a short time is an error
         body.pop(name, None)
     body.pop("use_beam_search", None)  # which refuses much
+    body.pop("vllm_xargs", None)  # there is nobody who reads them
     if body.get("repetition_detection"):
         body["repetition_detection"] = {"max_pattern_size": 4, "min_count": 2}
     if body.get("logprob_token_ids"):

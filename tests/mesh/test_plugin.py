@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import serving
 from split_models import FLAGS, PROMPTS, SHAPE, greedy, reference, small_model
@@ -42,4 +43,15 @@ def test_an_architecture_from_another_package(tmp_path: Path) -> None:
     (tiny / "tokenizer.json").write_text((llama / "tokenizer.json").read_text())
     assert f'"num_blocks": {SHAPE["num_hidden_layers"]}' in text
     with serving(str(tiny), "--load-format", "dummy", *FLAGS) as server:
+        assert greedy(server, PROMPTS[:1]) == [expected]
+        asked = {"prompt": PROMPTS[0], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        for target in (7, 9):  # the package's logits processor, beside a request that it does not want
+            body = {**asked, "vllm_xargs": {"target_token": target}}
+            (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+            assert choice["token_ids"] == [target] * 4
+            assert min(choice["logprobs"]["token_logprobs"]) < 0, "those of the model itself"
+        wrong = httpx.post(
+            f"{server.url}/v1/completions", json={**asked, "vllm_xargs": {"target_token": "x"}}, timeout=60
+        )
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "vllm_xargs")
         assert greedy(server, PROMPTS[:1]) == [expected]

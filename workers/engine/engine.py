@@ -19,6 +19,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
+from meshlm.runtime import logits_processors
 from meshlm.workers import memory
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
@@ -42,6 +43,7 @@ from meshlm.workers.output.details import Details, prompt_logprobs
 from meshlm.workers.output.grammars import Constraint, Grammars
 from meshlm.workers.output.pooled_heads import PooledHeads, load_dense
 from meshlm.workers.output.pooler import PooledVectors, Pooler
+from meshlm.workers.output.processors import Processors
 from meshlm.workers.output.vocabulary import loader
 from meshlm.workers.weights.load import DTYPES, load_model, reload_experts, weight_bytes
 
@@ -97,6 +99,9 @@ class ModelEngine:
         )
         specs = self.layout.specs
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
+        if resolved.logits_processors and samples:
+            kinds = logits_processors.loaded(resolved.logits_processors)
+            self.rows.table.processors = Processors(kinds, config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.pooler = Pooler(PooledHeads(self.model.classifier, load_dense(resolved, device)))
         self.grammars = Grammars(loader(resolved))

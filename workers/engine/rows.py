@@ -18,7 +18,7 @@ from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.memory import zeros
 from meshlm.workers.output.grammars import unconstrained
 from meshlm.workers.output.sampler import SampleRows
-from meshlm.workers.output.table import EDITS, SamplingTable, edits
+from meshlm.workers.output.table import ALWAYS, EDITS, SamplingTable, edits
 from meshlm.workers.rows import Pooling, pooling
 
 NOTHING = np.empty(0, np.int32)
@@ -124,9 +124,12 @@ class DeviceRows:
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """The changes that a plan makes, as changes.py packs them, and their number of segments."""
-        if self.pools and plan.removed_rows:
-            for row in np.frombuffer(plan.removed_rows, np.int32).tolist():
+        if plan.removed_rows and (self.pools or self.table.processors is not None):
+            removed = np.frombuffer(plan.removed_rows, np.int32).tolist()
+            for row in removed:
                 self.pools.pop(row, None)
+            if self.table.processors is not None:
+                self.table.processors.leave(removed)
         if not (plan.new_rows or plan.block_rows or plan.input_ids):
             return NOTHING, 0
         changes = Changes()
@@ -145,6 +148,8 @@ class DeviceRows:
         """A request takes a row."""
         row, sampling = new.row, unconstrained(new.sampling)
         self.table.set(row, sampling)
+        if self.table.processors is not None and self.table.processors.take(new):
+            self.table.by_torch_until[row] = ALWAYS
         self.second_from[row] = 0
         if isinstance(new.task, Pool):
             self.pools[row] = new.task
@@ -198,4 +203,6 @@ class DeviceRows:
         """Forget all requests: rows are taken anew."""
         self.table.special.clear()
         self.table.logprob_token_ids.clear()
+        if self.table.processors is not None:
+            self.table.processors.reset()
         self.pools.clear()

@@ -1,6 +1,7 @@
 """Logits to tokens, for the whole batch at once. Any device.
 
-Order of operations as in vLLM: allowed ids and min_tokens, logit bias, penalties, temperature, min-p, top-k, top-p, draw.
+Order of operations as in vLLM: allowed ids and min_tokens, logit bias, logits processors, penalties, temperature, processors that keep
+the likeliest token, min-p, top-k, top-p, draw.
 The draw inverts the cumulative distribution over token ids at one uniform number (draws.py).
 """
 
@@ -40,6 +41,8 @@ def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor)
     rows = at.rows
     if table.special:
         _apply_special(logits, at, table, tokens)
+    if table.processors is not None:
+        table.processors.apply(logits, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=False)
     penalised = np.flatnonzero(table.penalised[rows])
     if len(penalised):
         _penalise(logits, penalised, at, table, tokens)
@@ -50,6 +53,8 @@ def sample(logits: Tensor, at: SampleRows, table: SamplingTable, tokens: Tensor)
     device = logits.device
     scale = put(np.where(greedy, 1.0, temperature), device)
     scaled = logits.float() / scale[:, None]
+    if table.processors is not None:
+        table.processors.apply(scaled, rows, at.lens, at.prompt_lens, tokens, argmax_invariant=True)
     _top_k_top_p(scaled, rows, table)
     drawn = _draw(scaled, put(uniforms(table.seed[rows], at.output_index), device))
     if not greedy.any():

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.workers.output.processors import Processors
 
 ALWAYS: Final = np.iinfo(np.int32).max
 EDITS = 16  # ids of a request whose logits kernels/penalties edits
@@ -44,6 +45,7 @@ class SamplingTable:
         )  # output index: tokens before it need more than the kernels do
         self.special: dict[int, SamplingParams] = {}
         self.logprob_token_ids: dict[int, tuple[int, ...]] = {}  # rows that want those of certain tokens
+        self.processors: Processors | None = None  # of logits; set by the engine
 
     def set(self, row: int, params: SamplingParams) -> None:
         """A request takes this row."""

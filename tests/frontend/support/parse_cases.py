@@ -81,6 +81,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"bad_words": ["a", " b c"]}, "text.bad_words", ("a", " b c")),
     ("both", {"bad_words": []}, "text.bad_words", ()),
     ("both", {"use_beam_search": True}, "beams", True),
+    ("both", {"vllm_xargs": {}}, "sampling.extra_args", {}),
     ("both", {"return_token_offsets": True}, "return_token_offsets", True),
     ("both", {"use_beam_search": False}, "beams", False),
     ("both", {"length_penalty": -1}, "length_penalty", -1.0),
@@ -281,6 +282,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "bad_words": [3, [""], [" "], ["a"] * 1025, [5], ["x" * 4097]],
             "logprob_token_ids": [3, [5], ["a"], [-1]],
             "use_beam_search": [None, 2, "yes"],
+            "vllm_xargs": [3, [], {"a": 1}, {"a": None}, {"a": {"b": 1}}, {"a": "x" * 20_000}],
             "return_token_offsets": [2, "yes"],
             "length_penalty": [17, -17, "long", "nan"],
             "repetition_detection": [

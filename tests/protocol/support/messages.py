@@ -70,6 +70,7 @@ SAMPLING = sampling.SamplingParams(
     logprob_token_ids=(3, 4),
     bad_words_token_ids=((5,), (6, 7)),
     repetition_detection=sampling.RepetitionDetection(8, 2, 3),
+    extra_args={"a": [1, "b"]},
     grammar=GRAMMAR,
 )
 WORK = admit.EngineRequest(

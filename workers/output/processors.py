@@ -1,0 +1,109 @@
+"""The logits processors of one worker, and which rows they process. Owned by the engine's rows, used by the sampler."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.step_edge import NewRow
+from meshlm.workers.output.logits_processor import AddedRequest, BatchUpdate, LogitsBatch, LogitsProcessor
+
+
+class _Used:
+    """One processor: its rows, and what it has not been told of."""
+
+    def __init__(self, processor: LogitsProcessor, max_rows: int) -> None:
+        self.processor, self.is_invariant = processor, processor.is_argmax_invariant()
+        self.has = np.zeros(max_rows, np.bool_)
+        self._removed: list[int] = []
+        self._added: dict[int, AddedRequest] = {}
+
+    def take(self, added: AddedRequest) -> bool:
+        self.leave(added.row)
+        if self.processor.wants(added.params):
+            self.has[added.row] = True
+            self._added[added.row] = added
+        return bool(self.has[added.row])
+
+    def leave(self, row: int) -> None:
+        if self.has[row]:
+            self.has[row] = False
+            if self._added.pop(row, None) is None:  # else it never heard of it
+                self._removed.append(row)
+
+    def update(self) -> None:
+        told = BatchUpdate(self._removed, list(self._added.values())) if self._removed or self._added else None
+        self._removed, self._added = [], {}
+        self.processor.update_state(told)
+
+
+class Processors:
+    """See the module docstring."""
+
+    def __init__(
+        self, kinds: Sequence[type[LogitsProcessor]], config: MeshConfig, device: torch.device, max_rows: int
+    ) -> None:
+        self._used = [_Used(kind(config, device, max_rows), max_rows) for kind in kinds]
+        self._device = device
+
+    def take(self, new: NewRow) -> bool:
+        """A request takes a row; whether any processor wants it."""
+        ids = np.frombuffer(new.token_ids, np.int32)
+        prompt, output = ids[: new.num_prompt_tokens], ids[new.num_prompt_tokens :]
+        added = AddedRequest(int(new.row), new.sampling, prompt, output)
+        taken = [used.take(added) for used in self._used]  # by all of them
+        return any(taken)
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """These rows are nobody's."""
+        for used in self._used:
+            for row in rows:
+                used.leave(row)
+
+    def reset(self) -> None:
+        """All rows are nobody's."""
+        for used in self._used:
+            for row in np.flatnonzero(used.has).tolist():
+                used.leave(row)
+
+    def apply(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int32],
+        lens: NDArray[np.int64],
+        prompt_lens: NDArray[np.int64],
+        tokens: Tensor,
+        *,
+        argmax_invariant: bool,
+    ) -> None:
+        """Changes the lines of logits [l, vocab] whose rows are processed. `tokens` int32 [max_rows, len]: all tokens by row."""
+        for used in self._used:
+            places = np.flatnonzero(used.has[rows])
+            if used.is_invariant is not argmax_invariant or not len(places):
+                continue
+            used.update()
+            batch = _batch(rows[places], lens[places], prompt_lens[places], tokens, self._device)
+            index = torch.from_numpy(places).to(self._device, non_blocking=True)
+            part = logits[index]
+            found = used.processor.apply(part, batch)
+            if found.shape != part.shape:
+                name = type(used.processor).__name__
+                raise ValueError(f"logits processor {name}: made {tuple(found.shape)} of {tuple(part.shape)}")
+            logits[index] = found.to(logits.dtype)
+
+
+def _batch(
+    rows: NDArray[np.int32],
+    lens: NDArray[np.int64],
+    prompt_lens: NDArray[np.int64],
+    tokens: Tensor,
+    device: torch.device,
+) -> LogitsBatch:
+    def token_ids() -> Tensor:
+        index = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
+        return tokens[index, : int(lens.max())]
+
+    return LogitsBatch(rows, lens, prompt_lens, token_ids)
