@@ -17,7 +17,7 @@ class _Used:
 
     def __init__(self, processor: LogitsProcessor, max_rows: int) -> None:
         self.processor, self.is_invariant = processor, processor.is_argmax_invariant()
-        self.has = np.zeros(max_rows, np.bool_)
+        self.has = np.zeros(max_rows + 1, np.bool_)  # and the row of padding
         self._removed: list[int] = []
         self._added: dict[int, AddedRequest] = {}
 
