@@ -4,7 +4,6 @@ Owned by the engine, which sends the columns first (inputs.py) and fetches the t
 another shape (graphs/padded.py).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.inputs import Inputs
 from meshlm.workers.engine.micro_batches import Turns
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.grammars import TokenMask
+from meshlm.workers.output.grammars import Constraint
 from meshlm.workers.output.head import Head
 
 
@@ -40,14 +39,14 @@ class Compute:
         self.caches: list[LayerCache] = []
         self.turns: Turns | None = None  # of halves of steps, where tokens travel
 
-    def eager(self, step: StepColumns, cut: int = 0, mask: Callable[[], TokenMask | None] = lambda: None) -> Tensor:
-        """A step as it is; hidden states of all its tokens. cut: tokens of its first half, if halves take turns. mask: of its grammars,
-        asked for when the model is launched."""
+    def eager(self, step: StepColumns, cut: int = 0, constraint: Constraint | None = None) -> Tensor:
+        """A step as it is; hidden states of all its tokens. cut: tokens of its first half, if halves take turns. constraint: of its
+        rows with a grammar, whose masks are asked for when the model is launched."""
         batch = self._inputs.of_step(step)
         hidden = self.by_turns(self._inputs.halves(step, batch, cut)) if cut else self.forward(batch)
         if self._shard.is_last and step.num_samples:
-            if (allowed := mask()) is not None:
-                self._head.mask(allowed)
+            if constraint is not None and (mask := constraint.mask(self._head.take_mask)) is not None:
+                self._head.mask(mask)
             self._head.sample(hidden[batch.logits_indices], batch, step)
         return hidden
 

@@ -287,7 +287,7 @@ class ModelEngine:
         elif not step.n:
             self.compute.idle()  # of ranks that step together
         else:
-            hidden = self.compute.eager(step, cut, constraint.mask)
+            hidden = self.compute.eager(step, cut, constraint)
             if self.shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
                 pooled = self.pooler.pool(hidden, pooling)
@@ -313,7 +313,7 @@ class ModelEngine:
         """The step's graph; with grammars the model's, beside which the host makes masks, and the head's."""
         self.graphs.replay(parts[0])
         for head in parts[1:]:
-            if (mask := constraint.mask()) is not None:
+            if (mask := constraint.mask(self.head.take_mask)) is not None:
                 self.head.mask(mask)
             self.graphs.replay(head)
 

@@ -308,10 +308,11 @@ class Grammars:
         found = {line: self.rows[row] for line, row in enumerate(rows.tolist()) if row in self.rows}
         return Constraint(self, {line: matcher for line, matcher in found.items() if not matcher.is_over})
 
-    def mask(self, matchers: dict[int, RowMatcher]) -> TokenMask:
+    def mask(self, matchers: dict[int, RowMatcher], take: "Callable[[int], I32] | None") -> TokenMask:
         """The masks of the next tokens of these lines. Waits for the tokens of earlier steps."""
         self.advance()
-        words = np.empty((len(matchers), self.prepare().num_words), np.int32)
+        count = len(matchers)
+        words = np.empty((count, self.prepare().num_words), np.int32) if take is None else take(count)
         compute = [(found, nth) for nth, row in enumerate(matchers.values()) if (found := row.computes) is not None]
         if self._num_threads > 1 and len(compute) >= AT_ONCE:
             self._in_threads(compute, words)
@@ -358,11 +359,12 @@ class Constraint:
     def has(self, line: int) -> bool:
         return line in self._matchers
 
-    def mask(self) -> TokenMask | None:
-        """Called when the model is launched: what follows waits for the tokens of the step before."""
+    def mask(self, take: Callable[[int], I32] | None = None) -> TokenMask | None:
+        """Called when the model is launched: what follows waits for the tokens of the step before. take: where masks are written, of so
+        many lines."""
         if not self._matchers:
             return None
-        mask = self._grammars.mask(self._matchers)
+        mask = self._grammars.mask(self._matchers, take)
         self.failed = {line: matcher.error for line, matcher in self._matchers.items() if matcher.error}
         return mask
 

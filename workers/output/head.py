@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.workers.batch import StepInputs
+from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
@@ -24,6 +25,10 @@ class Head(Protocol):
     """A device's way to choose tokens. Nothing in it waits for the device."""
 
     sampled: Tensor  # int32 [l] or longer: the last step's tokens, in the order of its sampling requests
+
+    def take_mask(self, count: int) -> I32:
+        """Where the masks of so many lines are written, int32 [count, vocab / 32]."""
+        ...
 
     def mask(self, mask: TokenMask) -> None:
         """The next tokens are chosen among those that this allows, in the lines that have a grammar."""
@@ -53,6 +58,9 @@ class TorchHead:
         self.sampled = torch.empty(0, dtype=torch.int32, device=self._device)
         self._mask: TokenMask | None = None
         self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
+
+    def take_mask(self, count: int) -> I32:
+        return np.empty((count, -(-self._model.spec.vocab_size // 32)), np.int32)
 
     def mask(self, mask: TokenMask) -> None:
         self._mask = mask

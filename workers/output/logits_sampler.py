@@ -14,6 +14,7 @@ from meshlm.kernels.sample import kernel as sampling
 from meshlm.kernels.token_mask.kernel import token_mask
 from meshlm.kernels.top_k_top_p import kernel as truncation
 from meshlm.workers.batch import StepInputs
+from meshlm.workers.engine.changes import I32
 from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.models.decoder import Decoder
@@ -56,6 +57,9 @@ class LogitsSampler:
 
     def sample(self, hidden: Tensor, batch: StepInputs, step: StepColumns) -> None:
         self.choose(hidden, batch, masked=self._mask is not None)
+
+    def take_mask(self, count: int) -> I32:
+        return self._masks.take(count)
 
     def mask(self, mask: TokenMask) -> None:
         self._mask = mask

@@ -5,10 +5,12 @@ Owned by the head; used by the stepper thread.
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshlm.kernels.token_mask.kernel import workspace
 from meshlm.workers.output.grammars import TokenMask
+from meshlm.workers.rows import I32
 
 DEPTH = 2  # a step's masks are made when the step before has read its own
 
@@ -18,24 +20,28 @@ class MaskStaging:
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self.lines, self.words = workspace(rows, vocab, device)
-        self._device, self._next = device, 0
+        self._device, self._slot = device, 0
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._events: list[Any] = []
         self._cuda_stream: Any = None
 
-    def send(self, mask: TokenMask) -> None:
-        """What is launched from now on finds these masks. Steps before must have read theirs."""
+    def take(self, count: int) -> I32:
+        """Where the next masks are written, of so many lines."""
         if not self._pinned:
             self._allocate()
-        slot = self._next
-        self._next = (slot + 1) % DEPTH
-        lines, words = self._pinned[slot]
+        self._slot = (self._slot + 1) % DEPTH
         if self._events:
-            self._events[slot].synchronize()  # long past
-        count = len(mask.lines)
-        lines.fill_(-1)
-        lines[torch.from_numpy(mask.lines)] = torch.arange(count, dtype=torch.int32)
-        words[:count].copy_(torch.from_numpy(mask.words))
+            self._events[self._slot].synchronize()  # long past
+        found: I32 = self._pinned[self._slot][1][:count].numpy()
+        return found
+
+    def send(self, mask: TokenMask) -> None:
+        """What is launched from now on finds these masks, which are written where `take` said. Steps before must have read theirs."""
+        lines, words = self._pinned[self._slot]
+        slot, count = self._slot, len(mask.lines)
+        which = lines.numpy()
+        which.fill(-1)
+        which[mask.lines] = np.arange(count)
         if self._device.type != "cuda":
             self.lines.copy_(lines)
             self.words[:count].copy_(words[:count])
