@@ -20,6 +20,7 @@ _SIGNATURES = {
     "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
     "meshlm_span_rows": [_LONG] * 2,
     "meshlm_layers": [_POINTER],
+    "meshlm_encoder": [_POINTER],
     "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _FLOAT, _LONG],
 }
 _RESULTS = {
@@ -27,6 +28,7 @@ _RESULTS = {
     "meshlm_form": _LONG,
     "meshlm_span_rows": _LONG,
     "meshlm_layers": ctypes.c_int,
+    "meshlm_encoder": ctypes.c_int,
     "meshlm_attention": ctypes.c_int,
 }
 

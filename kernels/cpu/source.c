@@ -222,3 +222,5 @@ void meshlm_rope_cache(const float *qkv, const int64_t *positions, const int64_t
 }
 
 #include "layers.h"
+
+#include "encoder.h"

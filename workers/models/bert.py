@@ -34,13 +34,18 @@ class Bert(Encoder):
         self.token_type_embeddings = Table(spec.type_vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(BertLayer(spec) for _ in range(spec.num_hidden_layers))
 
-    def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
-        """See `Encoder.encode`."""
+    def embeddings(self, batch: StepInputs) -> Tensor:
+        """The sum of the embeddings of tokens, positions and types, normed: [t, hidden]."""
         x: Tensor = self.word_embeddings(batch.input_ids)
         x += self.position_embeddings(batch.positions + self.spec.position_offset)
         types = batch.token_types
         x += self.token_type_embeddings.weight[0] if types is None else self.token_type_embeddings(types)
-        x = self.embedding_norm(x)
+        found: Tensor = self.embedding_norm(x)
+        return found
+
+    def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
+        """See `Encoder.encode`."""
+        x = self.embeddings(batch)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache, attention, self.ops)
         return x

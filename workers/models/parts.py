@@ -16,6 +16,10 @@ def choose_parts(model: Decoder, compiler: str, attention: str, dtype: torch.dty
         folder = compiled.use_cache(model.spec, dtype, compiled.cache_root())
         _log.info("torch.compile", cache=str(folder))
         model.parts = compiled.CompiledParts(model.spec)
+    elif model.spec.encoder_only:
+        from meshlm.workers.models import cpu_encoder
+
+        cpu_encoder.fuse(model)
     elif attention == "cpu":
         from meshlm.workers.models.cpu_layers import fuse
 

@@ -1,0 +1,104 @@
+"""Whole encoder layers in one call: encoder.h. What a prompt gets does not depend on the prompts beside it."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.cpu.kernel import spans
+from meshlm.kernels.cpu.library import call
+
+ACTIVATIONS = {"gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3}
+LANES = 8
+
+
+class EncoderWeights(NamedTuple):
+    """The weights of one layer, in the order of encoder.h. Products are packed (packed.py)."""
+
+    qkv: Tensor
+    o: Tensor
+    up: Tensor
+    down: Tensor
+    qkv_bias: Tensor
+    o_bias: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
+    attention_norm: Tensor
+    attention_shift: Tensor
+    mlp_norm: Tensor
+    mlp_shift: Tensor
+
+
+class EncoderShape(NamedTuple):
+    """The sizes of all layers. inner: inputs of down."""
+
+    hidden: int
+    inner: int
+    heads: int
+    d: int
+    act: str
+    scale: float
+    eps: float
+
+
+_FIELDS = ["layers", "positions", "tables", "spans", "x", "qkv", "query", "keys", "values", "attended", "sum", "wide"]
+_COUNTS = ["num_layers", "t", "hidden", "inner", "heads", "d", "stride", "num_spans", "act"]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _FIELDS),
+        *((name, ctypes.c_int64) for name in _COUNTS),
+        ("scale", ctypes.c_double),
+        ("eps", ctypes.c_double),
+    ]
+
+
+def takes(shape: EncoderShape) -> bool:
+    """Whether the kernel is there for these sizes."""
+    return shape.act in ACTIVATIONS and shape.hidden % LANES == 0 and shape.inner % LANES == 0
+
+
+class EncoderLayers:
+    """The layers of a model."""
+
+    def __init__(self, weights: Sequence[EncoderWeights], shape: EncoderShape) -> None:
+        self._weights, self._shape = weights, shape  # keeps what is pointed at
+        self._table = torch.tensor([[tensor.data_ptr() for tensor in layer] for layer in weights], dtype=torch.long)
+
+    def run(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        """x [t, hidden] float32, which is changed: the embeddings of prompts of these lengths. The states of the last layer."""
+        shape, t, longest = self._shape, x.shape[0], max(lens)
+        width = shape.heads * shape.d
+        counts = torch.tensor(lens)
+        begins = counts.cumsum(0) - counts
+        tables = (begins[:, None] + torch.arange(longest)).contiguous()
+        positions = torch.repeat_interleave(counts - 1, counts)
+        together = spans(lens, 0, shape.heads, shape.heads)
+        widths = dict.fromkeys(("query", "keys", "values", "attended"), width)
+        widths |= {"qkv": 3 * width, "sum": shape.hidden, "wide": shape.inner}
+        buffers = {name: torch.empty(t, size) for name, size in widths.items()}
+        step = _Step(
+            layers=self._table.data_ptr(),
+            positions=positions.data_ptr(),
+            tables=tables.data_ptr(),
+            spans=together.data_ptr(),
+            x=x.data_ptr(),
+            **{name: buffer.data_ptr() for name, buffer in buffers.items()},
+            num_layers=len(self._weights),
+            t=t,
+            hidden=shape.hidden,
+            inner=shape.inner,
+            heads=shape.heads,
+            d=shape.d,
+            stride=longest,
+            num_spans=together.shape[0],
+            act=ACTIVATIONS[shape.act],
+            scale=shape.scale,
+            eps=shape.eps,
+        )
+        if call().meshlm_encoder(ctypes.byref(step)):
+            raise MemoryError("no memory for attention")
+        return x
