@@ -65,6 +65,26 @@ TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
     }
 WIDE_TILE(tile_side, 1, SIDE) WIDE_TILE(tile_pair_2, 2, 2) WIDE_TILE(tile_pair_3, 3, 2)
 
+#ifdef __AVX512F__
+/* Twelve rows with registers of 16 floats. Each element's chain is that of the other tiles. It fetches the shares of two of those. */
+#define TALL 12
+static void tile_tall(const Tile *t) {
+    const float *x = t->x, *panel = t->panel, *next = t->next, *second = next + t->k * t->next_step;
+    const long k = t->k, x_stride = t->x_stride, next_step = t->next_step;
+    __m512 sums[TALL];
+    for (int r = 0; r < TALL; r++) sums[r] = t->more ? _mm512_loadu_ps(t->out + r * t->out_stride) : _mm512_setzero_ps();
+    for (long i = 0; i < k; i++) {
+        __m512 a = _mm512_loadu_ps(panel + i * WIDTH);
+        __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(second, 0, 2);
+        next += next_step, second += next_step;
+#pragma GCC unroll 12
+        for (int r = 0; r < TALL; r++) sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[r * x_stride + i]), a, sums[r]);
+    }
+    for (int r = 0; r < TALL; r++) _mm512_storeu_ps(t->out + r * t->out_stride, sums[r]);
+}
+#endif
+
 /* Rows of the next tile when `left` are left: tiles of nearly equal height. */
 static inline long tile_rows(long left) { return left <= HEIGHT ? left : left < 2 * HEIGHT ? (left + 1) / 2 : HEIGHT; }
 
@@ -72,8 +92,17 @@ static inline long tile_rows(long left) { return left <= HEIGHT ? left : left < 
 static inline void tiles(Tile t, long rows) {
     static void (*const by_rows[])(const Tile *) = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
     for (long r = 0, here; r < rows; r += here) {
-        here = tile_rows(rows - r);
-        by_rows[here](&t);
+#ifdef __AVX512F__
+        if (rows - r >= TALL) {
+            tile_tall(&t);
+            t.next += t.k * t.next_step;
+            here = TALL;
+        } else
+#endif
+        {
+            here = tile_rows(rows - r);
+            by_rows[here](&t);
+        }
         t.x += here * t.x_stride;
         t.out += here * t.out_stride;
         t.next += t.k * t.next_step;

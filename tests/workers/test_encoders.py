@@ -14,6 +14,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool, PoolHead, PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.layers import cpu_ops
+from meshlm.workers.models.cpu_encoder import CpuEncoder
 
 GREEDY = SamplingParams(temperature=0.0)
 SIZES = {**SMALL, "pad_token_id": 1, "max_position_embeddings": 130, "initializer_range": 0.3}
@@ -21,7 +22,7 @@ SIZES.pop("num_key_value_heads")
 MODERN = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3}
 CASES: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": 128, "type_vocab_size": 2},
-    "Roberta": {"type_vocab_size": 1},
+    "Roberta": {"type_vocab_size": 1, "hidden_act": "relu"},
     "XLMRoberta": {"type_vocab_size": 1, "hidden_act": "gelu_new"},
     "ModernBert": MODERN | {"max_position_embeddings": 128},
 }
@@ -69,6 +70,7 @@ def test_states_equal_transformers(name: str, kernels: bool, tmp_path: Path, mon
         monkeypatch.setattr(cpu_ops, "available", lambda: False)
     ours = loaded(tmp_path)
     assert ours.facts.num_blocks == 0
+    assert isinstance(ours.model.parts, CpuEncoder) == (kernels and name != "ModernBert")
     second = 2 if CASES[name].get("type_vocab_size") == 2 else 0
     tasks = {row: Pool(PoolKind.ALL, second_from=second if row % 2 == 0 else 0) for row in WHOLE}
     driver = Driver(ours, PROMPTS, GREEDY, tasks)
@@ -78,6 +80,19 @@ def test_states_equal_transformers(name: str, kernels: bool, tmp_path: Path, mon
         if tasks[row].second_from:
             types = {"token_type_ids": torch.tensor([[0] * 2 + [1] * (len(prompt) - 2)])}
         same(driver.pooled[row], theirs(torch.tensor([prompt]), **types).last_hidden_state[0])
+
+
+def test_neighbours_change_no_bit(tmp_path: Path) -> None:
+    """The compiled layers compute a prompt the same way whatever stands beside it, in whatever order."""
+    saved("Bert", tmp_path)
+    ours = loaded(tmp_path)
+    together = Driver(ours, PROMPTS, GREEDY, {row: Pool(PoolKind.ALL) for row in WHOLE})
+    together.step(WHOLE)
+    for row, prompt in enumerate(PROMPTS):
+        ours.reset()
+        alone = Driver(ours, [prompt], GREEDY, {0: Pool(PoolKind.ALL)})
+        alone.step({0: len(prompt)})
+        assert alone.pooled[0] == together.pooled[row]
 
 
 @pytest.mark.parametrize("name", CASES)
