@@ -30,6 +30,7 @@ SWITCHES: dict[str, tuple[str, bool | int]] = {
 }
 
 _KERNELS = "the attention kernels are MeshLM's own"
+_EXCHANGE = "rows are written into the other GPUs' memory by MeshLM's own kernels"
 # Values of our settings that have another name there: ours, and what is different then ("" where nothing is).
 VALUES = {
     "attention_backend": {
@@ -38,7 +39,12 @@ VALUES = {
         "TRITON_ATTN": ("triton", _KERNELS),
         "TORCH_SDPA": ("torch", ""),
     },
-    "all2all_backend": {"naive": ("allgather_reducescatter", "")},
+    "all2all_backend": {
+        "naive": ("allgather_reducescatter", ""),
+        "pplx": ("allgather_reducescatter", ""),
+        "deepep_low_latency": ("peer_memory", _EXCHANGE),
+        "flashinfer_nvlink_one_sided": ("peer_memory", _EXCHANGE),
+    },
     "kv_cache_dtype": {"fp8_e4m3": ("fp8", "")},
     "load_format": {"hf": ("auto", ""), "fastsafetensors": ("safetensors", "weights are mapped from disk")},
 }
