@@ -66,6 +66,17 @@ class Endpoint:
             await response(scope, receive, send)  # type: ignore[arg-type]
 
 
+class ByMethod:
+    """An ASGI endpoint of a path whose methods are routes of their own."""
+
+    def __init__(self, endpoints: dict[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        await self._endpoints[method](scope, receive, send)
+
+
 class KeyCheck:
     """Asks for one of the API keys on every route but the probes, and for one with the route's scope. Anthropic's clients send it as
     X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""

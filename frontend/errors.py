@@ -45,7 +45,6 @@ _LORA = "LoRA adapters are not supported"
 _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.
 NOT_SERVED = {
-    "/v1/conversations": "not supported; POST /v1/chat/completions is what there is",
     **dict.fromkeys(
         ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
         _TEXT,

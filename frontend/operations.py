@@ -78,6 +78,13 @@ _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of 
 _TRACES = (404, 409, 503, 504)
 _STORED = (400, 404, 500, 503)
 _RESPONSE = Parameter("response_id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
+_CONVERSATION = Parameter("conversation_id", "path", {"type": "string", "minLength": 1}, "The id of a conversation.")
+_ITEM = Parameter("item_id", "path", {"type": "string", "minLength": 1}, "The id of an item.")
+_PAGE = (
+    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "How many."),
+    Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "The oldest first, or the newest."),
+    Parameter("after", "query", {"type": "string"}, "The id of the item before."),
+)  # fmt: skip
 _PROBE = "For load balancers; needs no key."
 
 OPERATIONS = (
@@ -155,10 +162,81 @@ OPERATIONS = (
         errors=_STORED,
         parameters=(
             _RESPONSE,
-            Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "How many."),
-            Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "The oldest first, or the newest."),
-            Parameter("after", "query", {"type": "string"}, "The id of the item before."),
+            *_PAGE,
         ),
+    ),
+    Operation(
+        "/v1/conversations",
+        "responses.conversations.create",
+        responses_api.ConversationResponse,
+        "Begin a conversation to which responses add their items.",
+        responses_api.ConversationRequest,
+        ("POST",),
+        (*_STORED, 413),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}",
+        "responses.conversations.retrieve",
+        responses_api.ConversationResponse,
+        "A conversation.",
+        errors=_STORED,
+        parameters=(_CONVERSATION,),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}",
+        "responses.conversations.update",
+        responses_api.ConversationResponse,
+        "Give a conversation other metadata.",
+        responses_api.MetadataRequest,
+        ("POST",),
+        (*_STORED, 413),
+        (_CONVERSATION,),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}",
+        "responses.conversations.delete",
+        responses_api.DeletedConversation,
+        "Forget a conversation and its items.",
+        None,
+        ("DELETE",),
+        _STORED,
+        (_CONVERSATION,),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}/items",
+        "responses.conversations.list_items",
+        responses_api.InputItems,
+        "Its items, the newest first.",
+        errors=_STORED,
+        parameters=(_CONVERSATION, *_PAGE),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}/items",
+        "responses.conversations.add_items",
+        responses_api.InputItems,
+        "Add items at its end.",
+        responses_api.ItemsRequest,
+        ("POST",),
+        (*_STORED, 413),
+        (_CONVERSATION,),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        "responses.conversations.item",
+        "application/json",
+        "One of its items.",
+        errors=_STORED,
+        parameters=(_CONVERSATION, _ITEM),
+    ),
+    Operation(
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        "responses.conversations.delete_item",
+        responses_api.ConversationResponse,
+        "Take an item out of it.",
+        None,
+        ("DELETE",),
+        _STORED,
+        (_CONVERSATION, _ITEM),
     ),
     Operation(
         "/v1/messages",

@@ -55,6 +55,7 @@ def refine(schemas: Json, served: Served) -> None:
     refined["ResponsesRequest"] = responses_api.fields(
         served.names, served.max_logprobs, takes_tools=served.takes_tools, takes_priorities=served.takes_priorities
     )
+    refined |= responses_api.of_conversations()
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     for name, fields in refined.items():
         if name in schemas:

@@ -20,7 +20,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from meshlm.frontend import bodies, information, limits, openapi, operating, parse, prompts, retry
-from meshlm.frontend.endpoint import Endpoint, KeyCheck, plain_error
+from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
 from meshlm.frontend.http import ByteBudget
@@ -62,18 +62,20 @@ class Routes:
         self._reads_large = asyncio.Lock()
         self._generation = Generation(backend)
         self.unsent = self._generation.unsent
-        self.responses = responses_api.ResponseRoutes(backend, self._generation)
+        self.responses = responses_api.ResponseRoutes(backend, self._generation, self._read)
         reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
         self.rendering = Rendering(backend, self._generation, reads)
         self.keys = ApiKeys(backend.config.server.api_key, backend.config.server.api_key_file)
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
+        paths: dict[str, dict[str, Endpoint]] = {}
+        for op in self._operations():
+            endpoint = Endpoint(attrgetter(op.handler)(self))
+            paths.setdefault(op.path, {}).update(dict.fromkeys(op.methods, endpoint))
         routes = [
-            Route(
-                op.path.replace("{model}", "{model:path}"), Endpoint(attrgetter(op.handler)(self)), methods=op.methods
-            )
-            for op in self._operations()
+            Route(path.replace("{model}", "{model:path}"), ByMethod(endpoints), methods=list(endpoints))
+            for path, endpoints in paths.items()
         ]
         server = self._backend.config.server
         cors = Middleware(

@@ -41,3 +41,15 @@ class Written(Struct, frozen=True):
     next_event: int
     status: str = "in_progress"
     answer: bytes = b""
+
+
+CONVERSATION = "conv_"  # names of conversations begin so: what a response goes on from may be one
+
+
+class Conversation(Struct, frozen=True):
+    """One conversation without its items. `metadata` is JSON."""
+
+    id: str
+    key: str
+    created: int
+    metadata: bytes

@@ -10,12 +10,21 @@ _NULL: Json = {"type": "null"}
 _ANY_TEXT: Json = {"type": "string"}
 
 
+def of_conversations() -> Json:
+    """The fields of the other bodies by name."""
+    most: Json = {"type": "array", "maxItems": 20, "items": {"anyOf": _items()}}
+    return {
+        "ConversationRequest": {"items": _or_null(most), "metadata": _metadata()},
+        "MetadataRequest": {"metadata": _metadata()},
+        "ItemsRequest": {"items": most},
+    }
+
+
 def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, takes_priorities: bool) -> Json:
     """The schemas of fields by name."""
     stop = {**_TEXT, "maxLength": 4096}
     bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,4}$"}, "additionalProperties": {"type": "number"}}
     most = {} if max_logprobs == -1 else {"maximum": max_logprobs}
-    entry = {"type": "string", "maxLength": 512}
     found: Json = {
         "model": {"enum": [*names, None]},
         "input": {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"anyOf": _items()}}]},
@@ -26,19 +35,18 @@ def fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, take
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": 64}),
         "logit_bias": _or_null(bias),
         "top_logprobs": _or_null({"type": "integer", "minimum": 0, **most}),
-        "metadata": _or_null(
-            {
-                "type": "object",
-                "maxProperties": 16,
-                "propertyNames": {"maxLength": 64},
-                "additionalProperties": entry,
-            }
-        ),
+        "metadata": _metadata(),
+        "conversation": {"description": "The id of a conversation.", **_or_null(_TEXT)},
         **{name: {"enum": [False]} if name == "enable_response_messages" else _NULL for name in REFUSED},
     }
     if not takes_priorities:
         found["priority"] = {"const": 0}
     return found
+
+
+def _metadata() -> Json:
+    entries: Json = {"maxProperties": 16, "propertyNames": {"maxLength": 64}}
+    return _or_null({"type": "object", **entries, "additionalProperties": {"type": "string", "maxLength": 512}})
 
 
 def _or_null(*kinds: Json) -> Json:

@@ -4,7 +4,6 @@ Called by server.py, which reads the bodies.
 """
 
 import asyncio
-import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -22,10 +21,11 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import AlreadySent, Backend, Form, Generation, disconnected
 from meshlm.frontend.http import EventWriter
 from meshlm.frontend.parse import ParsedRequest
-from meshlm.frontend.responses_api import background, items, shelf, translate
+from meshlm.frontend.responses_api import background, conversations, items, listing, shelf, translate
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
-from meshlm.frontend.responses_api.records import Chunk, Stored
+from meshlm.frontend.responses_api.keys import key_of
+from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ENCRYPTED, ResponsesRequest
 from meshlm.frontend.retry import IdempotencyKey, Progress
 from meshlm.frontend.turn import TurnResponse
@@ -33,7 +33,6 @@ from meshlm.frontend.turn import TurnResponse
 Json = dict[str, Any]
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
 MAX_TURNS = 4096  # of a conversation
-MAX_LISTED = 100
 
 
 class Body(NamedTuple):
@@ -48,7 +47,7 @@ class Body(NamedTuple):
 class ResponseRoutes:
     """All routes of one frontend."""
 
-    def __init__(self, backend: Backend, generation: Generation) -> None:
+    def __init__(self, backend: Backend, generation: Generation, read_body: conversations.Read) -> None:
         server, run = backend.config.server, backend.config.run
         path: Path | None = Path(server.responses_store or Path(run.run_dir) / shelf.FILE)
         self._shelf = shelf.Shelf(
@@ -57,7 +56,11 @@ class ResponseRoutes:
             server.responses_store_bytes,
         )
         self._backend, self._generation = backend, generation
+        self.conversations = conversations.ConversationRoutes(self._shelf, read_body, self._backend_ignored)
         self._background = Background(backend, generation, self._shelf, self._asked_again)
+
+    def _backend_ignored(self, unknown: tuple[str, ...], path: str) -> None:
+        self._backend.ignored(unknown, path)
 
     def start(self) -> None:
         if self._shelf.path is not None:
@@ -84,6 +87,8 @@ class ResponseRoutes:
 
     def _stores(self, fields: ResponsesRequest) -> bool:
         is_on = self._shelf.path is not None
+        if translate.conversation_of(fields) and fields.store is False:
+            raise HttpError(400, "store: a conversation keeps its responses", "store")
         for field in ("store", "background"):
             if not is_on and getattr(fields, field):
                 raise HttpError(400, f"{field}: this server stores no responses (--responses-store)", field)
@@ -100,6 +105,9 @@ class ResponseRoutes:
     async def _before(self, fields: ResponsesRequest, key: str) -> list[Json]:
         """The items of the conversation so far, the oldest first."""
         found: list[Json] = []
+        if name := translate.conversation_of(fields):
+            await self._shelf.conversation(name, key, "conversation")
+            return await self._shelf.items(name)
         name, size = fields.previous_response_id or "", 0
         most = max(limits.MIN_PROMPT_BYTES, limits.BYTES_PER_TOKEN * self._backend.resolved.max_model_len)
         for _ in range(MAX_TURNS):
@@ -108,6 +116,9 @@ class ResponseRoutes:
             stored = await self._shelf.find(name, key, "previous_response_id")
             if stored.lease is not None:
                 text = f"previous_response_id: the response {name[:80]!r} is still computed"
+                raise HttpError(400, text, "previous_response_id")
+            if stored.previous.startswith(CONVERSATION):
+                text = f"previous_response_id: the response {name[:80]!r} is of a conversation; name that instead"
                 raise HttpError(400, text, "previous_response_id")
             output = msgspec.json.decode(stored.answer)["output"]
             size += len(stored.items) + len(stored.answer)
@@ -137,7 +148,7 @@ class ResponseRoutes:
             status=status,
             background=bool(fields.background),
             created=created,
-            previous=fields.previous_response_id or "",
+            previous=translate.conversation_of(fields) or fields.previous_response_id or "",
             answer=answer,
             items=msgspec.json.encode(items.stored(fields.input or [], response_id)),
         )
@@ -189,8 +200,8 @@ class ResponseRoutes:
 
     async def retrieve(self, request: Request) -> HttpResponse | None:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
-        after = _number(request, "starting_after", -1)
-        if not _truth(request, "stream"):
+        after = listing.number(request.query_params, "starting_after", -1)
+        if not listing.truth(request.query_params, "stream"):
             if after >= 0:
                 raise HttpError(400, "starting_after needs stream=true", "starting_after")
             return _json(self._now(stored))
@@ -231,23 +242,7 @@ class ResponseRoutes:
 
     async def input_items(self, request: Request) -> HttpResponse:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
-        found = msgspec.json.decode(stored.items)
-        query = request.query_params
-        if query.get("order", "desc") not in ("asc", "desc"):
-            raise HttpError(400, "order: 'asc' or 'desc'", "order")
-        if query.get("order", "desc") == "desc":
-            found.reverse()
-        if after := query.get("after"):
-            places = [place for place, item in enumerate(found) if item["id"] == after]
-            if not places:
-                raise HttpError(400, f"after: there is no item {after[:80]!r}", "after")
-            found = found[places[0] + 1 :]
-        count = _number(request, "limit", 20)
-        if not 1 <= count <= MAX_LISTED:
-            raise HttpError(400, f"limit: 1 to {MAX_LISTED}", "limit")
-        page = found[:count]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return _json(msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}))
+        return _json(listing.page(msgspec.json.decode(stored.items), request.query_params))
 
     async def _follow(self, request: Request, response_id: str, after: int) -> HttpResponse | None:
         """The events behind number `after`, as they are written; whoever computes the response."""
@@ -327,31 +322,9 @@ def asked(
         raise translate.renamed(error) from None
 
 
-def key_of(request: Request) -> str:
-    """The name of the request's API key: what it stores is nobody else's."""
-    key = request.scope.get("meshlm.key", "")
-    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
-
-
 def names_of(request: Request, response_id: str) -> dict[str, str]:
     return {"X-Request-Id": request.headers.get("x-request-id") or response_id}
 
 
 def _json(content: bytes) -> HttpResponse:
     return HttpResponse(content, media_type="application/json")
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    given = request.query_params.get(name)
-    if given is None:
-        return default
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
-        raise HttpError(400, f"{name}: {given[:40]!r} is no number", name)
-    return int(given)
-
-
-def _truth(request: Request, name: str) -> bool:
-    given = request.query_params.get(name, "false").lower()
-    if given not in ("true", "false", "1", "0"):
-        raise HttpError(400, f"{name}: must be true or false", name)
-    return given in ("true", "1")

@@ -100,7 +100,6 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
 # Fields that ask for what is not there. Empty values ask for nothing.
 REFUSED = {
-    "conversation": "not supported; previous_response_id goes on from a response",
     "prompt": "prompt templates are not supported; send the text as instructions and input",
     "context_management": "not supported; truncation 'auto' shortens what is too long",
     "image": "only text is supported",
@@ -227,6 +226,38 @@ class ResponsesResponse(Struct, frozen=True, kw_only=True):
     ec_transfer_params: None
     input_messages: None
     output_messages: None
+
+
+class ConversationRequest(Struct, frozen=True):
+    """POST /v1/conversations."""
+
+    items: list[Json] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class MetadataRequest(Struct, frozen=True):
+    """POST /v1/conversations/{conversation_id}."""
+
+    metadata: dict[str, str] | None = None
+
+
+class ItemsRequest(Struct, frozen=True):
+    """POST /v1/conversations/{conversation_id}/items."""
+
+    items: list[Json]
+
+
+class ConversationResponse(Struct, frozen=True):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Struct, frozen=True):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: bool
 
 
 class DeletedResponse(Struct, frozen=True):

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from meshlm.frontend.errors import HttpError
-from meshlm.frontend.responses_api.records import Chunk, Stored, Written
+from meshlm.frontend.responses_api.records import Chunk, Conversation, Stored, Written
 
 if TYPE_CHECKING:  # sqlite3 is loaded with the file
     from meshlm.frontend.responses_api.store import Store
@@ -108,6 +108,27 @@ class Shelf:
 
     async def events(self, response_id: str, after: int) -> tuple[str | None, list[Chunk]]:
         return await self._do(lambda store: store.events(response_id, after))
+
+    async def conversation(self, name: str, key: str, param: str) -> Conversation:
+        """The conversation without its items; HttpError where there is none for this key."""
+        found = None
+        if self.path is not None:
+            found = await self._do(lambda store: store.conversations.get(name, key, time.time()))
+        if found is None:
+            raise HttpError(404, f"{param}: there is no conversation {name[:80]!r}", param, "not_found_error")
+        return found
+
+    async def items(self, name: str) -> list[dict[str, Any]]:
+        return [msgspec.json.decode(item) for item in await self._do(lambda store: store.conversations.items(name))]
+
+    async def put_conversation(self, new: Conversation, items: list[dict[str, Any]]) -> None:
+        await self._do(lambda store: store.put_conversation(new, items, time.time()))
+
+    async def delete_conversation(self, name: str) -> None:
+        await self._do(lambda store: store.delete_conversation(name))
+
+    async def delete_item(self, name: str, item_id: str) -> bool:
+        return await self._do(lambda store: store.delete_item(name, item_id))
 
     def _tell(self) -> None:
         self._news.set()

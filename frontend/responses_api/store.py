@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshlm.frontend.responses_api.records import Chunk, Stored, Written
+import msgspec
+
+from meshlm.frontend.responses_api import conversation_store
+from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Conversation, Stored, Written
 
 VERSION = 1
 BUSY_S = 5.0
@@ -46,9 +49,11 @@ class Store:
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"{path} is of another version of MeshLM")
         with self._transaction():
-            for statement in _SCHEMA.split(";"):
+            for statement in (_SCHEMA + conversation_store.SCHEMA).split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version={VERSION}")
+
+        self.conversations = conversation_store.Conversations(self._db)
 
     def close(self) -> None:
         self._db.close()
@@ -80,9 +85,9 @@ class Store:
             if changed:
                 self._db.execute("DELETE FROM events WHERE response = ?", (new.id,))
             if changed and chunk is not None:
-                self._db.execute(
-                    "INSERT INTO events VALUES(?, ?, ?, ?)", (new.id, chunk.first, chunk.count, chunk.data)
-                )
+                self._add(new.id, chunk)
+            if changed and new.status in ENDED:
+                self._end_turn(new.id)
             self._fit()
         return changed > 0
 
@@ -133,10 +138,9 @@ class Store:
                 if not changed:
                     lost.append(one.id)
                 elif one.chunk is not None:
-                    self._db.execute(
-                        "INSERT INTO events VALUES(?, ?, ?, ?)",
-                        (one.id, one.chunk.first, one.chunk.count, one.chunk.data),
-                    )
+                    self._add(one.id, one.chunk)
+                if changed and ends:
+                    self._end_turn(one.id)
             self._fit()
         return lost
 
@@ -178,20 +182,47 @@ class Store:
                 break
         return (None if row is None else row[0]), found
 
+    def put_conversation(self, new: Conversation, items: Sequence[dict[str, object]], now: float) -> None:
+        """Adds a conversation, or items to one, or other metadata."""
+        with self._transaction():
+            self.conversations.put(new, now)
+            self.conversations.add(new.id, items)
+            self._fit()
+
+    def delete_conversation(self, name: str) -> None:
+        with self._transaction():
+            self.conversations.delete(name)
+
+    def delete_item(self, name: str, item_id: str) -> bool:
+        with self._transaction():
+            return self.conversations.delete_item(name, item_id)
+
+    def _end_turn(self, response_id: str) -> None:
+        """A response of a conversation adds its input and its output to it, in the transaction that ends it."""
+        columns = "previous, status, items, answer"
+        row = self._db.execute(f"SELECT {columns} FROM responses WHERE id = ?", (response_id,)).fetchone()
+        previous, status, items, answer = row
+        if previous.startswith(CONVERSATION) and status in ("completed", "incomplete"):
+            turn = [*msgspec.json.decode(items), *msgspec.json.decode(answer)["output"]]
+            self.conversations.add(previous, turn)
+
     def _add(self, response_id: str, chunk: Chunk) -> None:
         self._db.execute("INSERT INTO events VALUES(?, ?, ?, ?)", (response_id, chunk.first, chunk.count, chunk.data))
 
     def _fit(self) -> None:
         """Forgets what is used least, until the rest fits. What is being computed stays."""
-        count, size = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM responses").fetchone()
+        both = "SELECT size FROM responses UNION ALL SELECT size FROM conversations"
+        count, size = self._db.execute(f"SELECT count(*), coalesce(sum(size), 0) FROM ({both})").fetchone()
         while count > self._max_count or size > self._max_bytes:
             row = self._db.execute(
-                "SELECT id, size FROM responses WHERE lease IS NULL ORDER BY used LIMIT 1"
-            ).fetchone()  # fmt: skip
+                "SELECT id, size, used FROM responses WHERE lease IS NULL UNION ALL SELECT id, size, used FROM conversations "
+                "ORDER BY used LIMIT 1"
+            ).fetchone()
             if row is None:
                 return
             self._db.execute("DELETE FROM responses WHERE id = ?", row[:1])
             self._db.execute("DELETE FROM events WHERE response = ?", row[:1])
+            self.conversations.delete(row[0])
             count, size = count - 1, size - row[1]
 
 

@@ -55,12 +55,27 @@ def check(request: ResponsesRequest) -> None:
         raise HttpError(400, "background: a response that is not stored cannot be asked for", "background")
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
-    if len(request.metadata or {}) > MAX_METADATA:
+    if conversation_of(request) and request.previous_response_id:
+        raise HttpError(400, "conversation: give either this or previous_response_id", "conversation")
+    check_metadata(request.metadata)
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    if len(metadata or {}) > MAX_METADATA:
         raise HttpError(400, f"metadata: at most {MAX_METADATA} entries", "metadata")
-    for name, text in (request.metadata or {}).items():
+    for name, text in (metadata or {}).items():
         if len(name) > MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT:
             limits = f"names of {MAX_METADATA_NAME} characters and texts of {MAX_METADATA_TEXT} at most"
             raise HttpError(400, f"metadata: {limits}", "metadata")
+
+
+def conversation_of(request: ResponsesRequest) -> str:
+    """The name of the conversation that the request belongs to; empty without one."""
+    given = request.conversation
+    name = given.get("id") if isinstance(given, dict) else given
+    if not isinstance(name, str | None):
+        raise HttpError(400, "conversation: the id of a conversation is expected", "conversation")
+    return name or ""
 
 
 def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
@@ -172,7 +187,7 @@ def repeated(request: ResponsesRequest, ask: ParsedRequest, *, stores: bool) -> 
     return {
         "instructions": request.instructions,
         "previous_response_id": request.previous_response_id,
-        "conversation": None,
+        "conversation": {"id": name} if (name := conversation_of(request)) else None,
         "background": bool(request.background),
         "store": stores,
         "metadata": request.metadata or {},

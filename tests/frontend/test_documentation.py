@@ -63,10 +63,7 @@ async def test_routes_for_development_are_there_when_asked_for() -> None:
 
 async def test_other_methods_are_named() -> None:
     async with client() as http:
-        deletes = {op.path for op in OPERATIONS if "DELETE" in op.methods}
         for op in OPERATIONS:
-            if op.path in deletes:
-                continue
-            answer = await http.request("DELETE", op.path)
+            answer = await http.request("PATCH", op.path)
             assert answer.status_code == 405
             assert set(op.methods) <= set(answer.headers["allow"].split(", "))

@@ -375,7 +375,6 @@ BAD: list[tuple[Json, str]] = [
     ({"metadata": {"a": "b" * 513}}, "metadata: names"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"prompt": {"id": "p"}}, "prompt: prompt templates"),
-    ({"conversation": "conv_1"}, "conversation: not supported"),
     ({"context_management": [{"type": "compaction"}]}, "context_management: not supported"),
     ({"background": True, "store": False}, "background: "),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options needs"),

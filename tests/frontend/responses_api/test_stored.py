@@ -1,57 +1,22 @@
 """Responses that are stored: asked for again, gone on with, listed, deleted, and computed in the background."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import openai
 import pytest
-from openai_client import CALL, OFF, SERVER, TOOLS, client_of
+from openai_client import CALL, LIMIT_S, OFF, SERVER, TOOLS, Frontend, client_of, ended, messages_of
 from scripted import Scripted
 
 from meshlm.frontend.responses_api import background, store
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.store import Store
-from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.ids import ErrorKind
 
 Json = dict[str, Any]
-Frontend = Callable[..., Scripted]
-LIMIT_S = 20
-
-
-@pytest.fixture
-async def frontends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Frontend]:
-    """Makes frontends that share a store, as those of one mesh do."""
-    monkeypatch.setattr(background, "LOOK_S", 0.02)
-    monkeypatch.setattr(background, "FLUSH_S", 0.005)
-    made: list[Scripted] = []
-
-    def make(server: ServerConfig = SERVER) -> Scripted:
-        found = Scripted(msgspec.structs.replace(server, responses_store=str(tmp_path / "store.sqlite")))
-        found.routes.responses.start()
-        made.append(found)
-        return found
-
-    yield make
-    for one in made:
-        await one.routes.responses.stop()
-
-
-async def ended(client: openai.AsyncOpenAI, response_id: str) -> openai.types.responses.Response:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            found = await client.responses.retrieve(response_id)
-            if found.status not in ("queued", "in_progress"):
-                return found
-            await asyncio.sleep(0.01)
-
-
-def messages_of(backend: Scripted) -> list[Json]:
-    found: list[Json] = msgspec.json.decode(backend.prompt.messages_json)
-    return found
 
 
 @pytest.mark.parametrize("stream", [False, True])

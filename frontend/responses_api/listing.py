@@ -1,0 +1,49 @@
+"""Pages of items, as OpenAI's clients ask for them; and what else a query holds. Pure."""
+
+from typing import Any
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from meshlm.frontend.errors import HttpError
+
+Json = dict[str, Any]
+MAX_LISTED = 100
+
+
+def page(found: list[Json], query: QueryParams) -> bytes:
+    """The page of these items, given the oldest first, that the query asks for."""
+    if query.get("order", "desc") not in ("asc", "desc"):
+        raise HttpError(400, "order: 'asc' or 'desc'", "order")
+    if query.get("order", "desc") == "desc":
+        found = found[::-1]
+    if after := query.get("after"):
+        places = [place for place, item in enumerate(found) if item["id"] == after]
+        if not places:
+            raise HttpError(400, f"after: there is no item {after[:80]!r}", "after")
+        found = found[places[0] + 1 :]
+    count = number(query, "limit", 20)
+    if not 1 <= count <= MAX_LISTED:
+        raise HttpError(400, f"limit: 1 to {MAX_LISTED}", "limit")
+    return listed(found[:count], more=len(found) > count)
+
+
+def listed(items: list[Json], *, more: bool) -> bytes:
+    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
+    return msgspec.json.encode({"object": "list", "data": items, **ends, "has_more": more})
+
+
+def number(query: QueryParams, name: str, default: int) -> int:
+    given = query.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        raise HttpError(400, f"{name}: {given[:40]!r} is no number", name)
+    return int(given)
+
+
+def truth(query: QueryParams, name: str) -> bool:
+    given = query.get(name, "false").lower()
+    if given not in ("true", "false", "1", "0"):
+        raise HttpError(400, f"{name}: must be true or false", name)
+    return given in ("true", "1")
