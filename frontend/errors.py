@@ -40,7 +40,7 @@ class HttpError(Exception):
 
 
 _TEXT = "this server gives text; --runner pooling serves vectors"
-_VECTORS = "this server gives vectors, and no text (--runner)"
+_VECTORS = "this server gives no text: it gives vectors (--runner), or was started by meshlm launch render"
 _LORA = "LoRA adapters are not supported"
 _SLEEP = "there is no sleep mode"
 # Paths that vLLM has: why they are not here, or what there is instead.

@@ -168,6 +168,8 @@ class FrontendApp:
             return STOPPING
         if self._refusing:
             return "this server is draining and takes no new requests (meshlm drain)"
+        if self.resolved.renders_only:
+            return "" if self._tracker.load else "no detokenizer can be reached"
         if self._figures.now.serving and not self._tracker.load:
             return "no detokenizer can be reached"
         if not self._figures.now.serving:

@@ -444,10 +444,17 @@ def scope_of(path: str) -> str:
 
 
 def served(
-    *, documentation: bool, development: bool, pooling: bool = False, tokenizer_info: bool = False
+    *,
+    documentation: bool,
+    development: bool,
+    pooling: bool = False,
+    tokenizer_info: bool = False,
+    renders_only: bool = False,
 ) -> tuple[Operation, ...]:
-    """All routes of a server, of one that gives vectors or one that gives text (--runner), with or without its documentation
+    """All routes of a server that gives vectors, gives text (--runner), or renders it alone; with or without its documentation
     (--disable-fastapi-docs), those for development (--server-dev-mode) and the tokenizer's (--enable-tokenizer-info-endpoint)."""
     own = tuple(op for op in OPERATIONS if not op.generates) + VECTORS if pooling else OPERATIONS
+    if renders_only:
+        own = tuple(op for op in OPERATIONS if not op.generates or op.path.endswith(("render", "derender")))
     own += TOKENIZER_INFO if tokenizer_info else ()
     return own + (DEVELOPMENT if development else ()) + (DOCUMENTATION if documentation else ())

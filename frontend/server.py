@@ -102,6 +102,7 @@ class Routes:
             development=server.server_dev_mode,
             pooling=self._backend.resolved.pooling is not None,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
+            renders_only=self._backend.resolved.renders_only,
         )
 
     # --- small routes ---

@@ -26,5 +26,6 @@ class Resolved(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     logits_processors: tuple[str, ...] = ()  # module:Class, of --logits-processors and of installed packages
+    renders_only: bool = False  # texts and templates without a model: no rank is there (meshlm launch render)
     pooling: PoolingSpec | None = None  # what its vectors are, where it serves those and no text
     digest: str  # of everything above and the flags: names a run's configuration in logs

@@ -1,7 +1,8 @@
-"""`meshlm launch ROLE`: one more process for a mesh that runs on this host.
+"""`meshlm launch ROLE`: one more process for a mesh that runs on this host; `meshlm launch render`: a mesh without a model.
 
-It takes the mesh's own configuration, joins through the coordinator and runs in the foreground; the supervisor does not
-restart it. It ends with this command, and with the mesh.
+A process takes the mesh's own configuration, joins through the coordinator and runs in the foreground; the supervisor does not
+restart it. It ends with this command, and with the mesh. A mesh that renders has HTTP and text processes alone: templates and tokens,
+there and back (frontend/rendering), with the flags of `meshlm serve` and on any computer.
 """
 
 import argparse
@@ -10,12 +11,16 @@ import signal
 import socket
 import time
 
+import msgspec
+
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.streams import complain, json_from_here
 from meshlm.supervisor import control
-from meshlm.supervisor.cli import status
+from meshlm.supervisor.cli import serve, status
+from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.processes import children
+from meshlm.supervisor.settings import flags
 
 ROLES = (Role.FRONTEND, Role.DETOKENIZER)
 """Roles that may be added while a mesh runs; schedulers and workers come in whole ranks."""
@@ -23,10 +28,24 @@ ROLES = (Role.FRONTEND, Role.DETOKENIZER)
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("launch", help="add one process to a running mesh")
-    parser.add_argument("role", metavar="ROLE", choices=[role.value for role in ROLES], help="frontend or detokenizer")
-    parser.add_argument("--index", type=int, help="its number; default: the next free one")
-    status.add_mesh_choice(parser)
-    parser.set_defaults(run=run)
+    roles = parser.add_subparsers(dest="role", metavar="ROLE", required=True)
+    for role in ROLES:
+        one = roles.add_parser(role.value, help="one more process for a running mesh")
+        one.add_argument("--index", type=int, help="its number; default: the next free one")
+        status.add_mesh_choice(one)
+        one.set_defaults(run=run)
+    render = roles.add_parser("render", help="serve templates and tokens without a model")
+    flags.add_flags(render)
+    render.add_argument("--config", help="TOML or YAML file with any of these settings; flags win")
+    render.set_defaults(run=_render)
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    config = serve.config_of(arguments)
+    if config.network.headless or config.network.listen:
+        raise UsageError("launch render: no rank is there, on this node or another (--headless, --listen)")
+    worker = msgspec.structs.replace(config.worker, device="fake")  # nothing is asked of a GPU
+    return serve.run_mesh(msgspec.structs.replace(config, worker=worker), renders_only=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

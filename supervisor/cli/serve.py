@@ -34,6 +34,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return run_mesh(config_of(arguments))
+
+
+def config_of(arguments: argparse.Namespace) -> MeshConfig:
+    """The configuration that the flags, the file and the environment say."""
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(0)
     )  # until the supervisor has its own: nothing runs, what was made is removed
@@ -42,12 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
         streams.json_from_here()
     if idle := vllm_env.without_effect(os.environ):
         streams.complain(f"meshlm: {idle}", "warning")
-    config = with_files(with_keys(config))
+    return with_files(with_keys(config))
+
+
+def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
+    """Runs all processes of this node until they end; of a mesh that only renders, those that need no model."""
     layout.check(config)
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.host, config.server.port):
         config = resolve.resolve(config)
+        if renders_only:
+            assert config.resolved is not None
+            resolved = msgspec.structs.replace(config.resolved, renders_only=True)
+            config = msgspec.structs.replace(config, resolved=resolved)
         with rundir.taken(run_dir(config)) as path:
             config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
             logs.configure(config.run)

@@ -102,7 +102,8 @@ def settled(config: MeshConfig) -> MeshConfig:
 
 def identities(config: MeshConfig) -> list[Identity]:
     """All processes of this node, in the order of starting: slow ones first. Of a settled configuration."""
-    ranks, workers = places(config)
+    renders = config.resolved is not None and config.resolved.renders_only
+    ranks, workers = (range(0), range(0)) if renders else places(config)
     rest = 0 if config.network.headless else 1
     numbers = {
         Role.WORKER: workers,

@@ -554,3 +554,22 @@ def test_a_batch_with_a_mesh_of_its_own(tmp_path: Path) -> None:
     for prompt, one in zip(prompts, found, strict=True):
         assert one["response"]["body"]["choices"][0]["token_ids"] == reference(prompt, 5)
     assert (broken["response"]["status_code"], broken["response"]["body"]) == (400, None)
+
+
+def test_a_mesh_that_renders_alone() -> None:
+    """Three processes, none of which has a model: templates, tokens and back; no answers."""
+    with serving(command=("launch", "render")) as server:
+        roles = {process["role"] for process in server.status()["processes"]}
+        assert roles == {"supervisor", "coordinator", "detokenizer", "frontend"}
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        chat = {"messages": [{"role": "user", "content": "hi"}], "return_token_offsets": True}
+        rendered = httpx.post(f"{server.url}/v1/chat/completions/render", json=chat).json()
+        ids = rendered["token_ids"]
+        text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+        assert text.endswith("assistant\n")
+        assert "".join(text[begin:end] for begin, end in rendered["token_offsets"]) == text
+        generated = {"choices": [{"index": 0, "token_ids": ids[:3]}]}
+        answer = httpx.post(f"{server.url}/v1/chat/completions/derender", json={"generate_response": generated})
+        assert answer.json()["choices"][0]["message"]["content"]
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, "meshlm launch render" in error_of(refused)["message"]) == (404, True)

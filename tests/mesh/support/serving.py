@@ -24,7 +24,7 @@ START_LIMIT_S = 90
 class Serving:
     """One `meshlm serve`. `lines` is what it said."""
 
-    def __init__(self, *flags: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, *flags: str, prefix: tuple[str, ...] = (), command: tuple[str, ...] = ("serve",)) -> None:
         self.port = free_port()
         self.run_dir = tempfile.mkdtemp(prefix="mlm")
         self.lines: list[str] = []
@@ -33,7 +33,7 @@ class Serving:
             [
                 *prefix,
                 MESHLM,
-                "serve",
+                *command,
                 "--host",
                 "127.0.0.1",
                 *(() if "--port" in flags else ("--port", str(self.port))),
@@ -99,9 +99,9 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, says: str = "ready: http") -> Iterator[Serving]:
+def serving(*flags: str, says: str = "ready: http", command: tuple[str, ...] = ("serve",)) -> Iterator[Serving]:
     """A mesh that is ready: it says so."""
-    server = Serving(*flags)
+    server = Serving(*flags, command=command)
     try:
         server.wait_for(says)
         yield server
