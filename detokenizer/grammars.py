@@ -17,7 +17,7 @@ from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.grammars import limits
 
-CACHED = 512  # grammars, refused ones too
+CACHED = 128  # grammars, refused ones too
 
 
 class Grammars:

@@ -20,6 +20,7 @@ from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.questions import Question, Questions
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.ids import ErrorKind, Identity, Incarnation
 from meshlm.protocol.text_edge import (
     Cancel,
@@ -233,7 +234,7 @@ class DetokenizerApp:
         if not self._core.is_wanted(ask.job):  # its client left
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, "nobody waits for it"))
         try:
-            grammar = None if ask.grammar is None else self._grammars.compile(ask.grammar)
+            grammar = None if ask.grammar is None else self._compiled(ask.grammar)
             ids, second_from = self._encoder.encode_whole(ask.prompt, ask.truncation)
             return Encoded(ask.job, ids, self._encoder.bad_words(ask.bad_words), grammar, second_from)
         except RequestError as error:
@@ -241,6 +242,17 @@ class DetokenizerApp:
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
             text = f"the prompt cannot be encoded: {error}"
             return Encoded(ask.job, error=RequestError(ErrorKind.INVALID, text, "prompt"))
+
+    def _compiled(self, grammar: Grammar) -> Grammar:
+        """RequestError for what is no grammar, or what the library cannot bear."""
+        assert self._grammars is not None
+        try:
+            return self._grammars.compile(grammar)
+        except RequestError:
+            raise
+        except BaseException as error:  # a panic of the library's is no Exception
+            text = f"{grammar.param}: the grammar cannot be compiled: {error}"
+            raise RequestError(ErrorKind.INVALID, text, grammar.param.split(".")[0]) from None
 
     # --- questions ---
 

@@ -14,6 +14,7 @@ ID_BYTES, BIAS_BYTES = (
     40,
     120,
 )  # of an id in a list, of an entry of logit_bias, in the process that has one for each sequence
+GRAMMAR_COPIES = 3  # of a sequence's grammar, as it is in messages and in the processes that have the sequence
 MAX_QUESTIONS = 256  # open /tokenize and /detokenize requests
 MAX_QUESTION_BYTES = 32 << 20  # of all of them
 
@@ -24,6 +25,8 @@ def cost_of(ask: ParsedRequest) -> int:
     ids = ask.sampling
     listed = ID_BYTES * (len(ids.stop_token_ids) + len(ids.allowed_token_ids)) + BIAS_BYTES * len(ids.logit_bias)
     listed += ID_BYTES * 2 * sum(map(len, ask.text.bad_words))  # a token for each character, and again behind a space
+    if ids.grammar is not None:
+        listed += GRAMMAR_COPIES * len(ids.grammar.text)
     num_sequences = len(ask.prompts) * ask.num_choices
     return prompts * (1 + ask.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
 

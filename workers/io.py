@@ -374,5 +374,6 @@ class WorkerApp:
         """Frontends end first and wait for their requests; nothing is left then."""
 
     async def stop(self) -> None:
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._plans.put(None)
         self._pending.put(None)

@@ -1,6 +1,7 @@
 """The detokenizer's threads: every prompt of a burst is encoded once, and what is wrong with one is said of it alone."""
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,10 +13,12 @@ import pytest
 from msgspec import Struct
 
 from meshlm.detokenizer.encode import Encoder
+from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.io import DetokenizerApp
 from meshlm.protocol.admit_edge import Admit
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.config import ModelConfig, RunConfig
+from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import Prompt, Rejected, Submit, TextPrompt, TokenPrompt
@@ -175,3 +178,45 @@ async def test_what_many_prompts_become_leaves_turns_of_the_loop_to_others(
     assert max(later - before for before, later in pairwise([0, *seen])) <= 16, (
         "choices of one prompt wait for each other"
     )
+
+
+async def test_a_new_grammar_holds_up_nobody(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled in a thread of its own; what is no grammar, and a panic of the library's, is answered with its field."""
+    released, real = threading.Event(), Grammars._translated
+
+    def translated(self: Grammars, grammar: Grammar) -> tuple[str, str]:
+        if grammar.text == "slow":
+            assert released.wait(30)
+        if grammar.text == "panic":
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        return real(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_translated", translated)
+    app = DetokenizerApp()
+    mesh = StubMesh(smollm2, app.flush, 2)
+    stub: Any = mesh
+    await app.start(stub)
+    app.on_peer_up(COORDINATOR, LIFE)
+
+    def ask(number: int, text: str) -> None:
+        grammar = Grammar(GrammarKind.REGEX, text, "guided_regex") if text else None
+        prompt = TextPrompt("one") if number % 2 else TokenPrompt(pack_i32([7, 8, 9]))
+        sampling = SamplingParams(grammar=grammar)
+        app.on_message(FRONTEND, Submit((Handle(number),), (RequestId(f"r{number}"),), prompt, sampling, max_tokens=5))
+        app.flush()
+
+    ask(0, "slow")
+    ask(1, "")
+    ask(2, "")
+    await asyncio.wait_for(mesh.all_answered.wait(), 30)
+    assert mesh.admitted.keys() == {"r1", "r2"}
+    mesh.all_answered.clear()
+    mesh._expected = 6
+    released.set()
+    ask(3, "(a")
+    ask(4, "panic")
+    ask(5, "a+")
+    await asyncio.wait_for(mesh.all_answered.wait(), 30)
+    await app.stop()
+    assert mesh.admitted.keys() == {"r0", "r1", "r2", "r5"}
+    assert {(one.handles[0], one.param) for one in mesh.refused} == {(3, "guided_regex"), (4, "guided_regex")}

@@ -1,6 +1,7 @@
 """The worker's threads: one that dies ends the process, in words."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ from meshlm.protocol.operations import (
     RebalanceExperts,
     ResetPrefixCache,
 )
-from meshlm.protocol.step_edge import Reset, StepFailed, StepPlan, StepResult, WorkerReady, WorkerStats
+from meshlm.protocol.step_edge import (
+    GrammarReady,
+    PrepareGrammar,
+    Reset,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+    WorkerStats,
+)
 from meshlm.runtime.errors import MessageTooLong
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import io
@@ -57,12 +67,27 @@ class Mesh:
         self.said.put_nowait(message)
 
 
+class Grammars:
+    """Compiles in no time but what it is told to wait for."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def compile(self, text: str) -> str:
+        if text == "slow":
+            assert self.released.wait(30)
+        if text == "panic":
+            raise BaseException("called `Option::unwrap()` on a `None` value")
+        return "no such rule" if text == "bad" else ""
+
+
 class Engine:
     facts = EngineFacts(1, 16, 1, 100, {})
 
     def __init__(self, failure: Exception | None) -> None:
         self.failure = failure
         self.counts = GraphCounts()
+        self.grammars = Grammars()
 
     def reset(self) -> None:
         """It has no rows."""
@@ -111,6 +136,24 @@ async def test_an_operation_is_answered_to_the_scheduler_in_order(
     assert "--profiler-dir" in answer.error
     assert isinstance(await asyncio.wait_for(mesh.said.get(), 10), WorkerReady)
     assert await asyncio.wait_for(mesh.said.get(), 10) == OperationDone(OperationId("b"))
+    await app.stop()
+
+
+async def test_grammars_are_compiled_beside_the_steps(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is slow holds up neither others nor operations; each is answered, whatever becomes of it."""
+    app, mesh = await start(smollm2, monkeypatch, None)
+    scheduler, engine = Identity(Role.SCHEDULER, 0), app._engine
+    for number, text in enumerate(("slow", "bad", "panic", "fine")):
+        app.on_message(scheduler, PrepareGrammar(5, number, text))
+    app.on_message(scheduler, Operation(OperationId("b"), ResetPrefixCache()))
+    said = [await asyncio.wait_for(mesh.said.get(), 10) for _ in range(4)]
+    assert OperationDone(OperationId("b")) in said
+    answers = {one.number: one for one in said if isinstance(one, GrammarReady)}
+    assert answers.keys() == {1, 2, 3}
+    assert (answers[1].error, answers[3].error) == ("no such rule", "")
+    assert "cannot be compiled" in answers[2].error
+    engine.grammars.released.set()  # type: ignore[union-attr]
+    assert await asyncio.wait_for(mesh.said.get(), 10) == GrammarReady(5, 0)
     await app.stop()
 
 

@@ -29,7 +29,7 @@ from meshlm.workers.rows import I32
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-CACHED = 256  # compiled grammars that are kept for rows to come
+CACHED = 128  # compiled grammars that are kept for rows to come
 MAX_COMPILE_S = 10.0  # a grammar that takes longer is refused: its masks would take long, too
 MOST_THREADS = 8  # of masks, and half the cores: others have work too
 AT_ONCE = 8  # masks that are worth to wake threads for
