@@ -147,7 +147,9 @@ LONG: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": [USER], "chat_template": "{{ ''.__class__.__mro__ }}"}, "messages"),
     (CHAT, {"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
-    (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": [USER], "thinking_token_budget": 5}, "thinking_token_budget"),
 ]
 WRONG: list[tuple[str, dict[str, object], str]] = [
     *((COMPLETIONS, {"prompt": "x", name: value}, name) for name, values in BAD_FIELDS.items() for value in values),
@@ -303,7 +305,7 @@ STRANGERS: list[dict[str, Any]] = [
     {"Authorization": f"Bearer {KEY}x"},
     {"Authorization": f"Bearer {KEY[:-1]}"},
     {"Authorization": "Bearer \u00fc".encode()},
-    {"X-Api-Key": KEY},
+    {"X-Api-Key": f"{KEY}x"},
 ]
 
 
