@@ -60,6 +60,7 @@ class Form(Struct, frozen=True):
 
     body: Body
     opens: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()  # texts that a call may begin with, and that are a part of it
     closes: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()  # pairs of tags around one or more calls, which are nobody's text there
     starts: tuple[str, ...] = ()  # an answer that begins with one of these, behind blanks, may be a call without a tag
@@ -68,11 +69,11 @@ class Form(Struct, frozen=True):
 class StreamedCalls:
     """One answer, piece by piece; see Finder."""
 
-    __slots__ = ("_answer", "_form", "_pending", "_steps", "_unclosed")
+    __slots__ = ("_answer", "_form", "_pending", "_steps", "_tags", "_unclosed")
 
-    def __init__(self, form: Form, json: JsonMarks, tools: Tools) -> None:
-        """`json` knows the form's tags."""
-        self._form = form
+    def __init__(self, form: Form, tags: Tags, json: JsonMarks, tools: Tools) -> None:
+        """`tags` are those of text, `json` knows those that end JSON."""
+        self._form, self._tags = form, tags
         self._answer = Answer(tools, json, self._begun)
         self._unclosed = False  # a call has ended whose closing tag may still come
         # Blanks and wrappers at the beginning or since a call or wrapper: nobody's if a call follows, and behind one if the end does.
@@ -107,10 +108,10 @@ class StreamedCalls:
         answer, form = self._answer, self._form
         if form.starts:
             yield from self._read_start()
-        while tag := (yield from answer.stream(answer.json.tags, self._text)):
+        while tag := (yield from answer.stream(self._tags, self._text)):
             if tag in form.closes and self._unclosed:
                 self._unclosed, self._pending = False, (True, [])
-            elif tag in form.opens:
+            elif tag in form.opens or tag in form.begins:
                 yield from self._read_body(tag)
             elif tag in form.wrappers:
                 self._wrapper(tag)
@@ -127,11 +128,16 @@ class StreamedCalls:
             answer.give_up()
 
     def _read_body(self, tag: str) -> Steps[None]:
-        self._answer.hold()
-        self._unclosed = yield from self._body()
-        if not self._unclosed:
-            self._answer.give_up()
-            self._text(tag)
+        answer = self._answer
+        own = len(tag) if tag in self._form.begins else 0  # characters of the tag that the body reads
+        answer.at -= own
+        answer.hold()
+        if (yield from self._body()):
+            self._unclosed = True
+            return
+        answer.give_up()
+        answer.at += own
+        self._text(tag)
 
     def _body(self) -> Steps[bool]:
         """Whether there were calls; then the place is behind them."""
@@ -178,9 +184,10 @@ class StreamedCalls:
 def parser(form: Form, *special: str, structure: Structure | None = None, short_ids: bool = False) -> ToolParser:
     """The parser of a form; `special` are more tags that may be special tokens."""
     tags = tuple(dict.fromkeys((*form.wrappers, *form.opens, *form.closes, *special)))
-    json = JsonMarks(Tags(*form.opens, *form.closes, *form.wrappers))
+    in_json = (*form.opens, *form.closes, *form.wrappers)
+    of_text, json = Tags(*in_json, *form.begins), JsonMarks(Tags(*in_json))
     return ToolParser(
-        lambda tools: StreamedCalls(form, json, tools),
+        lambda tools: StreamedCalls(form, of_text, json, tools),
         tags=tags,
         ends_reasoning=not form.starts,
         structure=structure,

@@ -6,7 +6,8 @@ from meshlm.runtime.parsers.json_calls import Keys
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 PYTHON_TAG = "<|python_tag|>"
+BEGINS = ('{"name"', '{"type": "function"')  # behind other text, too
 PARSER = parser(
-    Form(json_calls.calls(Keys(known_only=True)), opens=(PYTHON_TAG,), starts=("{",)),
+    Form(json_calls.calls(Keys(known_only=True)), opens=(PYTHON_TAG,), begins=BEGINS, starts=("{",)),
     structure=Structure('{"name": "', '{"name": "NAME", "parameters": ', "}"),
 )
