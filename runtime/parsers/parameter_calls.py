@@ -1,7 +1,8 @@
 """Calls whose parameters stand each between tags, and have the types of the tool's schema. Pure."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -42,6 +43,9 @@ class ParameterForm(Struct, frozen=True):
     value_open: str = ""
     trims: bool = True  # a line break at either end of a value is not part of it
     key: Callable[[str], Parameter | None] = plain_key
+    after: str = (
+        ""  # stands behind calls; a value ends before the end of the call and it, though its closing tag is missing
+    )
     cdata: bool = False  # a value may stand in `<![CDATA[` and `]]>`
     known_if_empty: bool = False  # without parameters it is a call only of a tool that the request names
 
@@ -93,27 +97,50 @@ class ParameterForm(Struct, frozen=True):
                 kinds = frozenset(typed_values.kinds(typed_values.schema_of(tool, now.name)))
             answer.add(f"{comma}{typed_values.quoted(now.name)}:")
             comma = ","
-            yield from self._value(answer, kinds)
+            yield from self._value(answer, kinds, tool)
             yield from answer.blanks()
             follows = yield from self._parameter(answer)
             if follows is None:
                 return
             now = follows
 
-    def _value(self, answer: Answer, kinds: frozenset[str]) -> Steps[None]:
+    def _value(self, answer: Answer, kinds: frozenset[str], tool: Mapping[str, Any] | None) -> Steps[None]:
         """A value and its closing tag. A string is given out as it comes, any other value when it is complete."""
         if self.trims:
             yield from answer.take("\n")
         value = _Value(answer, kinds)
         in_cdata = self.cdata and bool((yield from answer.take("<![CDATA[")))
         close = f"]]>{self.parameter_close}" if in_cdata else self.parameter_close
-        tags = Tags(f"\n{close}", close) if self.trims and not in_cdata else Tags(close)
+        in_lines = self.trims and not in_cdata
+        missing = (f"\n{self.parameter}", f"\n{self.close}") if in_lines else ()  # where the closing tag may be
+        tags = Tags(close, f"\n{close}" if in_lines else "", *missing)
         while tag := (yield from answer.stream(tags, value.take)):
-            if (yield from self._ends(answer)):
+            if tag not in missing:
+                ends = yield from self._ends(answer)
+            elif ends := (yield from self._ends_without_tag(answer, tag, tool)):
+                answer.at -= len(tag)
+            if ends:
                 value.end()
                 return
             value.take(tag)
         value.stop()
+
+    def _ends_without_tag(self, answer: Answer, tag: str, tool: Mapping[str, Any] | None) -> Steps[bool]:
+        """Whether a value has ended before this tag: a parameter that the tool has is opened, or the call ends and what stands behind
+        calls follows."""
+        answer.at -= len(tag)
+        answer.hold()
+        answer.at += len(tag)
+        if tag == f"\n{self.parameter}":
+            key, end = yield from answer.upto(Tags(self.key_end))
+            found = self.key(key) if end else None
+            ends = found is not None and typed_values.schema_of(tool, found.name) is not None
+        else:
+            yield from answer.blanks()
+            ends = bool(self.after) and bool((yield from answer.ahead(self.after)))
+        answer.back()
+        answer.at += len(tag)
+        return ends
 
     def _ends(self, answer: Answer) -> Steps[bool]:
         """Whether the closing tag of a value was no part of it: another parameter follows, or the end of the call or of the text."""

@@ -6,6 +6,12 @@ The outer tags may be missing.
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
-CALL = ParameterForm(close="</function>", parameter="<parameter=", key_end=">", parameter_close="</parameter>")
+CALL = ParameterForm(
+    close="</function>",
+    parameter="<parameter=",
+    key_end=">",
+    parameter_close="</parameter>",
+    after="</tool_call>",
+)
 FORM = Form(CALL.body, opens=("<function=",), wrappers=("<tool_call>", "</tool_call>"))
 PARSER = parser(FORM)

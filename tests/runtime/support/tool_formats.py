@@ -161,6 +161,11 @@ FORMATS: dict[str, list[tuple[str, str, list[Call]]]] = {
         (_qwen("weather", *(_of_qwen(*pair) for pair in NULLS)), "", [NULLS_CALL]),
         (f"{_qwen('weather', _of_qwen('city', HARD_VALUE))} So.", " So.", [MINI_HARD]),
         ("<function=time>\n</function>", "", [CLOCK]),  # without the outer tags
+        (  # without the closing tags of parameters
+            "<tool_call>\n<function=weather>\n<parameter=city>\n5\n<parameter=other>\n<parameter=days>\n3\n</function>\n</tool_call>",
+            "",
+            [Call("weather", '{"city":"5\\n<parameter=other>","days":3}')],
+        ),
         ("<function=time>\n<parameter=a>", "", [Call("time", '{"a":"')]),
         ("<function=time>\n", "<function=time>\n", []),  # arguments may be missing
         (_qwen("time", "what?"), _qwen("time", "what?"), []),
