@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -149,11 +150,26 @@ def mortal() -> Iterator[Serving]:
 
 
 ROLES = ["worker", "scheduler", "detokenizer", "coordinator", "frontend"]
+FORM = "([a-z]{3,9} ){150}[0-9]"
+
+
+def streamed_text(server: Serving, begun: Callable[[], None]) -> str:
+    """The text of a stream that keeps to FORM; `begun` is called when its beginning is there."""
+    body = {"prompt": [700, 701], "max_tokens": 3000, "stream": True, "guided_regex": FORM}
+    text = ""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                if not text and choice["text"]:
+                    begun()
+                text += choice["text"]
+    return text
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_killed_process_is_started_again(mortal: Serving, role: str) -> None:
-    """And what is computed stays, unless the memory went that held it. All others live on."""
+    """And what is computed stays, unless the memory went that held it. All others live on. A stream with a grammar keeps to it."""
     prompt = list(
         range(500 + 1000 * ROLES.index(role), 1500 + 1000 * ROLES.index(role))
     )  # one that nobody has asked for before
@@ -169,7 +185,15 @@ def test_a_killed_process_is_started_again(mortal: Serving, role: str) -> None:
     assert len(before) == len(ROLES) + 1, "it is whole, with its supervisor"
     assert complete(mortal, prompt, 8)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     mortal.forget()
-    os.kill(before[role][0], signal.SIGKILL)
+
+    def kill() -> None:
+        os.kill(before[role][0], signal.SIGKILL)
+
+    if role == "frontend":  # it takes its streams along
+        kill()
+    else:
+        text = streamed_text(mortal, kill)
+        assert re.fullmatch(FORM, text)
     mortal.wait_for(f"{role}/0 is ready")
     until(lambda: httpx.get(f"{mortal.url}/ready").status_code == 200)
     again = complete(mortal, prompt, 8)
@@ -178,6 +202,8 @@ def test_a_killed_process_is_started_again(mortal: Serving, role: str) -> None:
     after = lives()
     assert after[role][1] == before[role][1] + 1 == 1
     assert {name for name in after if after[name] != before[name]} == {role}
+    if role != "frontend":
+        assert streamed_text(mortal, lambda: None) == text
 
 
 def test_answers_of_steps_with_several_tokens_are_the_same(fake: Serving, mortal: Serving) -> None:
