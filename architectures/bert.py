@@ -107,7 +107,26 @@ FAMILY = Family(
     rename=renamed,
     unread=UNREAD,
 )
+
+
+def _colbert_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """ColBERT (Khattab and Zaharia 2020): `dim` says how many numbers a token's vector has."""
+    name = next((key for key in ("colbert_dim", "dim", "projection_dim") if config.get(key) is not None), "dim")
+    return replace(bert_spec(config, architecture), projection=integer(config, name))
+
+
+def _colbert_weights(spec: ModelSpec) -> Iterator[Weight]:
+    yield from bert_weights(spec)
+    yield Weight("linear.weight", "", "projection.weight", (spec.projection, spec.hidden_size))
+
+
 FAMILIES = (
+    FAMILY._replace(
+        architecture="HF_ColBERT",
+        spec=_colbert_spec,
+        weights=_colbert_weights,
+        keys=KEYS | {"colbert_dim", "dim", "projection_dim"},
+    ),
     FAMILY,
     FAMILY._replace(architecture="BertForMaskedLM"),
     FAMILY._replace(architecture="BertForSequenceClassification", spec=_sequence_spec),

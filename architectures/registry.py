@@ -42,7 +42,7 @@ _VECTORS = {
         for suffix in ("Model", _SEQUENCE, _TOKENS)
     },
     **dict.fromkeys(("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"), _Module("qwen2")),
-    **{f"Bert{suffix}": _Module("bert") for suffix in _OF_ENCODERS},
+    **{name: _Module("bert") for name in ("HF_ColBERT", *(f"Bert{suffix}" for suffix in _OF_ENCODERS))},
     **{f"{stem}{suffix}": _Module("roberta") for stem in ("Roberta", "XLMRoberta") for suffix in _OF_ENCODERS},
     **{f"ModernBert{suffix}": _Module("modernbert") for suffix in _OF_ENCODERS},
 }

@@ -129,6 +129,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
     position_offset: int = 0  # of an encoder: the row of the position table that the first token gets
     norm_bias: bool = False  # of an encoder: layer norms have a bias
+    projection: int = 0  # of an encoder: numbers to which tokens' states are projected (ColBERT); 0: they are not
     head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
 
     def has_experts(self, layer: int) -> bool:

@@ -172,6 +172,8 @@ def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, A
     config = {**read_json(path / "config.json"), **overrides}
     if isinstance(texts := config.get("classifier_from_token"), list):
         config["classifier_from_token"] = [_token_id(path, text) for text in texts]
+    if config.get("architectures") == ["HF_ColBERT"]:
+        config = {**_of_projection(path), **config}
     spec, notes = model_config.parse_config(config, path)
     quantised = checkpoint_files.quantisation(path, config)
     if quantised is not None and load_format != "dummy":
@@ -196,6 +198,13 @@ def _from_folder(path: Path, name: str, load_format: str, overrides: dict[str, A
         config=config,
         notes=notes,
     )
+
+
+def _of_projection(folder: Path) -> dict[str, Any]:
+    """The size of ColBERT's vectors, which only its weights tell where config.json does not."""
+    headers = [checkpoint_files.read_header(file) for file in sorted(folder.glob("*.safetensors"))]
+    shape = next((found["linear.weight"].shape for found in headers if "linear.weight" in found), None)
+    return {} if shape is None else {"dim": shape[0]}
 
 
 def _token_id(folder: Path, text: Any) -> int:

@@ -157,7 +157,7 @@ def pooling_spec(
     if asked not in (None, "ALL"):
         kind = PoolKind(str(asked).lower())
     every = "ALL" in (pooler.pooling_type, pooler.tok_pooling_type) or str(pooler.task).startswith("token")
-    unpooled = modules is not None and modules.kind is None
+    unpooled = (modules is not None and modules.kind is None) or spec.projection > 0
     dense = modules.dense if modules is not None and convert == "embed" else ()
     if convert == "classify":
         if spec.head is None:
@@ -166,7 +166,7 @@ def pooling_spec(
         size = spec.head.num_labels
     else:
         tasks = ("token_embed",) if unpooled else ("embed", "token_embed")
-        sizes = [spec.hidden_size, *(one.outputs for one in dense)]
+        sizes = [spec.projection or spec.hidden_size, *(one.outputs for one in dense)]
         for one, before in zip(dense, sizes, strict=False):
             if one.inputs != before:
                 raise ModelFilesError(

@@ -57,7 +57,7 @@ def test_what_is_said_of_a_family_before_its_module_is_imported() -> None:
 def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool) -> None:
     """Each element once: what the weights of a parameter have in all is what the module declares."""
     mla = MLASpec(kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=5, q_lora_rank=7 if tied else 0)
-    is_encoder, is_modern = "ert" in architecture, architecture.startswith("Modern")
+    is_encoder, is_modern = "ert" in architecture.lower(), architecture.startswith("Modern")
     two = is_modern or (is_encoder and "Sequence" in architecture) or "Reward" in architecture
     head = HeadSpec(num_labels=3, layers=2, bias=(tied, True), norm=is_modern)
     of_encoder: dict[str, Any] = {}
@@ -67,6 +67,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
     spec = spec_of(
         **of_encoder,
         encoder_only=is_encoder,
+        projection=5 if architecture == "HF_ColBERT" else 0,
         head=(head if two else HeadSpec(num_labels=3, bias=(tied,)))
         if architecture.endswith(("Classification", "RewardModel"))
         else None,

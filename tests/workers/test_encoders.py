@@ -1,5 +1,6 @@
 """Encoders give transformers' hidden states, logits of classifiers and vectors, whatever prompts share their step."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,26 @@ def test_classifiers(name: str, kind: str, labels: int, tmp_path: Path) -> None:
         logits = theirs(torch.tensor([prompt])).logits[0]
         scores = logits.sigmoid() if labels == 1 else logits.softmax(-1)
         same(driver.pooled[row], scores if row % 2 else logits)
+
+
+def test_colbert(tmp_path: Path) -> None:
+    """A projection of every token's state, whose size the weights tell."""
+    from safetensors.torch import load_file, save_file
+
+    theirs, file = saved("Bert", tmp_path), tmp_path / "model.safetensors"
+    projection = torch.randn(20, 48)
+    tensors = {f"bert.{name}": tensor.clone() for name, tensor in load_file(file).items()}
+    save_file(tensors | {"linear.weight": projection}, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]}))
+    ours = loaded(tmp_path)
+    pooling = ours.config.resolved.pooling
+    assert (pooling.tasks, pooling.size) == (("token_embed",), 20)
+    driver = Driver(ours, PROMPTS, GREEDY, dict.fromkeys(WHOLE, pooling.pool("token_embed")))
+    driver.step(WHOLE)
+    for row, prompt in enumerate(PROMPTS):
+        states = theirs(torch.tensor([prompt])).last_hidden_state[0]
+        same(driver.pooled[row], torch.nn.functional.normalize(states @ projection.T, dim=-1))
 
 
 def test_names_of_a_checkpoint(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class EncoderAttention:
             half = angles.shape[-1] // 2
             both = apply_rope(lines[:, :2].flatten(1, 2), angles[..., :half], angles[..., half:])
             lines = torch.cat((both.view_as(lines[:, :2]), lines[:, 2:]), dim=1)
-        if qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16):
+        if qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16) and heads.head_dim in range(8, 257, 8):
             return self._flash(lines, scale, sliding_window)
         return self._padded(lines, scale, sliding_window)
 

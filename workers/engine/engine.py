@@ -103,7 +103,9 @@ class ModelEngine:
             kinds = logits_processors.loaded(resolved.logits_processors)
             self.rows.table.processors = Processors(kinds, config, device, rows)
         self.inputs = kit.inputs(self.rows, samples=samples)
-        self.pooler = Pooler(PooledHeads(self.model.classifier, load_dense(resolved, device)))
+        self.pooler = Pooler(
+            PooledHeads(self.model.classifier, load_dense(resolved, device), self.model.token_projection())
+        )
         self.grammars = Grammars(loader(resolved))
         self._loads_vocabulary = device.type == "cuda" and self.shard.is_last and bool(resolved.eos_token_ids)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)

@@ -260,6 +260,10 @@ class Decoder(nn.Module):
             return ops.norm(x, (self.norm.weight, self.norm.eps))[0]
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
 
+    def token_projection(self) -> Tensor | None:
+        """[any, hidden], where the model projects the states that embeddings are made of."""
+        return None
+
     def idle(self) -> None:
         """Compute a step without tokens: what other ranks send to the experts here."""
         for module in self.mixtures():

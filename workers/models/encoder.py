@@ -72,6 +72,7 @@ class Encoder(Decoder):
         self.word_embeddings = Table(spec.vocab_size, spec.hidden_size)
         self.embedding_norm = LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias)
         self.make(spec)
+        self.projection = Table(spec.projection, spec.hidden_size) if spec.projection else None
         self.classifier = Classifier(spec, spec.head) if spec.head is not None else None
 
     def make(self, spec: ModelSpec) -> None:
@@ -84,7 +85,7 @@ class Encoder(Decoder):
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """See `Decoder.prepare`."""
-        self.ops = make_ops(device, dtype)
+        self.ops = make_ops(device, dtype) if device.type == "cpu" else TorchOps()  # there are no steps of few rows
         for module in self.modules():
             if isinstance(module, Linear):
                 module.prepare(self.ops)
@@ -105,6 +106,10 @@ class Encoder(Decoder):
     def shortened(self) -> Iterator[int]:
         """See `Decoder.shortened`."""
         yield len(self.layers)
+
+    def token_projection(self) -> Tensor | None:
+        """See `Decoder.token_projection`."""
+        return None if self.projection is None else self.projection.weight.data
 
     def kv_scales(self) -> list[tuple[float, float]]:
         """Nothing is kept."""

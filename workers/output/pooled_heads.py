@@ -26,8 +26,10 @@ class Dense:
 class PooledHeads:
     """The heads of one model, for `Pooler`."""
 
-    def __init__(self, classifier: Classifier | None, dense: list[Dense]) -> None:
+    def __init__(self, classifier: Classifier | None, dense: list[Dense], projection: Tensor | None = None) -> None:
+        """projection [any, hidden]: a model's own, before the Dense modules."""
         self._classifier, self._dense = classifier, dense
+        self._projection = None if projection is None else projection.float()
 
     def __call__(self, states: Tensor, task: Pool) -> Tensor:
         """float32 [n, hidden] -> float32 [n, any]."""
@@ -35,6 +37,8 @@ class PooledHeads:
             assert self._classifier is not None, "the supervisor lets nobody ask for a classifier that is not there"
             found: Tensor = self._classifier(states, activation=task.activation)
             return found
+        if self._projection is not None and task.head is PoolHead.EMBED:
+            states = F.linear(states, self._projection)
         for dense in self._dense if task.head is PoolHead.EMBED else ():
             states = dense(states)
         if task.dimensions:
