@@ -33,6 +33,7 @@ from meshlm.frontend.turn import TurnResponse
 Json = dict[str, Any]
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
 MAX_TURNS = 4096  # of a conversation
+MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
 
 
 class Body(NamedTuple):
@@ -57,6 +58,7 @@ class ResponseRoutes:
         )
         self._backend, self._generation = backend, generation
         self.conversations = conversations.ConversationRoutes(self._shelf, read_body, self._backend_ignored)
+        self._num_followed = 0
         self._background = Background(backend, generation, self._shelf, self._asked_again)
 
     def _backend_ignored(self, unknown: tuple[str, ...], path: str) -> None:
@@ -246,6 +248,11 @@ class ResponseRoutes:
 
     async def _follow(self, request: Request, response_id: str, after: int) -> HttpResponse | None:
         """The events behind number `after`, as they are written; whoever computes the response."""
+        if self._num_followed >= MAX_FOLLOWED:
+            raise HttpError(
+                503, f"{MAX_FOLLOWED} streams of stored responses are read already", kind="overloaded_error"
+            )
+        self._num_followed += 1
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self._generation.unsent)
         left = asyncio.ensure_future(disconnected(request))
         headers = names_of(request, response_id).items()
@@ -262,9 +269,14 @@ class ResponseRoutes:
                 if status not in ("queued", "in_progress"):
                     await writer.finish()
                     return AlreadySent()
-                await asyncio.wait({left, asyncio.ensure_future(self._shelf.news(POLL_S))}, timeout=POLL_S)
+                is_here = self._background.partial(response_id) is not None
+                limit_s = 10 * POLL_S if is_here else POLL_S  # what this frontend writes, it hears of
+                await asyncio.wait(
+                    {left, asyncio.ensure_future(self._shelf.news(limit_s))}, return_when="FIRST_COMPLETED"
+                )
             return None
         finally:
+            self._num_followed -= 1
             left.cancel()
             writer.release()
 

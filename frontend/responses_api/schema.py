@@ -90,6 +90,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     request_id: RequestName | None = None
     chat_template_kwargs: Json | None = None
     structured_outputs: Json | None = None
+    vllm_xargs: Json | None = None
     prompt: Any = None
     context_management: Any = None
     image: Any = None

@@ -23,9 +23,10 @@ ENDED = ("completed", "incomplete", "failed", "cancelled")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses(
     id TEXT PRIMARY KEY, key TEXT NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL, created INTEGER NOT NULL,
-    previous TEXT NOT NULL, answer BLOB NOT NULL, items BLOB NOT NULL, request BLOB NOT NULL, salt TEXT NOT NULL,
-    used REAL NOT NULL, size INTEGER NOT NULL, holder TEXT NOT NULL, lease REAL, tokens INTEGER NOT NULL,
-    next_event INTEGER NOT NULL, attempts INTEGER NOT NULL);
+    previous TEXT NOT NULL, salt TEXT NOT NULL, used REAL NOT NULL, size INTEGER NOT NULL, holder TEXT NOT NULL, lease REAL,
+    tokens INTEGER NOT NULL, next_event INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    answer BLOB NOT NULL, items BLOB NOT NULL, request BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS by_size ON responses(size);
 CREATE INDEX IF NOT EXISTS by_use ON responses(used);
 CREATE INDEX IF NOT EXISTS leased ON responses(lease) WHERE lease IS NOT NULL;
 CREATE TABLE IF NOT EXISTS events(
@@ -141,7 +142,8 @@ class Store:
                     self._add(one.id, one.chunk)
                 if changed and ends:
                     self._end_turn(one.id)
-            self._fit()
+            if any(one.chunk is not None for one in news):
+                self._fit()
         return lost
 
     def release(self, response_id: str, holder: str, lease: float) -> None:

@@ -41,6 +41,7 @@ _SAME = (
     "chat_template_kwargs",
     "parallel_tool_calls",
     "structured_outputs",
+    "vllm_xargs",
 )
 
 

@@ -11,7 +11,8 @@ import pytest
 from openai_client import CALL, LIMIT_S, OFF, SERVER, TOOLS, Frontend, client_of, ended, messages_of
 from scripted import Scripted
 
-from meshlm.frontend.responses_api import background, store
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.responses_api import background, routes, store
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.store import Store
 from meshlm.protocol.ids import ErrorKind
@@ -333,6 +334,43 @@ async def test_who_leaves_ends_what_is_not_in_the_background(frontends: Frontend
         backend.go.set()
         name = str(backend.submits[-1].request_ids[0]).rsplit("-", 1)[0]
         assert (await ended(client, name)).status == "completed"
+
+
+async def test_what_could_not_be_written_is_written_later(frontends: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And clients wait for it: they have no event that the store has not."""
+    backend = frontends()
+    shelf = backend.routes.responses._shelf
+    write, failures = shelf.write, [0]
+
+    async def fails(news: Any, lease_s: float) -> list[str]:
+        if any(one.chunk is not None for one in news) and failures[0] < 3:
+            failures[0] += 1
+            raise HttpError(500, "the disk is full")
+        return await write(news, lease_s)
+
+    monkeypatch.setattr(shelf, "write", fails)
+    backend.pieces = ["Hello", " you", " all"]
+    async with client_of(backend) as client:
+        asked: Any = {"model": "tiny", "input": "hi", "background": True, "extra_body": {"reasoning": OFF}}
+        backend.go.clear()
+        stream = asyncio.ensure_future(client.responses.create(**asked, stream=True))
+        await until(lambda: bool(backend.submits))
+        backend.go.set()
+        events = await events_of(await stream)
+    assert failures[0] > 0
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type.endswith(".delta")) == "Hello you all"
+
+
+async def test_streams_of_the_store_are_limited(frontends: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(frontends()) as client:
+        begun = await client.responses.create(model="tiny", input="hi", background=True)
+        await ended(client, begun.id)
+        assert len(await follow(client, begun.id)) > 1
+        assert len(await follow(client, begun.id)) > 1, "one that is over does not count"
+        monkeypatch.setattr(routes, "MAX_FOLLOWED", 0)
+        with pytest.raises(openai.InternalServerError, match="streams of stored responses"):
+            await follow(client, begun.id)
 
 
 # --- the store ---
