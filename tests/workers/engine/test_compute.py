@@ -19,8 +19,9 @@ from meshlm.workers.engine.columns import StepColumns
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.rows import DeviceRows
 from meshlm.workers.engine.triton_inputs import TritonInputs
-from meshlm.workers.graphs.dispatcher import Key
+from meshlm.workers.graphs.dispatcher import HEAD, MODEL, Key
 from meshlm.workers.graphs.padded import PaddedStep
+from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
 
 if torch.cuda.is_available():
@@ -141,6 +142,10 @@ def test_decodes_in_a_larger_graph(num_decodes: int) -> None:
         wide.inbox.send(step, size, np.empty(0, np.int32), 0, step.places())
         wide.padded(Key(size, size))
         found.append(wide.head.sampled[:num_decodes].tolist())
+        wide.head.sampled.zero_()
+        for part in (MODEL, HEAD):  # without masks: the same
+            wide.padded(Key(size, size, part=part))
+        assert wide.head.sampled[:num_decodes].tolist() == found[-1]
         assert wide.rows.tokens[:num_decodes, PROMPT].tolist() == found[-1]
         assert not wide.rows.tokens[num_decodes:].any()
     assert found[0] == found[1]
@@ -167,3 +172,39 @@ def test_a_cleared_inbox_computes_nothing() -> None:
     for key in (Key(1, 1), Key(5, 5), Key(128, 6)):
         case.padded(key)
         assert torch.equal(case.rows.state, before)
+
+
+@pytest.mark.parametrize("max_rows", [1, 5])
+def test_a_masked_step_in_two_parts(max_rows: int) -> None:
+    """The model, then the head with masks: as the step is launched one by one, and for decodes in a larger graph."""
+
+    def masks(take: Any) -> TokenMask:
+        """Of every other line: it may be one of two tokens."""
+        lines = np.arange(0, sum(eager.samples), 2)
+        bits = np.zeros((len(lines), -(-VOCAB // 32) * 32), np.uint8)
+        for nth, line in enumerate(lines):
+            bits[nth, [line % VOCAB, (7 * line + 3) % VOCAB]] = 1
+        words = take(len(lines))
+        words[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return TokenMask(lines, words)
+
+    eager = Case(max_rows)
+    eager.send(max_rows)
+    plain = Case(max_rows)
+    plain.send(max_rows)
+    plain.compute.eager(plain.step)
+    constraint: Any = SimpleNamespace(mask=masks)
+    eager.compute.eager(eager.step, 0, constraint)
+    expected = eager.tokens()
+    for line in range(sum(eager.samples)):
+        if line % 2:
+            assert expected[0][line] == plain.tokens()[0][line]
+        else:
+            assert expected[0][line] in (line % VOCAB, (7 * line + 3) % VOCAB)
+    key = Key(eager.step.t + 7, max_rows + 1)
+    padded = Case(max_rows)
+    padded.send(max_rows + 1)
+    padded.padded(key._replace(part=MODEL))
+    padded.head.mask(masks(padded.head.take_mask))
+    padded.padded(key._replace(part=HEAD))
+    assert padded.tokens() == expected
