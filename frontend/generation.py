@@ -121,14 +121,8 @@ class Generation:
             backend.release(cost)
 
     def permitted(self, ask: parse.ParsedRequest, api_key: str) -> parse.ParsedRequest:
-        """What the server lets this key ask for."""
-        backend = self._backend
-        if ask.priority and backend.config.scheduler.scheduling_policy != "priority":
-            raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
-        server = backend.config.server
-        if (len(server.api_key) > 1 or server.api_key_file) and backend.config.cache.prefix_caching_per_key:
-            return ask._replace(cache_salt=submits.salt_of(api_key, ask.cache_salt))
-        return ask
+        """What the server lets this key ask for. HttpError."""
+        return submits.permitted(ask, api_key, self._backend.config)
 
     async def _answered(
         self,

@@ -15,6 +15,7 @@ import msgspec
 from meshlm.frontend import parse, retry
 from meshlm.frontend.choice import Choice
 from meshlm.frontend.errors import HttpError
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Handle, RequestId
 from meshlm.protocol.text_edge import Retry, Submit
 
@@ -90,6 +91,15 @@ def build_each(
             choices.append(Choice(answer, first + i, prompt_index, own, handle))  # type: ignore[arg-type]
         answer.choices += choices
         yield choices, submit
+
+
+def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> parse.ParsedRequest:
+    """What a server with this configuration lets a key ask for. HttpError."""
+    if ask.priority and config.scheduler.scheduling_policy != "priority":
+        raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
+    if (len(config.server.api_key) > 1 or config.server.api_key_file) and config.cache.prefix_caching_per_key:
+        return ask._replace(cache_salt=salt_of(api_key, ask.cache_salt))
+    return ask
 
 
 def salt_of(api_key: str, cache_salt: str) -> str:

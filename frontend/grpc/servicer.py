@@ -68,6 +68,12 @@ async def refuse(context: "Context", error: HttpError) -> None:
     await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
 
 
+def key_of(context: "Context") -> str:
+    """The API key that came with the call, which was checked before; empty for none."""
+    metadata = dict(context.invocation_metadata() or ())
+    return str(metadata.get("authorization", "")).removeprefix("Bearer ")
+
+
 class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     """See the module docstring."""
 
@@ -82,6 +88,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         """Streams chunks and the end of each choice, or with stream false the ends alone."""
         try:
             ask = requests.generation(request, self._backend.resolved, self._backend.config.server)
+            ask = submits.permitted(ask, key_of(context), self._backend.config)
             rank = requests.dp_rank(request)
             news = asyncio.Event()
             answer = GrpcResponse(ask, *self._named(request.request_id), news.set)
@@ -139,7 +146,9 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def Embed(self, request: pb.EmbedRequest, context: "Context") -> pb.EmbedResponse:
         """Gives the vector of one prompt, as POST /v1/embeddings does."""
         try:
-            ask = requests.embedding(request, self._backend.config)
+            ask = submits.permitted(
+                requests.embedding(request, self._backend.config), key_of(context), self._backend.config
+            )
             end = asyncio.Event()
             answer = VectorsResponse(ask, *self._named(request.request_id), end.set, write=lambda _: b"")
             async with self._running(answer, "Embed"):

@@ -186,6 +186,37 @@ async def test_certificates_change_while_it_serves(files: Files, log: Log) -> No
         assert (await answer(url, files.client())).status_code == 200
 
 
+async def test_each_key_has_a_prefix_cache_of_its_own_by_grpc_too(files: Files) -> None:
+    from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+    from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+    from meshlm.frontend.grpc.listener import GrpcListener
+
+    server = ServerConfig(host="127.0.0.1", port=free_port(), grpc=True, api_key=("one", "two"))
+    backend: Any = Scripted(server)
+    listener = GrpcListener(backend)
+    await listener.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            asked = pb.GenerateRequest(
+                tokenized=pb.TokenizedInput(input_ids=[5, 6]), sampling_params=pb.SamplingParams(max_tokens=2)
+            )
+
+            def call(key: str) -> Any:
+                return stub.Generate(asked, metadata=(("authorization", f"Bearer {key}"),), timeout=LIMIT_S)
+
+            for key in ("one", "two", "one"):
+                assert [message async for message in call(key)]
+            for key in ("three", ""):
+                with pytest.raises(grpc.aio.AioRpcError, match="send a valid key"):
+                    await anext(aiter(call(key)))
+    finally:
+        await listener.stop()
+    first, other, again = (submit.cache_salt for submit in backend.submits)
+    assert first == again != other
+
+
 async def test_grpc_speaks_tls(files: Files) -> None:
     from meshlm.frontend.grpc.listener import GrpcListener
 

@@ -17,7 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = [
     page
     for page in sorted((EXAMPLES.parent / "docs" / "api").glob("*.md"))
-    if "```python" in page.read_text("utf-8") and page.name != "embeddings.md"  # test_vectors.py runs that
+    # test_vectors.py runs the one, another test below the other.
+    if "```python" in page.read_text("utf-8") and page.name not in ("embeddings.md", "python.md")
 ]
 
 
@@ -65,6 +66,17 @@ def test_a_pages_programs_run(server: Serving, page: Path) -> None:
     ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout
+
+
+def test_the_page_of_python() -> None:
+    """Its programs, with the fake device in the place of a model."""
+    page = (EXAMPLES.parent / "docs" / "api" / "python.md").read_text("utf-8")
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S))
+    assert program.count('"HuggingFaceTB/SmolLM2-135M-Instruct"') == 2
+    program = program.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', 'device="fake"')
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=90)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("abort\n")
 
 
 def test_offline() -> None:
