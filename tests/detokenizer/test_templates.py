@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from meshlm.detokenizer.encode import ContentFormat, Encoder
 from meshlm.protocol.text_edge import ChatPrompt
+from meshlm.runtime import tokenizer_files
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
@@ -213,3 +215,25 @@ def test_content_is_text_or_parts_as_the_template_needs_it(
 def test_a_message_of_parts_goes_on() -> None:
     messages: list[Json] = [USER, {**PARTS, "role": "assistant"}]
     assert ours(PARTS_ALONE, messages, goes_on=True).endswith("<|assistant|>a;b")
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: Path) -> tuple[LoadedTokenizer, Any]:
+    """A real vocabulary, for us and for transformers."""
+    loaded = tokenizer_files.load(smollm2)
+    return loaded, PreTrainedTokenizerFast(tokenizer_object=loaded.tokenizer, **loaded.special_tokens)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("family", ALL)
+def test_the_prompts_tokens_are_those_of_transformers(real: tuple[LoadedTokenizer, Any], family: str) -> None:
+    """Special tokens stand in templates and in messages."""
+    (loaded, their), template = real, ALL[family]
+    messages = [USER, ANSWER, {"role": "user", "content": "Say <|im_end|> and  \n\n<|im_start|>."}]
+    prompt = ChatPrompt(
+        msgspec.json.encode(messages), template_kwargs_json=msgspec.json.encode({"documents": DOCUMENTS})
+    )
+    expected = their.apply_chat_template(
+        messages, chat_template=template, documents=DOCUMENTS, add_generation_prompt=True, return_dict=False
+    )
+    assert Encoder(loaded, {"default": template}).encode(prompt).tolist() == expected
