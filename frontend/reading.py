@@ -1,17 +1,19 @@
 """A chat answer's text as reasoning, content and tool calls, where it may have more than content. Pure; called by responses.py."""
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.reasoning import Splitter
-from meshlm.runtime.parsers import forced_calls, registry
+from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Finder, Part, ToolParser
-from meshlm.runtime.parsers.harmony import Channels, Reasoned
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.tags import Lexer
+
+if TYPE_CHECKING:  # few servers need them
+    from meshlm.runtime.parsers.harmony import Channels
 
 Json = dict[str, Any]
 
@@ -34,9 +36,13 @@ def _parser_of_calls(ask: ParsedRequest) -> ToolParser | None:
     choice = ask.tool_choice
     if ask.tool_call_parser:
         return registry.tool_parser(ask.tool_call_parser)
+    if not choice.forces:
+        return None
+    from meshlm.runtime.parsers import forced_calls
+
     if choice.name:
         return forced_calls.named(choice.name)
-    return forced_calls.REQUIRED if choice.required else None
+    return forced_calls.REQUIRED
 
 
 def reasoning_parser(ask: ParsedRequest) -> ReasoningParser:
@@ -65,7 +71,9 @@ class Reader:
         if form is None or not ask.begins_with_reasoning:
             self._begin_content()
         elif form.channels:
-            self._channels = Channels(ask.tools if self._parser else {}, opened=ask.opened_reasoning)
+            from meshlm.runtime.parsers import harmony
+
+            self._channels = harmony.Channels(ask.tools if self._parser else {}, opened=ask.opened_reasoning)
         else:
             self._splitter = Splitter(form, self._parser, ask.tools)
 
@@ -90,7 +98,9 @@ class Reader:
         parts += self._content(text, last)
         return self._said(thought, parts)
 
-    def _push_channels(self, channels: Channels, text: str, last: bool) -> Said:
+    def _push_channels(self, channels: "Channels", text: str, last: bool) -> Said:
+        from meshlm.runtime.parsers.harmony import Reasoned
+
         found = channels.push(text) + (channels.finish() if last else [])
         thought = "".join(part.text for part in found if isinstance(part, Reasoned))
         return self._said(thought, [part for part in found if not isinstance(part, Reasoned)])

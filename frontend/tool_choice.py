@@ -17,7 +17,7 @@ from meshlm.frontend.structured import GUIDED
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import Grammar
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.parsers import harmony, registry
+from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Structure, Tools
 from meshlm.runtime.structured_outputs import json_schema
 from meshlm.runtime.structured_outputs import structural_tag as made_tag
@@ -103,6 +103,8 @@ def _in_channels(choice: ToolChoice, server: ServerConfig) -> Grammar:
     if not server.tool_call_parser:
         text = f"forced calls of gpt-oss need --tool-call-parser {registry.HARMONY}"
         raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+    from meshlm.runtime.parsers import harmony
+
     wanted = [choice.name] if choice.name else choice.tools
     tag = {"format": harmony.forced_call({name: own(choice.tools[name]) for name in wanted})}
     return _made(lambda: made_tag(tag, "tools", server.structured_outputs))
