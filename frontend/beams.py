@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.frontend import submits
+from meshlm.frontend import pacing, submits
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
@@ -33,6 +33,7 @@ from meshlm.protocol.text_edge import (
 from meshlm.protocol.token_edge import First
 from meshlm.runtime.beam_search import Beam, BeamSearch, Candidate, num_candidates
 
+SENDS_A_TURN = 16  # beams of a prompt, in one turn of the loop
 Detail = tuple[TokenLogprob, tuple[TokenLogprob, ...]]  # a token, and the likeliest in its place
 
 
@@ -77,13 +78,19 @@ class Search:
         self._num_steps = 0
 
     async def fill(self, answer: Any) -> None:
-        """Search, and tell the answer. HttpError."""
+        """Search, and tell the answer. HttpError. As with other requests only a part of thousands of beams is in the mesh at a time."""
         width = self._ask.num_choices
+        at_once = asyncio.Semaphore(max(1, pacing.most_waiting(self._backend.config) // width))
+
+        async def one(prompt: Prompt, choices: list[Choice]) -> None:
+            async with at_once:
+                await self._one(answer, prompt, choices)
+
         try:
             async with asyncio.timeout(self._ask.timeout_s or None), asyncio.TaskGroup() as group:
                 for place, prompt in enumerate(self._ask.prompts):
                     mine = answer.choices[place * width : (place + 1) * width]
-                    group.create_task(self._one(answer, prompt, mine))
+                    group.create_task(one(prompt, mine))
         except TimeoutError:
             raise HttpError.of(ErrorKind.TIMEOUT, "the request's timeout passed") from None
         except ExceptionGroup as errors:
@@ -144,12 +151,16 @@ class Search:
             return_prompt_text=is_first and ask.return_prompt_text,
         )
         asked = list(submits.build_each(step, one, backend.new_handle, self._rank))
+        opened: list[Choice] = []
         try:
-            for choices, submit in asked:
+            for number, (choices, submit) in enumerate(asked, 1):
+                opened += choices
                 backend.open(choices, replace(submit, text=replace(submit.text, stop=())))
+                if number % SENDS_A_TURN == 0:
+                    await asyncio.sleep(0)  # others' tokens have their turn
             await step.end.wait()
         finally:
-            backend.close(step.choices)
+            backend.close(opened)
         if step.error is not None:
             raise step.error
         return step

@@ -21,7 +21,7 @@ from meshlm.frontend.errors import HttpError
 from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
-from meshlm.frontend.pacing import Pace
+from meshlm.frontend.pacing import Pace, most_waiting
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
@@ -187,7 +187,7 @@ class Generation:
 
     async def _open(self, asked: list[tuple[list[Choice], Submit]], opened: list[Choice]) -> None:
         """Ask for each prompt's choices, which `opened` gets, as those before them begin."""
-        pace = Pace(self._backend.config.parallel.data_parallel_size)
+        pace = Pace(most_waiting(self._backend.config))
         for choices, submit in asked:
             while not pace.room(len(choices)):
                 await self._backend.moved()

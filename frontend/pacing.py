@@ -7,15 +7,21 @@ generation.py.
 from collections.abc import Sequence
 
 from meshlm.frontend.choice import Choice
+from meshlm.protocol.config import MeshConfig
 
 MOST_WAITING = 256  # sequences of a request without a first token, for each rank: a batch does not run dry of them
+
+
+def most_waiting(config: MeshConfig) -> int:
+    """The sequences of a request that may be in the mesh without a token."""
+    return MOST_WAITING * config.parallel.data_parallel_size
 
 
 class Pace:
     """The sequences of one request that were asked for and have no token yet."""
 
-    def __init__(self, num_ranks: int, most_of_rank: int = 0) -> None:
-        self._most = (most_of_rank or MOST_WAITING) * num_ranks
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._waiting: list[Choice] = []
 
     def room(self, num: int) -> bool:

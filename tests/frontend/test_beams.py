@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from parsing import EOS, RESOLVED, ask
 
+from meshlm.frontend import pacing
 from meshlm.frontend.beams import Search
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
@@ -15,6 +16,7 @@ from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.responses import WholeResponse
 from meshlm.frontend.submits import build_each
 from meshlm.protocol.columns import ints, pack_i32
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -37,9 +39,11 @@ class Mesh:
 
     resolved = RESOLVED
 
+    config = MeshConfig(resolved=RESOLVED)
+
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
-        self.open_now = self._handle = 0
+        self.open_now = self.most_open = self._handle = 0
         self.fails_at = -1
 
     def new_handle(self) -> Handle:
@@ -48,6 +52,7 @@ class Mesh:
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         self.open_now += len(choices)
+        self.most_open = max(self.most_open, self.open_now)
         (choice,) = choices
         ids = ints(submit.prompt.token_ids) if isinstance(submit.prompt, TokenPrompt) else list(PROMPT_IDS)
         self.steps.append(ids)
@@ -99,6 +104,19 @@ async def test_the_best_beams_are_the_choices() -> None:
     assert whole["choices"][0]["logprobs"]["top_logprobs"][0] == {"<11>": -0.5, "<12>": -1.0}
     assert whole["choices"][0]["prompt_token_ids"] == [7, 8]
     assert whole["usage"]["completion_tokens"] == 3
+
+
+async def test_thousands_of_beams_are_not_in_the_mesh_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "MOST_WAITING", 6)
+    mesh = Mesh()
+    whole = await found(mesh, ask("text", prompt=["a"] * 20, use_beam_search=True, n=2, max_tokens=2))
+    assert [one["text"] for one in whole["choices"]] == ["<12><15>", "<12>"] * 20
+    assert 3 <= mesh.most_open <= 6, "three prompts of two beams"
+    wide = Mesh()
+    monkeypatch.setattr(pacing, "MOST_WAITING", 1)
+    assert (
+        len((await found(wide, ask("text", prompt=["a"] * 2, use_beam_search=True, n=2, max_tokens=2)))["choices"]) == 4
+    )
 
 
 async def test_ends_are_tokens_like_others_where_they_are_ignored() -> None:

@@ -21,9 +21,9 @@ from meshlm.protocol.text_edge import Finished, Submit
 LIMIT_S = 10.0
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_as_many_wait_as_may_and_all_are_asked_for(sizes: list[int], num_ranks: int, dice: random.Random) -> None:
-    most, pace = 8 * num_ranks, Pace(num_ranks, most_of_rank=8)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 24), st.randoms(use_true_random=False))
+def test_as_many_wait_as_may_and_all_are_asked_for(sizes: list[int], most: int, dice: random.Random) -> None:
+    pace = Pace(most)
     waiting: list[Choice] = []
     for size in sizes:
         while not pace.room(size):
