@@ -49,6 +49,14 @@ def messages_of(items: list[Json], field: str = "input") -> list[Json]:
     return found
 
 
+def referred(item: Any) -> str | None:
+    """The name of the stored item that an item stands for; None for any other."""
+    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+        return None
+    is_bare = item.keys() == {"id"}  # of a reference the type may be left out
+    return item["id"] if item.get("type") == "item_reference" or is_bare else None
+
+
 def goes_on(items: list[Json]) -> bool:
     """Whether the answer is the rest of the last item: a message of the assistant's that is not complete."""
     last = items[-1] if items else {}

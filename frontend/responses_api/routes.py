@@ -78,6 +78,8 @@ class ResponseRoutes:
         fields, key = body.fields, key_of(request)
         stores = self._stores(fields)
         before = await self._before(fields, key)
+        fields = await self._with_items(fields, before, key)
+        body = body._replace(fields=fields)
         ask = await self._parsed(fields, body.unknown, before, len(body.raw))
         name = again.key if again else ask.request_id or uuid.uuid4().hex
         if fields.background:
@@ -130,6 +132,21 @@ class ResponseRoutes:
             name = stored.previous
         text = "previous_response_id: the conversation is too long"
         raise HttpError(400, text, "previous_response_id")
+
+    async def _with_items(self, fields: ResponsesRequest, before: list[Json], key: str) -> ResponsesRequest:
+        """The request with the items that it refers to, of the conversation or of other responses, in the places of the references."""
+        given = fields.input if isinstance(fields.input, list) else []
+        names = [name for item in given if (name := items.referred(item)) is not None]
+        if not names:
+            return fields
+        if len(names) > MAX_TURNS:
+            raise HttpError(400, f"input: at most {MAX_TURNS} references to items", "input")
+        known = {item["id"]: item for item in before if "id" in item}
+        known |= await self._shelf.find_items([name for name in names if name not in known], key)
+        if missing := [name for name in names if name not in known]:
+            raise HttpError(404, f"input: there is no item {missing[0][:80]!r}", "input", "not_found_error")
+        resolved = [item if (name := items.referred(item)) is None else known[name] for item in given]
+        return msgspec.structs.replace(fields, input=resolved)
 
     async def _keep(self, answering: "Answering", fields: ResponsesRequest, key: str) -> None:
         """Stores an answer, before its client has the end of it."""
@@ -191,6 +208,7 @@ class ResponseRoutes:
         """The request of a response that another frontend began."""
         fields, unknown = read(stored.request, lambda _: None, 1 << 62)
         before = await self._before(fields, stored.key)
+        fields = await self._with_items(fields, before, stored.key)
         ask = await self._parsed(fields, unknown, before, len(stored.request))
         model = msgspec.json.decode(stored.answer)["model"]
         if model not in self._backend.resolved.served_names:

@@ -121,6 +121,10 @@ class Shelf:
     async def items(self, name: str) -> list[dict[str, Any]]:
         return [msgspec.json.decode(item) for item in await self._do(lambda store: store.conversations.items(name))]
 
+    async def find_items(self, names: list[str], key: str) -> dict[str, dict[str, Any]]:
+        """Items of ended responses, by their names; those that are not there are missing."""
+        return {} if self.path is None else await self._do(lambda store: store.find_items(names, key))
+
     async def put_conversation(self, new: Conversation, items: list[dict[str, Any]]) -> None:
         await self._do(lambda store: store.put_conversation(new, items, time.time()))
 

@@ -7,7 +7,7 @@ Nothing of a response is found without the key that it was made with. What is us
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,8 @@ CREATE TABLE IF NOT EXISTS responses(
 CREATE INDEX IF NOT EXISTS by_size ON responses(size);
 CREATE INDEX IF NOT EXISTS by_use ON responses(used);
 CREATE INDEX IF NOT EXISTS leased ON responses(lease) WHERE lease IS NOT NULL;
+CREATE TABLE IF NOT EXISTS item_ids(id TEXT NOT NULL, response TEXT NOT NULL, PRIMARY KEY(id, response)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_response ON item_ids(response);
 CREATE TABLE IF NOT EXISTS events(
     response TEXT NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(response, first));
 """
@@ -84,7 +86,7 @@ class Store:
                 values,
             ).rowcount
             if changed:
-                self._db.execute("DELETE FROM events WHERE response = ?", (new.id,))
+                self._forget(new.id)
             if changed and chunk is not None:
                 self._add(new.id, chunk)
             if changed and new.status in ENDED:
@@ -108,7 +110,7 @@ class Store:
         with self._transaction():
             gone = self._db.execute("DELETE FROM responses WHERE id = ? AND key = ?", (response_id, key)).rowcount
             if gone:
-                self._db.execute("DELETE FROM events WHERE response = ?", (response_id,))
+                self._forget(response_id)
         return gone > 0
 
     def cancel(self, response_id: str, key: str, answer: bytes) -> bool:
@@ -184,6 +186,20 @@ class Store:
                 break
         return (None if row is None else row[0]), found
 
+    def find_items(self, names: Iterable[str], key: str) -> dict[str, dict[str, object]]:
+        """Items of ended responses, by their names."""
+        found: dict[str, dict[str, object]] = {}
+        for name in names:
+            row = self._db.execute(
+                "SELECT items, answer FROM item_ids JOIN responses ON responses.id = response "
+                "WHERE item_ids.id = ? AND key = ? LIMIT 1",
+                (name, key),
+            ).fetchone()
+            if row is not None:
+                items = [*msgspec.json.decode(row[0]), *msgspec.json.decode(row[1])["output"]]
+                found |= {item["id"]: item for item in items if item["id"] == name}
+        return found
+
     def put_conversation(self, new: Conversation, items: Sequence[dict[str, object]], now: float) -> None:
         """Adds a conversation, or items to one, or other metadata."""
         with self._transaction():
@@ -200,16 +216,25 @@ class Store:
             return self.conversations.delete_item(name, item_id)
 
     def _end_turn(self, response_id: str) -> None:
-        """A response of a conversation adds its input and its output to it, in the transaction that ends it."""
+        """The items of a response can be referred to once it is ended, and are its conversation's: in the transaction that ends it."""
         columns = "previous, status, items, answer"
         row = self._db.execute(f"SELECT {columns} FROM responses WHERE id = ?", (response_id,)).fetchone()
         previous, status, items, answer = row
-        if previous.startswith(CONVERSATION) and status in ("completed", "incomplete"):
-            turn = [*msgspec.json.decode(items), *msgspec.json.decode(answer)["output"]]
+        if status not in ("completed", "incomplete"):
+            return
+        turn = [*msgspec.json.decode(items), *msgspec.json.decode(answer)["output"]]
+        rows = [(item["id"], response_id) for item in turn]
+        self._db.executemany("INSERT OR IGNORE INTO item_ids VALUES(?, ?)", rows)
+        if previous.startswith(CONVERSATION):
             self.conversations.add(previous, turn)
 
     def _add(self, response_id: str, chunk: Chunk) -> None:
         self._db.execute("INSERT INTO events VALUES(?, ?, ?, ?)", (response_id, chunk.first, chunk.count, chunk.data))
+
+    def _forget(self, response_id: str) -> None:
+        """What stands beside the response itself."""
+        self._db.execute("DELETE FROM events WHERE response = ?", (response_id,))
+        self._db.execute("DELETE FROM item_ids WHERE response = ?", (response_id,))
 
     def _fit(self) -> None:
         """Forgets what is used least, until the rest fits. What is being computed stays."""
@@ -223,7 +248,7 @@ class Store:
             if row is None:
                 return
             self._db.execute("DELETE FROM responses WHERE id = ?", row[:1])
-            self._db.execute("DELETE FROM events WHERE response = ?", row[:1])
+            self._forget(row[0])
             self.conversations.delete(row[0])
             count, size = count - 1, size - row[1]
 

@@ -348,7 +348,7 @@ BAD: list[tuple[Json, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]."),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: items of type 'item_reference'"),
+    ({"input": [{"type": "item_reference"}]}, "input[0]: items of type 'item_reference'"),
     ({"input": [{"type": "web_search_call"}]}, "input[0]: items of type 'web_search_call'"),
     ({"input": [{"type": "reasoning", "encrypted_content": "gAAA!"}]}, "input[0].encrypted_content"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

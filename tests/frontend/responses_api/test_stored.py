@@ -69,6 +69,41 @@ async def test_a_conversation_goes_on(frontends: Frontend) -> None:
         assert missing.value.param == "previous_response_id"
 
 
+async def test_items_may_be_referred_to(frontends: Frontend) -> None:
+    """As clients do that keep the names of items, and not their texts."""
+    backend = frontends()
+    backend.pieces = ["hm</think>", "I look.", CALL]
+    async with client_of(backend) as client, client_of(frontends()) as other:
+        first = await client.responses.create(model="tiny", input="weather?", tools=TOOLS)
+        asked = (await client.responses.input_items.list(first.id)).data[0]
+        call: Any = first.output[-1]
+        references: list[Any] = [{"type": "item_reference", "id": item.id} for item in [asked, *first.output]]
+        references[1] = {"id": references[1]["id"]}
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        second = await client.responses.create(model="tiny", input=[*references, result])
+        assert [(message["role"], message["content"]) for message in messages_of(backend)] == [
+            ("user", "weather?"),
+            ("assistant", "I look."),
+            ("tool", "rain"),
+        ]
+        assert messages_of(backend)[1]["reasoning"] == "hm"
+        listed = [item async for item in other.responses.input_items.list(second.id, order="asc")]
+        assert [item.type for item in listed] == [
+            "message",
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call_output",
+        ]
+        late = await client.responses.create(model="tiny", input=references, background=True)
+        assert (await ended(client, late.id)).status == "completed"
+        for response in (first, second, late):
+            await client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.responses.create(model="tiny", input=references)
+        assert missing.value.param == "input"
+
+
 async def test_input_items_are_listed(frontends: Frontend) -> None:
     async with client_of(frontends()) as client:
         given: list[Any] = [{"role": "user", "content": str(place)} for place in range(5)]
@@ -376,9 +411,13 @@ async def test_streams_of_the_store_are_limited(frontends: Frontend, monkeypatch
 # --- the store ---
 
 
+LEAST = b'{"output": [], "x": "%b"}' % (b"x" * 80)
+AGAIN = b'{"output": [], "by": "it"}'
+
+
 def stored(name: str, **changes: Any) -> Stored:
     least = Stored(
-        id=name, key="k", status="completed", background=False, created=1, previous="", answer=b"a" * 100, items=b"[]"
+        id=name, key="k", status="completed", background=False, created=1, previous="", answer=LEAST, items=b"[]"
     )
     return msgspec.structs.replace(least, **changes)
 
@@ -402,11 +441,11 @@ def test_what_is_used_least_goes_first(tmp_path: Path) -> None:
 def test_a_name_is_one_keys(tmp_path: Path) -> None:
     shelf = Store(tmp_path / "s", 9, 1 << 20)
     assert shelf.put(stored("a"), 0.0)
-    assert not shelf.put(stored("a", key="other", answer=b"stolen"), 1.0)
-    assert shelf.put(stored("a", answer=b"again"), 1.0)
+    assert not shelf.put(stored("a", key="other", answer=b'{"output": [], "by": "other"}'), 1.0)
+    assert shelf.put(stored("a", answer=AGAIN), 1.0)
     found = shelf.get("a", "k", 2.0)
     assert found is not None
-    assert found.answer == b"again"
+    assert found.answer == AGAIN
     shelf.close()
 
 
@@ -421,7 +460,7 @@ def test_a_holder_that_is_gone_writes_no_more(tmp_path: Path) -> None:
     assert (claimed.tokens, claimed.next_event, claimed.attempts, claimed.holder) == (3, 2, 1, "other")
     assert one.write("one", [Written("a", Chunk(2, 1, b"z\n\n"), 4, 3)], 30.0) == ["a"]
     one.release("a", "one", 0.0)
-    assert other.write("other", [Written("a", Chunk(2, 1, b"w\n\n"), 4, 3, "completed", b"end")], 30.0) == []
+    assert other.write("other", [Written("a", Chunk(2, 1, b"w\n\n"), 4, 3, "completed", LEAST)], 30.0) == []
     assert one.events("a", 0) == ("completed", [Chunk(1, 1, b"y\n\n"), Chunk(2, 1, b"w\n\n")])
     assert other.claim("other", 99.0, 120.0, 9) == []
     assert not one.cancel("a", "k", b"late")
