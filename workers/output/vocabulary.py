@@ -12,8 +12,9 @@ from meshlm.runtime import tokenizer_files
 from meshlm.workers.rows import I32
 
 if TYPE_CHECKING:
-    pass
+    import llguidance
 
+CHECKED_EVERY = 61  # tokens: one of so many tells a tokenizer that is read otherwise
 MASKS = 64  # sets of tokens that are kept as bits
 
 
@@ -22,15 +23,11 @@ class Vocabulary:
 
     def __init__(self, loaded: tokenizer_files.LoadedTokenizer, vocab_size: int, eos: tuple[int, ...]) -> None:
         """vocab_size: of the logits. Ids without a token never come."""
-        from llguidance import LLTokenizer, TokenizerWrapper
-
         texts = tokenizer_files.token_bytes(loaded)[:vocab_size]
         self._texts = texts + [b""] * (vocab_size - len(texts))
         self.eos = eos
         self.num_words = -(-vocab_size // 32)
-        special = sorted(token for token in loaded.special_ids if token < vocab_size)
-        names = _Names(loaded, self._texts, special, eos[0])
-        self.tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(names), n_vocab=vocab_size, eos_token=list(eos))
+        self.tokenizer: llguidance.LLTokenizer = _read(loaded, self._texts, eos) or _told(loaded, self._texts, eos)
         self.mask_of: Callable[[tuple[int, ...]], I32] = lru_cache(MASKS)(self._mask_of)
 
     def bytes_of(self, token: int) -> bytes:
@@ -43,6 +40,32 @@ class Vocabulary:
         bits = np.zeros(self.num_words * 32, np.uint8)
         bits[list(tokens)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _read(
+    loaded: tokenizer_files.LoadedTokenizer, texts: list[bytes], eos: tuple[int, ...]
+) -> "llguidance.LLTokenizer | None":
+    """The library's own reading of the tokenizer, whose threads then need no Python; None where it reads another one."""
+    from llguidance import LLTokenizer
+
+    try:
+        found = LLTokenizer(loaded.tokenizer.to_str(), n_vocab=len(texts), eos_token=list(eos))
+    except ValueError:
+        return None
+    plain = [token for token in range(0, len(texts), CHECKED_EVERY) if token not in loaded.special_ids]
+    same = [found.decode_bytes([token]) == texts[token] for token in plain if texts[token] not in (b"", b"\xff")]
+    return found if all(same) else None
+
+
+def _told(
+    loaded: tokenizer_files.LoadedTokenizer, texts: list[bytes], eos: tuple[int, ...]
+) -> "llguidance.LLTokenizer":
+    """By the bytes of each token."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    special = sorted(token for token in loaded.special_ids if token < len(texts))
+    names = TokenizerWrapper(_Names(loaded, texts, special, eos[0]))
+    return LLTokenizer(names, n_vocab=len(texts), eos_token=list(eos))
 
 
 class _Names:

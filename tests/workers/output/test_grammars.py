@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from tokenizers import Tokenizer, decoders, models
 
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.ids import Row, StepId
@@ -63,10 +64,12 @@ def of_regex(pattern: str) -> str:
     return LLMatcher.grammar_from_regex(pattern)
 
 
-def new(text: str, row: int = 0, output: tuple[int, ...] = (), after: str = "", **params: Any) -> NewRow:
+def new(
+    text: str, row: int = 0, output: tuple[int, ...] = (), after: str = "", eos: int = EOS, **params: Any
+) -> NewRow:
     grammar = Grammar(GrammarKind.COMPILED, text, "field", begins_after=after)
     tokens = np.array([*PROMPT, *output], np.int32).tobytes()
-    sampling = SamplingParams(grammar=grammar, eos_token_ids=(EOS,), **params)
+    sampling = SamplingParams(grammar=grammar, eos_token_ids=(eos,), **params)
     return NewRow(Row(row), tokens, len(PROMPT), b"", sampling)
 
 
@@ -76,12 +79,16 @@ def plan(*news: NewRow, removed: tuple[int, ...] = ()) -> StepPlan:
 
 
 def allowed(made: Grammars, row: int = 0) -> list[int]:
+    return allowed_of(made, VOCAB, row)
+
+
+def allowed_of(made: Grammars, vocab_size: int, row: int = 0) -> list[int]:
     """The tokens that may come next; AssertionError where its text cannot go on."""
     constraint = made.of_step(np.array([row], np.int32))
     mask = constraint.mask()
     assert mask is not None
     assert not constraint.failed, constraint.failed
-    return np.flatnonzero(mask.allowed(VOCAB)[0]).tolist()
+    return np.flatnonzero(mask.allowed(vocab_size)[0]).tolist()
 
 
 def push(made: Grammars, token: int, row: int = 0) -> None:
@@ -284,3 +291,21 @@ def test_tokens_are_read_when_they_are_there(grammars: Grammars, vocabulary: Voc
         tokens = np.array([-1], np.int32)
         grammars.of_step(np.array([0], np.int32)).sampled(tokens, Later(tokens, EOS))
     assert len(waited) == 3 + of_rows.MAX_UNREAD
+
+
+@pytest.mark.parametrize("decoder", [decoders.ByteLevel(), decoders.Metaspace(), None])
+def test_tokenizers_that_the_library_reads_or_is_told(decoder: Any) -> None:
+    """As those of .gguf and tokenizer.json files, and kinds that it does not know."""
+    letters = "abc0123\u2581"
+    tokenizer = Tokenizer(models.BPE(vocab={letter: nth for nth, letter in enumerate(letters)}, merges=[]))
+    tokenizer.add_special_tokens(["<end>"])
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    loaded = tokenizer_files.LoadedTokenizer(tokenizer, {}, frozenset({8}), isinstance(decoder, decoders.ByteLevel))
+    made = Grammars(lambda: Vocabulary(loaded, 12, (8,)))
+    made.apply(plan(new(of_regex("[ab][0-2]"), eos=8)))
+    seen = [allowed_of(made, 12)]
+    for token in (1, 4):
+        push(made, token)
+        seen.append(allowed_of(made, 12))
+    assert seen == [[0, 1], [3, 4, 5], [8]]
