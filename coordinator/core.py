@@ -30,7 +30,7 @@ from meshlm.protocol.admit_edge import (
 )
 from meshlm.protocol.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import Operation, OperationDone, Stop
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Stop
 from meshlm.runtime.events import PeerLost, Received, Send, Tick
 
 Event = Received | PeerLost | Tick
@@ -82,6 +82,7 @@ class Coordinator:
                     *self.moving.rebalance(now),
                     *self._drained(),
                     *self.operations.expire(now),
+                    *self._pause_newcomers(),
                     *(self.lockstep.tick() if self.lockstep is not None else ()),
                     *self.frontends.tick(),
                 ]
@@ -119,8 +120,15 @@ class Coordinator:
             case Operation(action=Stop()) as operation if self.lockstep is not None:
                 self._stop = (event.sender, operation)
                 return self.lockstep.pause("the mesh stops")
+            case Operation(id=operation_id, action=Pause()) if self.lockstep is not None:
+                error = "ranks that step together are not paused"
+                return [Send(event.sender, OperationDone(operation_id, error))]
             case Operation() as operation:
-                return self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
+                told = self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now)
+                refused = any(isinstance(send.message, OperationDone) for send in told)
+                if isinstance(operation.action, Pause | Resume) and not refused:
+                    self.frontends.paused = isinstance(operation.action, Pause)
+                return told
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
             case control.SetRanks() as ranks:
@@ -282,6 +290,8 @@ class Coordinator:
             self.moving.end(request_id)
             if self.owner.get(request_id) == sender:
                 del self.owner[request_id]
+        if first and load.paused:  # an earlier incarnation of the coordinator was asked for it
+            self.frontends.paused = True
         self.router.load(rank, load)
         rank.graphs = rank.graphs if load.graphs is None else load.graphs
         self.moving.loaded(rank, could, now)
@@ -290,6 +300,13 @@ class Coordinator:
             effects += [Send(sender, GiveBack((), everything=True))] if first or lost else self._drained()
         effects += self.frontends.serving_change() if rank.serving is not self.frontends.serving else []
         return effects + self.frontends.answered(sender, load.answers)
+
+    def _pause_newcomers(self) -> list[Send]:
+        """Schedulers that began while the mesh was paused do not know it."""
+        if not self.frontends.paused:
+            return []
+        late = [rank for rank in self.ranks.values() if rank.load is not None and not rank.load.paused]
+        return [Send(one.identity, Operation(OperationId(f"pause-{one.incarnation}"), Pause())) for one in late]
 
     def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""

@@ -28,6 +28,7 @@ class Frontends:
         self._questions = Questions()
         self.gate = QueueGate()
         self.serving = False
+        self.paused = False  # the mesh, as an operator wants it
         self._blocked: dict[Identity, str] = {}  # whose link does not move
 
     def tick(self) -> list[Send]:
@@ -92,7 +93,7 @@ class Frontends:
         ranks = tuple(rank.stats(self._first_rank) for rank in self._router.ranks.values() if rank.load is not None)
         reason = self._reason()
         blocked = next(iter(self._blocked.values()), "")
-        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked, blocked)
+        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked, blocked, self.paused)
 
     # --- the queue ---
 

@@ -58,9 +58,6 @@ NOT_SERVED = {
     **dict.fromkeys(("/v1/chat/completions/batch", "/inference/v1/generate"), _VECTORS),
     "/generative_scoring": "not supported; POST /score compares texts with a server of --runner pooling",
     "/tokenizer_info": "the server was started without --enable-tokenizer-info-endpoint",
-    **dict.fromkeys(
-        ("/pause", "/resume", "/is_paused", "/abort_requests"), "a mesh is not paused; a client ends its own"
-    ),
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), "mixtures of experts are not supported"),
     **dict.fromkeys(("/collective_rpc", "/get_world_size"), "the processes' code is MeshLM's own"),
     **dict.fromkeys(
@@ -79,7 +76,15 @@ NOT_SERVED = {
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
     **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
     **dict.fromkeys(
-        ("/reset_prefix_cache", "/rebalance_experts", "/server_info"),
+        (
+            "/reset_prefix_cache",
+            "/rebalance_experts",
+            "/server_info",
+            "/pause",
+            "/resume",
+            "/is_paused",
+            "/abort_requests",
+        ),
         "the server was started without --server-dev-mode",
     ),
     **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),

@@ -308,6 +308,9 @@ class FrontendApp:
         stats = await self._fresh_stats()
         return max(self.num_open, stats.num_held + sum(rank.num_running + rank.num_waiting for rank in stats.ranks))
 
+    async def is_paused(self) -> bool:
+        return (await self._fresh_stats()).paused
+
     async def rank_stats(self) -> tuple[RankStats, ...]:
         """The figures of each rank as of now, as far as the mesh tells them."""
         return (await self._fresh_stats()).ranks

@@ -5,7 +5,16 @@ from typing import Any, Protocol
 
 from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.operations import Action, OperationDone, Profile, RebalanceExperts, ResetPrefixCache
+from meshlm.protocol.operations import (
+    AbortRunning,
+    Action,
+    OperationDone,
+    Pause,
+    Profile,
+    RebalanceExperts,
+    ResetPrefixCache,
+    Resume,
+)
 
 SWITCH = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
@@ -43,8 +52,40 @@ async def rebalance_experts(backend: Operates) -> dict[str, Any]:
     return {"success": False, "error": answer.error} if answer.error else {"success": True}
 
 
-def _switch(query: Mapping[str, str], name: str) -> bool:
-    text = query.get(name, "false")
+async def pause(backend: Operates, query: Mapping[str, str]) -> dict[str, Any]:
+    """No step until `resume`: with mode abort, the default, what runs and waits ends; with keep it goes on then."""
+    mode, clears = query.get("mode", "abort"), _switch(query, "clear_cache", "true")
+    if mode not in ("abort", "keep"):
+        text = "mode: 'abort' and 'keep' are there; GET /load tells when all requests have ended"
+        raise HttpError(400, text, "mode")
+    if _switch(query, "wait_for_inflight_requests"):
+        raise HttpError(400, "wait_for_inflight_requests: not supported; see mode", "wait_for_inflight_requests")
+    await _done(backend, Pause(abort=mode == "abort"))
+    if mode == "abort" and clears:
+        await _done(backend, ResetPrefixCache())
+    return {"status": "paused"}
+
+
+async def resume(backend: Operates) -> dict[str, Any]:
+    await _done(backend, Resume())
+    return {"status": "resumed"}
+
+
+async def abort_requests(backend: Operates, request_ids: tuple[str, ...]) -> dict[str, Any]:
+    """Ends the requests of these names, or all that run or wait at a rank."""
+    answer = await _done(backend, AbortRunning(request_ids))
+    return {"status": "aborted", "aborted": answer.count}
+
+
+async def _done(backend: Operates, action: Action) -> OperationDone:
+    answer = await backend.operate(action)
+    if answer.error:
+        raise HttpError(409, answer.error)
+    return answer
+
+
+def _switch(query: Mapping[str, str], name: str, default: str = "false") -> bool:
+    text = query.get(name, default)
     if text.lower() not in SWITCH:
         raise HttpError(400, f"{name} must be true or false", name)
     return SWITCH[text.lower()]

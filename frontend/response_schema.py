@@ -226,3 +226,16 @@ class ServerInfo(Struct):
     meshlm_config: str | dict[str, Any]
     meshlm_env: dict[str, str]
     system_env: dict[str, str | int | None]
+
+
+class Paused(Struct):
+    status: Literal["paused", "resumed"]
+
+
+class IsPaused(Struct):
+    is_paused: bool
+
+
+class Aborted(Struct):
+    status: Literal["aborted"]
+    aborted: int

@@ -203,3 +203,9 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+class AbortRequest(Struct, frozen=True, kw_only=True):
+    """POST /abort_requests: the ids of answers, or the X-Request-Id of requests; none means all."""
+
+    request_ids: Annotated[list[str], Meta(max_length=4096)] | None = None

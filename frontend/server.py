@@ -31,7 +31,7 @@ from meshlm.frontend.operations import HTML, METRICS, Operation, served
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api
-from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meshlm.frontend.schema import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meshlm.frontend.vectors import routes as vector_routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.text_edge import Detokenize, DetokenizeReply, Prompt, Tokenize, TokenizeReply
@@ -153,6 +153,20 @@ class Routes:
 
     async def reset_prefix_cache(self, request: Request) -> HttpResponse:
         return _json(await operating.reset_prefix_cache(self._backend, request.query_params))
+
+    async def pause(self, request: Request) -> HttpResponse:
+        return _json(await operating.pause(self._backend, request.query_params))
+
+    async def resume(self, request: Request) -> HttpResponse:
+        return _json(await operating.resume(self._backend))
+
+    async def is_paused(self, request: Request) -> HttpResponse:
+        return _json({"is_paused": await self._backend.is_paused()})
+
+    async def abort_requests(self, request: Request) -> HttpResponse:
+        body, unknown = await self._read(request, lambda request, raw: bodies.decode(raw, AbortRequest))
+        self._backend.ignored(unknown, request.url.path)
+        return _json(await operating.abort_requests(self._backend, tuple(body.request_ids or ())))
 
     async def rebalance_experts(self, request: Request) -> HttpResponse:
         return _json(await operating.rebalance_experts(self._backend))

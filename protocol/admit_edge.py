@@ -166,6 +166,7 @@ class Load(Struct, frozen=True, tag="load"):
     busy_ns: int = 0  # that the device has computed, since start
     idle_ns: int = 0  # that it stood still although requests were running, since start
     answers: int = 0  # the newest ReportLoad of this incarnation of the coordinator; 0: none yet
+    paused: bool = False  # it plans no step, as an operator wants it
 
 
 SchedulerToCoordinator = Load

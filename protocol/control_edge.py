@@ -233,3 +233,4 @@ class MeshStats(Struct, frozen=True, tag="stats"):
     num_held: int = 0  # requests that wait in the coordinator for a rank that serves
     asked: bool = False  # it answers AskStats
     blocked: str = ""  # a link of any process on which nothing moves
+    paused: bool = False  # as an operator wants it

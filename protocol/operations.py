@@ -30,11 +30,28 @@ class RebalanceExperts(Struct, frozen=True, tag="rebalance_experts"):
     """Experts move to where ranks have as many tokens each (--enable-eplb), before the next step that all ranks take."""
 
 
+class Pause(Struct, frozen=True, tag="pause"):
+    """No step is planned until Resume: requests keep their tokens and their places, and new ones wait. abort: those that are there
+    end."""
+
+    abort: bool = False
+
+
+class Resume(Struct, frozen=True, tag="resume"):
+    """Steps are planned again."""
+
+
+class AbortRunning(Struct, frozen=True, tag="abort_running"):
+    """Requests end with FinishReason.ABORT: those that clients know by these names, or all."""
+
+    request_ids: tuple[str, ...] = ()
+
+
 class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
 
-Action = Profile | ResetPrefixCache | RebalanceExperts | Stop
+Action = Profile | ResetPrefixCache | RebalanceExperts | Pause | Resume | AbortRunning | Stop
 
 
 class Operation(Struct, frozen=True, tag="operation"):
@@ -48,9 +65,11 @@ class OperationDone(Struct, frozen=True, tag="operation_done", omit_defaults=Tru
     id: OperationId
     error: str = ""
     paths: tuple[str, ...] = ()
+    count: int = 0  # requests that it ended
 
 
 def combine(operation_id: OperationId, answers: Collection[OperationDone]) -> OperationDone:
     """One answer out of those of all who were asked: the first error, or the files of all."""
     error = next((answer.error for answer in answers if answer.error), "")
-    return OperationDone(operation_id, error, () if error else tuple(path for one in answers for path in one.paths))
+    paths = () if error else tuple(path for one in answers for path in one.paths)
+    return OperationDone(operation_id, error, paths, sum(answer.count for answer in answers))

@@ -10,7 +10,7 @@ from meshlm.protocol.admit_edge import AbortRequests, Assign, GiveBack, ReportLo
 from meshlm.protocol.columns import unpack_i32
 from meshlm.protocol.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.protocol.lockstep import JointOrder
-from meshlm.protocol.operations import Operation, OperationDone, ResetPrefixCache, Stop
+from meshlm.protocol.operations import AbortRunning, Operation, OperationDone, Pause, ResetPrefixCache, Resume, Stop
 from meshlm.protocol.step_edge import GrammarReady, LastPlan, StepFailed, StepResult, WorkerReady, WorkerStats
 from meshlm.protocol.token_edge import AttachTokens, Disown, StillThere
 from meshlm.runtime.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -19,11 +19,14 @@ from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.lockstep import Lockstep
 from meshlm.scheduler_proc.operations import Operations
 from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.pausing import ended_by
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request, RequestState
 from meshlm.scheduler_proc.request_table import RequestTable
 from meshlm.scheduler_proc.results import Results
 from meshlm.scheduler_proc.workers import Workers
+
+AT_ONCE = (Stop, Pause, Resume, AbortRunning)  # operations that need no worker that is ready
 
 
 class Scheduler:
@@ -121,7 +124,7 @@ class Scheduler:
                 return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
             case Operation() as operation:
                 self.operations.add(operation)
-                return self._operate(operation) if self.serving or isinstance(operation.action, Stop) else []
+                return self._operate(operation, output) if self.serving or isinstance(operation.action, AT_ONCE) else []
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
             case WorkerStats() as stats:
@@ -211,14 +214,23 @@ class Scheduler:
         for request in before.waiting:
             self.table.refuse_unfit(request, output)
         pending = list(self.operations.pending.values())
-        return [send for operation in pending for send in self._operate(operation)]
+        return [send for operation in pending for send in self._operate(operation, output)]
 
-    def _operate(self, operation: Operation) -> list[Send]:
+    def _operate(self, operation: Operation, output: Output) -> list[Send]:
         """Carries an operation out between the plans that were sent and the next: first what it changes here, then at the workers."""
         match operation.action:
             case ResetPrefixCache(preempt=preempt):
                 if not self.batching.reset_prefix_cache(preempt=preempt):
                     return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
+            case Pause() | AbortRunning() as action:
+                self.load.paused = self.load.paused or isinstance(action, Pause)
+                ended = ended_by(action, list(self.table.by_id))
+                for request_id in ended:
+                    self.table.finish(self.table.by_id[request_id], output, FinishReason.ABORT)
+                return self.operations.answer(operation, count=len(ended))
+            case Resume():
+                self.load.paused = False
+                return self.operations.answer(operation)
             case Stop():
                 self._stopped = True
                 if not self.serving:  # nothing is in flight
@@ -245,7 +257,12 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if not self.serving or self._stopped or len(self.inflight) >= self.batching.budget.depth(self._depth):
+        if (
+            not self.serving
+            or self._stopped
+            or self.load.paused
+            or len(self.inflight) >= self.batching.budget.depth(self._depth)
+        ):
             return []
         lockstep = self.lockstep
         if lockstep is not None and not lockstep.may_step():

@@ -23,6 +23,7 @@ class LoadReporter:
         self.busy_ns = self.idle_ns = 0  # of the device; idle although requests were running
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self.answers = 0  # the number of the coordinator's newest ReportLoad
+        self.paused = False
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
 
@@ -78,6 +79,7 @@ class LoadReporter:
             busy_ns=self.busy_ns,
             idle_ns=self.idle_ns,
             answers=self.answers,
+            paused=self.paused,
         )
         self.ended, self.returned, self.started, self.graphs = [], [], [], None
         return load

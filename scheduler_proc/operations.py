@@ -26,9 +26,9 @@ class Operations:
         self._answers[operation.id] = {}
         return [Send(worker, operation) for worker in self._workers]
 
-    def answer(self, operation: Operation, error: str = "") -> list[Send]:
+    def answer(self, operation: Operation, error: str = "", count: int = 0) -> list[Send]:
         """It is done here, or cannot be; no worker is asked."""
-        return self._over(OperationDone(operation.id, error))
+        return self._over(OperationDone(operation.id, error, count=count))
 
     def answered(self, worker: Identity, done: OperationDone) -> list[Send]:
         """A worker's answer; one that nobody waits for is dropped."""

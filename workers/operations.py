@@ -6,12 +6,15 @@ from typing import assert_never
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity
 from meshlm.protocol.operations import (
+    AbortRunning,
     Operation,
     OperationDone,
     OperationId,
+    Pause,
     Profile,
     RebalanceExperts,
     ResetPrefixCache,
+    Resume,
     Stop,
 )
 from meshlm.workers.profiler import Profiler
@@ -48,6 +51,8 @@ class Operations:
             case RebalanceExperts():
                 return OperationDone(operation.id, self._rebalance())
             case Stop():  # no step is in flight any more, and none follows
+                return OperationDone(operation.id)
+            case Pause() | Resume() | AbortRunning():  # the scheduler alone has a part in it
                 return OperationDone(operation.id)
             case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
                 return OperationDone(operation.id)

@@ -122,7 +122,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="GET /tokenizer_info tells the tokenizer's configuration and chat template")
     ] = False
     server_dev_mode: Annotated[
-        bool, Meta(description="POST /reset_prefix_cache is there for every client (VLLM_SERVER_DEV_MODE)")
+        bool,
+        Meta(description="POST /pause, /abort_requests and the like are there for every client (VLLM_SERVER_DEV_MODE)"),
     ] = False
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object for the chat template, under a request's chat_template_kwargs")

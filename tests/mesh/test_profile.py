@@ -1,13 +1,17 @@
 """Profiler traces over HTTP and from the bench."""
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fake_answers import reference
 from serving import MESHLM, Serving, serving
+from waiting import until
 
 pytestmark = pytest.mark.mesh
 ENDLESS = {"prompt": [7] * 10, "max_tokens": 4000, "ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -24,6 +28,7 @@ def test_start_and_stop_over_http(tmp_path: Path) -> None:
         (path,) = httpx.post(f"{server.url}/stop_profile", timeout=60).json()["paths"]
         assert json.loads(Path(path).read_text())["traceEvents"]
         resets_its_prefix_cache(server.url)
+        pauses(server)
 
 
 def resets_its_prefix_cache(url: str) -> None:
@@ -45,6 +50,39 @@ def resets_its_prefix_cache(url: str) -> None:
         while len(ids) < 400:
             ids += json.loads(next(lines)[6:])["choices"][0]["token_ids"]
     assert ids == reference([7] * 10, len(ids))
+
+
+def pauses(server: Serving) -> None:
+    """A stream stands still, also where its scheduler dies, and goes on; others are ended by their names."""
+
+    def post(path: str, **body: object) -> Any:
+        answer = httpx.post(f"{server.url}/{path}", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def is_paused() -> bool:
+        return bool(httpx.get(f"{server.url}/is_paused", timeout=30).json()["is_paused"])
+
+    asked = {**ENDLESS, "max_tokens": 300}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        ids = json.loads(next(lines)[6:])["choices"][0]["token_ids"]
+        assert (is_paused(), post("pause?mode=keep"), is_paused()) == (False, {"status": "paused"}, True)
+        os.kill(server.pid("scheduler"), signal.SIGKILL)
+        until(lambda: httpx.get(f"{server.url}/ready", timeout=30).status_code == 200)
+        assert is_paused()
+        assert (post("resume"), is_paused()) == ({"status": "resumed"}, False)
+        for line in lines:
+            ids += json.loads(line[6:])["choices"][0]["token_ids"]
+    assert ids == reference([7] * 10, 300)
+    headers = {"X-Request-Id": "mine"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, headers=headers, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        assert post("abort_requests", request_ids=["nobody"])["aborted"] == 0
+        assert post("abort_requests", request_ids=["mine"]) == {"status": "aborted", "aborted": 1}
+        *_, last = lines
+        assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort"
 
 
 def test_without_a_directory_there_is_no_such_route(fake: Serving) -> None:

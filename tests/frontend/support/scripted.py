@@ -151,6 +151,9 @@ class Scripted:
         self.answers.append(answer)
         self.ignored(answer.ask.unknown_fields, path)
 
+    async def is_paused(self) -> bool:
+        return False
+
     async def load(self) -> int:
         return 0
 

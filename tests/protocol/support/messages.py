@@ -187,7 +187,28 @@ FULL: tuple[Struct, ...] = (
     STARTED,
     RETURNED,
     admit.Load(
-        1, 2, 3, 4, 5, (RequestId("a"),), 6, 7, 8, 9, 10, 11, False, 32, 12, (STARTED,), (RETURNED,), GRAPHS, 13, 14, 15
+        1,
+        2,
+        3,
+        4,
+        5,
+        (RequestId("a"),),
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+        False,
+        32,
+        12,
+        (STARTED,),
+        (RETURNED,),
+        GRAPHS,
+        13,
+        14,
+        15,
+        True,
     ),
     # scheduler <-> detokenizer
     ENDED,
@@ -292,7 +313,7 @@ FULL: tuple[Struct, ...] = (
     RANK_STATS,
     control.QueueFull(True),
     control.MeshStats(
-        True, "no detokenizer", (RANK_STATS,), 4, True, "worker/0 does not take what scheduler/0 sends it"
+        True, "no detokenizer", (RANK_STATS,), 4, True, "worker/0 does not take what scheduler/0 sends it", True
     ),
     control.Blocked("worker/0 does not take what scheduler/0 sends it"),
     control.AskStats(),
@@ -304,9 +325,12 @@ FULL: tuple[Struct, ...] = (
     operations.Profile(True),
     operations.ResetPrefixCache(True),
     operations.RebalanceExperts(),
+    operations.Pause(True),
+    operations.Resume(),
+    operations.AbortRunning(("cmpl-a",)),
     operations.Stop(),
     operations.Operation(operations.OperationId("0a"), operations.Profile(True)),
-    operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",)),
+    operations.OperationDone(operations.OperationId("0a"), "no room", ("/traces/worker-0.json",), 3),
     # carried by several
     SAMPLING,
     tasks.GENERATE,
