@@ -133,7 +133,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
         raise HttpError(400, "modalities: only text is supported", "modalities")
-    _check_budget(request, "" if server.reasoning_parser else "the server tells no reasoning (--reasoning-parser)")
+    _check_budget(request, reasoning.why_no_budget(server.reasoning_parser))
     choice = tool_choice.read(request)
     in_channels = tool_choice.has_channels(server)
     parser = server.tool_call_parser if choice.tools and (in_channels or not choice.forces) else ""

@@ -247,7 +247,10 @@ def test_a_budget_of_reasoning() -> None:
     assert grammar.thinking == ThinkingBudget(0, "</think>", "<think>")
 
 
-@pytest.mark.parametrize(("parser", "fields"), [("openai_gptoss", {}), ("qwen3", {"use_beam_search": True}), ("", {})])
+@pytest.mark.parametrize(
+    ("parser", "fields"),
+    [("openai_gptoss", {}), ("minimax_m2_append_think", {}), ("qwen3", {"use_beam_search": True}), ("", {})],
+)
 def test_budgets_that_cannot_be_kept(parser: str, fields: dict[str, object]) -> None:
     with pytest.raises(HttpError, match=r"^thinking_token_budget: "):
         budget_of(parser, **fields)
