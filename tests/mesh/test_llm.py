@@ -41,6 +41,17 @@ for wrong in ({"text": "hi"}, ["a", None], [[1.5]], {"prompt": "hi", "multi_moda
 (end,) = llm.generate([[300, 301] * 250], SamplingParams(max_tokens=100, min_tokens=50, ignore_eos=True))
 assert (len(end.outputs[0].token_ids), end.outputs[0].finish_reason) == (12, "length"), end
 assert llm.generate([]) == llm.chat([]) == []
+from meshlm import StructuredOutputsParams
+kinds = (StructuredOutputsParams(choice=["left", "right"]), StructuredOutputsParams(regex="[a-c]{3}[0-9]"))
+one, two = llm.generate([[300, 301]] * 2, [SamplingParams(structured_outputs=kind) for kind in kinds])
+assert one.outputs[0].text in ("left", "right") and one.outputs[0].finish_reason == "stop", one
+assert set(two.outputs[0].text[:3]) <= set("abc") and two.outputs[0].text[3:].isdigit(), two
+try:
+    llm.generate("hi", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a")))
+except ValueError as error:
+    assert "unclosed group" in str(error), error
+else:
+    raise AssertionError("it was taken")
 from meshlm import BeamSearchParams
 beams = llm.beam_search([[300, 301], {"prompt": "hi"}], BeamSearchParams(beam_width=3, max_tokens=4))
 assert [len(one.sequences) for one in beams] == [3, 3], beams
