@@ -14,8 +14,8 @@ from starlette.types import Send as AsgiSend
 from meshlm.frontend import retry
 from meshlm.frontend.connection import EXTENSION
 from meshlm.frontend.errors import HttpError
+from meshlm.frontend.operations import SUBMITS
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _KEY = retry.KEY.lower().encode()
 _CLOSE = {"Connection": "close"}
 
@@ -33,7 +33,7 @@ class LoadShedder:
         self._app, self._refusal, self._refused = app, refusal, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        if scope["type"] == "http" and scope["path"] in PATHS and scope["method"] == "POST":
+        if scope["type"] == "http" and scope["path"] in SUBMITS and scope["method"] == "POST":
             names = [name for name, _ in scope["headers"]]
             if reason := self._refusal(attaches=_KEY in names):
                 error = HttpError(503, reason, kind="overloaded_error")

@@ -466,6 +466,13 @@ DOCUMENTATION = (
 )
 
 
+_TEXTS = ("/render", "/derender")  # ends of the paths that ask the tokenizer alone
+# Requests for which the mesh computes: those that are refused while it is full.
+SUBMITS = frozenset(
+    op.path
+    for op in (*OPERATIONS, *VECTORS)
+    if op in VECTORS or (op.generates and "{" not in op.path and not op.path.endswith(_TEXTS))
+)
 ADMIN_PATHS = {"/start_profile", "/stop_profile", *(op.path for op in DEVELOPMENT)}
 INFORMATION = {"/v1/models", "/version", "/load", "/metrics", *(op.path for op in DOCUMENTATION)}
 

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 
 from meshlm.frontend.load_shedder import LoadShedder
@@ -41,6 +42,13 @@ def test_a_new_request_is_refused_and_told_when_to_come_again() -> None:
         assert (error["message"], error["type"]) == (FULL, "overloaded_error")
         assert "connection" not in answer.headers
     assert door.asked == [False, False]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/batch", "/inference/v1/generate", "/invocations", "/v1/embeddings"]
+)
+def test_each_route_that_computes_is_refused(path: str) -> None:
+    assert Door().client().post(path, json={}).status_code == 503
 
 
 def test_one_that_may_attach_goes_on_and_so_does_everything_when_there_is_room() -> None:
