@@ -4,6 +4,7 @@ import base64
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,6 +185,40 @@ def test_in_python(minilm: Path, oracle: Oracle) -> None:
     assert ran.returncode == 0, ran.stderr
     found = [float(number) for number in ran.stdout.strip(" []\n").split(",")]
     np.testing.assert_allclose(found, oracle.embed("hello world")[:2], atol=1e-5)
+
+
+def test_a_classifier_reads_pairs(minilm: Path, tmp_path: Path) -> None:
+    """A small BERT with random weights on two ranks: scores, ranks and classes are transformers', types of tokens included."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
+    names: dict[str, Any] = {"num_labels": 1, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+    config = transformers.BertConfig(vocab_size=30522, initializer_range=0.3, **sizes, **names)
+    theirs = transformers.BertForSequenceClassification(config).eval()
+    theirs.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(minilm / name, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    def logit(*texts: str) -> float:
+        with torch.inference_mode():
+            return float(theirs(**tokenizer(*texts, return_tensors="pt")).logits)
+
+    query, documents = "what is a dog", DOCUMENTS[:12]
+    logits = np.array([logit(query, document) for document in documents])
+    scores = 1 / (1 + np.exp(-logits))
+    flags = ("--device", "cpu", "--cpu-threads", "1", "-dp", "2", "--kv-cache-memory", "64M")
+    with serving(str(tmp_path), *flags) as server:
+        found = ask(server, "/score", text_1=query, text_2=documents)
+        np.testing.assert_allclose([one["score"] for one in found["data"]], scores, atol=1e-4)
+        ranks = ask(server, "/rerank", query=query, documents=documents, use_activation=False)["results"]
+        np.testing.assert_allclose([one["relevance_score"] for one in ranks], np.sort(logits)[::-1], atol=1e-4)
+        (entry,) = ask(server, "/classify", input=query)["data"]
+        assert (entry["label"], entry["num_classes"]) == ("relevant", 1)
+        np.testing.assert_allclose(entry["probs"], [1 / (1 + math.exp(-logit(query)))], atol=1e-4)
+        refused = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"})
+        assert (refused.status_code, "does not support the task 'embed'" in refused.text) == (400, True)
 
 
 def test_what_a_server_of_vectors_refuses(server: Serving) -> None:
