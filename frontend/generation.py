@@ -70,7 +70,7 @@ WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
 
 
 class Form(NamedTuple):
-    """How an endpoint's answers look, whole and streamed. Both are made of the request, its id, when it came, the model's name and what
+    """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and what
     to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
 
     whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeAnswer]
@@ -205,7 +205,7 @@ class Generation:
         again: retry.IdempotencyKey | None,
         cuts: tuple[int, ...],
     ) -> list[tuple[list[Choice], Submit]]:
-        """What the mesh is asked for an answer, whose choices are there afterwards. `cuts`: by choice, what the client has."""
+        """The Submits of an answer, whose choices are there afterwards. `cuts`: by choice, what the client has."""
         backend = self._backend
         answer.fingerprint = self._fingerprint
         asked: list[tuple[list[Choice], Submit]] = []

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 class TurnFormat(Protocol):
-    """What an endpoint makes of a turn. Events that are to be sent are taken from `events` after each row."""
+    """An endpoint's form of a turn. Events that are to be sent are taken from `events` after each row."""
 
     events: list[bytes]
     last_events: bytes  # that a stream's answer ends with, once the answer is stored where it is to be
@@ -125,7 +125,7 @@ class TurnResponse(Response):
             self.ended()
 
     def _send(self) -> None:
-        """What a row brings goes out in one piece."""
+        """Sends all that a row brought in one piece."""
         events = self._form.events
         if self._write is not None and events:
             self._write(b"".join(events))
@@ -143,5 +143,5 @@ class TurnResponse(Response):
         return self._form.body(self)
 
     def last_events(self) -> bytes:
-        """What a stream still has to say after its end: what the format kept for it, or the error."""
+        """The events that a stream ends with: those that the format kept for it, or the error."""
         return self._form.last_events if self.error is None else self._form.failed(self, self.error)

@@ -1,4 +1,4 @@
-"""What was said as Anthropic's content blocks and events. Pure; see turn.py."""
+"""A turn as Anthropic's content blocks and events. Pure; see turn.py."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the types of schema.py do not say of Anthropic's bodies, in JSON schema. Called by frontend/request_schema.py."""
+"""The JSON schema of Anthropic's bodies, where the types of schema.py do not say it. Called by frontend/request_schema.py."""
 
 from typing import Any
 

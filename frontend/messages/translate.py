@@ -14,7 +14,7 @@ from meshlm.protocol.config import ServerConfig
 Json = dict[str, Any]
 # Claude Code's first system block has another text in each request, which would leave nothing of a prompt in the prefix cache.
 BILLING = "x-anthropic-billing-header"
-# What a chat's refusal calls a field -> its name here.
+# The name of a field in a chat's refusal -> its name here.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -76,7 +76,7 @@ def _template_kwargs(request: Conversation) -> Json | None:
 
 
 def _think(thinking: Thinking | None, fields: Json, server: ServerConfig) -> None:
-    """What `thinking` asks for beside the template's switches."""
+    """Adds what `thinking` asks for beside the template's switches."""
     if thinking is None:
         return
     if thinking.type == "enabled" and not server.reasoning_parser:

@@ -65,7 +65,7 @@ class Running(TurnResponse):
             self.wakes()
 
     def unwritten(self) -> Written:
-        """What came since the last call."""
+        """Takes the events that came since the last call."""
         tokens = self._skips if self._is_behind else self.num_output_tokens()
         next_event = self._next if self._is_behind else self.form.num_events
         chunk = Chunk(self._first, next_event - self._first, b"".join(self._waiting)) if self._waiting else None

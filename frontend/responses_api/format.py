@@ -1,4 +1,4 @@
-"""What was said as items and events of OpenAI's Responses API. Pure; see turn.py."""
+"""A turn as items and events of OpenAI's Responses API. Pure; see turn.py."""
 
 import hashlib
 from typing import Any

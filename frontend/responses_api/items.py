@@ -58,7 +58,7 @@ def referred(item: Any) -> str | None:
 
 
 def goes_on(items: list[Json]) -> bool:
-    """Whether the answer is the rest of the last item: a message of the assistant's that is not complete."""
+    """True where the answer is the rest of the last item: a message of the assistant's that is not complete."""
     last = items[-1] if items else {}
     unfinished = last.get("status") in ("in_progress", "incomplete")
     return unfinished and last.get("role") == "assistant" and last.get("type", "message") == "message"

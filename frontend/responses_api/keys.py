@@ -1,4 +1,4 @@
-"""Whose something stored is. Pure."""
+"""The owner of what is stored. Pure."""
 
 import hashlib
 

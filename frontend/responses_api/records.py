@@ -1,4 +1,4 @@
-"""What the store of responses is given, and gives: without sqlite3, which is loaded with the file."""
+"""The records that the store of responses takes and gives. sqlite3 is not imported here: it is loaded with the file."""
 
 from msgspec import Struct
 
@@ -33,7 +33,7 @@ class Chunk(Struct, frozen=True):
 
 
 class Written(Struct, frozen=True):
-    """What a holder has of a response since it wrote the last time. `status` and `answer` at its end."""
+    """The part of a response that its holder has made since it wrote the last time. `status` and `answer` tell its end."""
 
     id: str
     chunk: Chunk | None

@@ -1,4 +1,5 @@
-"""What the types of schema.py do not say of the body of POST /v1/responses, in JSON schema. Called by frontend/request_schema.py."""
+"""The JSON schema of bodies of /v1/responses and /v1/conversations, where the types of schema.py do not say it. Called by
+frontend/request_schema.py."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
 
 
 class Body(NamedTuple):
-    """What POST /v1/responses brings."""
+    """A request of POST /v1/responses, read."""
 
     fields: ResponsesRequest
     unknown: tuple[str, ...]
@@ -344,7 +344,7 @@ def read(
 def asked(
     fields: ResponsesRequest, unknown: tuple[str, ...], before: list[Json], resolved: Any, server: Any
 ) -> ParsedRequest:
-    """What the mesh is asked. `before`: the items of the conversation so far."""
+    """The request as the mesh is asked it. `before`: the items of the conversation so far."""
     chat = translate.chat_request(fields, before)
     try:
         return translate.parsed(parse.chat(chat, unknown, resolved, server), fields)

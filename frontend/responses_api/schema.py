@@ -21,7 +21,7 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
-    # What belongs to tools and pictures that are not there: no answer has anything of it.
+    # These belong to tools and pictures that are not there: no answer has anything of them.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",

@@ -232,7 +232,7 @@ class Store:
         self._db.execute("INSERT INTO events VALUES(?, ?, ?, ?)", (response_id, chunk.first, chunk.count, chunk.data))
 
     def _forget(self, response_id: str) -> None:
-        """What stands beside the response itself."""
+        """Deletes what stands beside the response itself."""
         self._db.execute("DELETE FROM events WHERE response = ?", (response_id,))
         self._db.execute("DELETE FROM item_ids WHERE response = ?", (response_id,))
 
@@ -259,7 +259,7 @@ def _stored(row: Sequence[object]) -> Stored:
 
 
 def _behind(chunk: Chunk, after: int) -> Chunk:
-    """Those of its events that have a larger number."""
+    """The chunk without the events up to number `after`."""
     skipped = after + 1 - chunk.first
     if skipped <= 0:
         return chunk

@@ -10,7 +10,7 @@ from meshlm.frontend.schema import ChatRequest
 
 Json = dict[str, Any]
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512  # OpenAI's
-# What a chat's refusal calls a field -> its name here.
+# The name of a field in a chat's refusal -> its name here.
 NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -177,7 +177,7 @@ def renamed(error: HttpError) -> HttpError:
 
 
 def parsed(ask: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
-    """What the mesh is asked, with the names of this API for what it may refuse."""
+    """The same request, with the names of this API for what the mesh may refuse."""
     names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
     return ask._replace(client_names=names, request_id=(request.request_id or "").removeprefix("resp_"))
 
