@@ -70,8 +70,8 @@ WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
 
 
 class Form(NamedTuple):
-    """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and what
-    to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
+    """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and
+    what to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
 
     whole: Callable[[parse.ParsedRequest, str, int, str, Callable[[], None]], WholeAnswer]
     stream: Callable[
