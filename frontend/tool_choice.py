@@ -67,6 +67,9 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
     """What holds the answer to the calls that are asked for. A response_format gives way to a forced call, as in vLLM."""
     functions = [tool["function"] for tool in request.tools or []]
     strict = {function["name"] for function in functions if function.get("strict")} & choice.tools.keys()
+    if request.use_beam_search and (choice.forces or strict):
+        field = "tool_choice" if choice.forces else "tools"
+        raise HttpError(400, f"{field}: a forced or strict call does not go with use_beam_search", field)
     if choice.forces:
         if any(getattr(request, name) is not None for name in ("structured_outputs", *GUIDED, "structural_tag")):
             raise HttpError(400, "tool_choice: a forced call goes with no other constraint of the text", "tool_choice")

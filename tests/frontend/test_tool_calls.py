@@ -399,6 +399,8 @@ def test_which_answers_may_have_calls(fields: dict[str, object], reads: bool) ->
         ({**STRICT, "response_format": {"type": "json_object"}}, READS, "tools", "strict: goes with no other"),
         ({**ASKS, "tool_choice": "sometimes"}, READS, "tool_choice", "'none', 'auto', 'required' or a function"),
         ({"tool_choice": "required"}, READS, "tool_choice", "'required' needs tools"),
+        ({**ASKS, "tool_choice": "required", "use_beam_search": True}, READS, "tool_choice", "use_beam_search"),
+        ({**STRICT, "use_beam_search": True}, READS, "tools", "use_beam_search"),
         ({"tool_choice": "auto"}, READS, "tool_choice", "'auto' needs tools"),
         ({"tools": [], "tool_choice": "auto"}, READS, "tools", "at least one tool"),
         ({"tools": []}, ServerConfig(), "tools", "at least one tool"),
