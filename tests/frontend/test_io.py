@@ -276,6 +276,7 @@ async def test_a_question_that_no_frame_holds_is_refused() -> None:
 
 def test_readiness_knows_a_link_on_which_nothing_moves() -> None:
     app, mesh = started(ONE)
+    app.resolved = RESOLVED
     app._figures.take(MeshStats(True))
     mesh.blocked = ""
     assert app.not_ready_reason() == ""
