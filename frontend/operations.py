@@ -484,6 +484,9 @@ def scope_of(path: str) -> str:
     return "" if path in INFORMATION or path.startswith("/v1/models/") else INFERENCE
 
 
+OF_TEXT = ("/v1/conversations", "/v1/messages", "/v1/responses", "/invocations")
+
+
 def served(
     *,
     documentation: bool,
@@ -494,7 +497,8 @@ def served(
 ) -> tuple[Operation, ...]:
     """All routes of a server that gives vectors, gives text (--runner), or renders it alone; with or without its documentation
     (--disable-fastapi-docs), those for development (--server-dev-mode) and the tokenizer's (--enable-tokenizer-info-endpoint)."""
-    own = tuple(op for op in OPERATIONS if not op.generates) + VECTORS if pooling else OPERATIONS
+    of_both = (op for op in OPERATIONS if not op.generates and not op.path.startswith(OF_TEXT))
+    own = (*of_both, *VECTORS) if pooling else OPERATIONS
     if renders_only:
         own = tuple(op for op in OPERATIONS if not op.generates or op.path.endswith(("render", "derender")))
     own += TOKENIZER_INFO if tokenizer_info else ()

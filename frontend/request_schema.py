@@ -32,6 +32,9 @@ class Served(Struct, frozen=True):
     tells_reasoning: bool = False
 
 
+OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # of a server that gives vectors
+
+
 def refine(schemas: Json, served: Served) -> None:
     """Say it of the bodies among these schemas."""
     refined = {
@@ -57,6 +60,8 @@ def refine(schemas: Json, served: Served) -> None:
     )
     refined |= responses_api.of_conversations()
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
+    for name in OF_INPUTS:
+        refined[name] = _fields(served) | {"input": _prompt(served), "messages": True}
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]
@@ -72,6 +77,9 @@ def refine(schemas: Json, served: Served) -> None:
         _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
     if "ResponsesRequest" in schemas:
         schemas["ResponsesRequest"]["required"] = ["input"]
+    for name in OF_INPUTS:
+        if name in schemas:
+            schemas[name]["oneOf"] = [_given("input", "messages"), _given("messages", "input")]
     if "TokenizeRequest" in schemas:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:

@@ -17,13 +17,17 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import schemathesis
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
 from numpy.typing import NDArray
 from retrieval import DOCUMENTS, QUERIES
+from schemathesis import GenerationMode, checks
 from serving import Serving, serving
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model]
 F32 = NDArray[np.float32]
+CHECKED = [checks.not_a_server_error, checks.status_code_conformance, checks.response_schema_conformance]
 CHUNKED = '{"enable_chunked_processing": true, "max_embed_len": 2000}'
 
 
@@ -187,6 +191,28 @@ def test_in_python(minilm: Path, oracle: Oracle) -> None:
     np.testing.assert_allclose(found, oracle.embed("hello world")[:2], atol=1e-5)
 
 
+def test_paths_do_what_the_schema_says(server: Serving) -> None:
+    """schemathesis: whatever a body holds, the answer is a declared one, and none is an error of the server."""
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    paths = {"/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/rerank"}
+    for operation in (found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()):
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if operation.path in paths else ():
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @settings(
+                max_examples=6,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],
+                derandomize=True,
+            )
+            def one(case: Any) -> None:
+                case.validate_response(case.call(base_url=server.url), checks=CHECKED)
+
+            one()
+
+
 def test_a_classifier_reads_pairs(minilm: Path, tmp_path: Path) -> None:
     """A small BERT with random weights on two ranks: scores, ranks and classes are transformers', types of tokens included."""
     import transformers
@@ -223,7 +249,7 @@ def test_a_classifier_reads_pairs(minilm: Path, tmp_path: Path) -> None:
 
 def test_what_a_server_of_vectors_refuses(server: Serving) -> None:
     for path, body, status, said in (
-        ("/v1/completions", {"prompt": "a"}, 404, "this server gives vectors, and no text"),
+        ("/v1/completions", {"prompt": "a"}, 404, "it gives vectors (--runner)"),
         ("/v1/embeddings", {"input": "a", "dimensions": 8}, 400, "does not support Matryoshka"),
         ("/v1/embeddings", {"input": [[30522]]}, 400, "outside the vocabulary"),
         ("/classify", {"input": "a"}, 400, "does not support the task 'classify'"),
