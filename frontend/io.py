@@ -59,6 +59,7 @@ class FrontendApp:
     def __init__(self) -> None:
         self._tracker = RequestTracker()
         self._mesh: Mesh | None = None
+        self._renders_only = False
         self._figures = Figures()
         self._questions = Questions()
         self._operations: AskedOperations | None = None
@@ -84,6 +85,7 @@ class FrontendApp:
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.resolved = mesh.config.resolved
+        self._renders_only = self.resolved.renders_only
         server = mesh.config.server
         try:
             if not registry.is_own(server.tool_call_parser, server.reasoning_parser):
@@ -168,7 +170,7 @@ class FrontendApp:
             return STOPPING
         if self._refusing:
             return "this server is draining and takes no new requests (meshlm drain)"
-        if self.resolved.renders_only:
+        if self._renders_only:
             return "" if self._tracker.load else "no detokenizer can be reached"
         if self._figures.now.serving and not self._tracker.load:
             return "no detokenizer can be reached"
