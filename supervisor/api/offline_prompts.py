@@ -13,7 +13,7 @@ NOT_SUPPORTED = {
     ),
     **dict.fromkeys(("prompt_embeds", "prompt_is_token_ids"), "a prompt is text or token ids"),
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not supported"),
-    "token_type_ids": "generation is the only task",
+    "token_type_ids": "LLM.score gives a pair's texts their types",
 }
 
 

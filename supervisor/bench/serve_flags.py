@@ -33,7 +33,10 @@ ABSENT = {
     **dict.fromkeys(("--self-timed", "--no-self-timed"), _TRACE),
     **dict.fromkeys(("--plot-timeline", "--timeline-itl-thresholds", "--plot-dataset-stats"), _PLOTS),
     **dict.fromkeys(("--lora-modules", "--lora-assignment"), "LoRA adapters are not there yet"),
-    **dict.fromkeys(("--random-batch-size", "--no-reranker"), "generation is the only task"),
+    **dict.fromkeys(
+        ("--random-batch-size", "--no-reranker"),
+        "only texts are measured; benchmarks/embeddings.py measures embeddings",
+    ),
     "--use-beam-search": "beam search is not there",
     "--hf-name": "a row's columns say how it is read",
 }

@@ -14,7 +14,10 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "sonnet", "hf")
 # Flags of vLLM's that are refused, and what to do instead.
 ABSENT = {
     **{flag: why for flag, why in serve_flags.ABSENT.items() if "--asr" in flag or "-mm-" in flag},
-    **dict.fromkeys(("--random-batch-size", "--no-reranker"), "generation is the only task"),
+    **dict.fromkeys(
+        ("--random-batch-size", "--no-reranker"),
+        "only texts are measured; benchmarks/embeddings.py measures embeddings",
+    ),
     **dict.fromkeys(("--lora-path", "--lora-assignment"), "LoRA adapters are not there yet"),
     **dict.fromkeys(("--hf-max-batch-size", "--hf-enable-torch-compile"), "--backend vllm is the setting: this mesh"),
     "--hf-name": serve_flags.ABSENT["--hf-name"],

@@ -82,7 +82,7 @@ NEEDLESS = {
     "--pt-load-map-location": (1, "weights are read on the CPU and copied"),
     "--enable-flashinfer-autotune": (0, "our kernels come with their tables"),
     "--enable-log-deltas": (0, "answers are never logged"),
-    "--enable-flash-late-interaction": (0, "generation is the only task"),
+    "--enable-flash-late-interaction": (0, "late interaction is computed where answers are written"),
     "--use-fp64-gumbel": (0, "draws are made in float64"),
     "--safetensors-prefetch-num-threads": (1, "weights are mapped from disk"),
     "--safetensors-prefetch-block-size": (1, "weights are mapped from disk"),
@@ -94,7 +94,7 @@ NEEDLESS = {
 }
 
 _LORA = "LoRA adapters are not there yet"
-_GENERATION = "generation is the only task"
+_NO_PLUGINS = "there are no plug-ins for inputs and outputs"
 _MEDIA = "images and sound are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
@@ -147,7 +147,7 @@ ABSENT = {
     "-dpp": "nodes meet at --listen and --join",
     "--worker-extension-cls": _CLASSES,
     "--scheduler-cls": _CLASSES,
-    "--io-processor-plugin": _GENERATION,
+    "--io-processor-plugin": _NO_PLUGINS,
     "--enable-mm-embeds": _MEDIA,
     "--enable-mm-processor-stats": _MEDIA,
     "--limit-mm-per-prompt": _MEDIA,

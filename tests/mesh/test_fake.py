@@ -377,7 +377,7 @@ def test_small_paths(fake: Serving) -> None:
         assert client.get("/load").json()["server_load"] >= 0
         absent = client.post("/v1/embeddings", json={"input": "x"})
         assert (absent.status_code, absent.json()["error"]["type"]) == (404, "not_found_error")
-        assert "generation is the only task" in absent.json()["error"]["message"]
+        assert "--runner pooling serves vectors" in absent.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
