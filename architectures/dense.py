@@ -82,6 +82,21 @@ def layer_types(config: dict[str, Any]) -> list[str] | None:
     return kinds
 
 
+def sliding_layers(config: dict[str, Any], every: int) -> tuple[int, tuple[bool, ...]]:
+    """The window, and which layers have it; 0 and none where none slides.
+
+    every: of so many layers the last sees all, where the file does not name their kinds. ValueError.
+    """
+    window, kinds, layers = sliding_window(config), layer_types(config), integer(config, "num_hidden_layers")
+    if kinds is not None:
+        sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    else:
+        sliding = tuple(bool(window) and (layer + 1) % every > 0 for layer in range(layers))
+    if any(sliding) and not window:
+        raise ValueError("sliding_window must be positive where layers slide")
+    return (window, sliding) if any(sliding) else (0, ())
+
+
 def one_window(config: dict[str, Any], spec: ModelSpec, *, slides: bool) -> int:
     """The window of a family whose layers are all alike. ValueError."""
     window, kinds = sliding_window(config), layer_types(config) or ()

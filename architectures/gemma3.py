@@ -4,10 +4,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, shown
+from meshlm.architectures.config_values import integer
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.architectures.gemma2 import DEFAULTS, KEYS, gemma_gguf, gemma_spec, gemma_weights, layers_that_slide
-from meshlm.architectures.rope import rope_spec
+from meshlm.architectures.rope import ropes_by_kind
 from meshlm.protocol.model import ModelSpec, RopeSpec
 
 _EVERY = 6  # of so many layers the last sees all
@@ -17,26 +17,11 @@ _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     # A file's context counts its scaled rotation already.
-    rope, sliding_rope = _ropes(config)
+    rope, sliding_rope = ropes_by_kind(
+        config, config.get("rope_theta") or _THETA, config.get("rope_local_base_freq") or _LOCAL_THETA
+    )
     spec = gemma_spec(config, architecture, integer(config, "sliding_window_pattern", _EVERY), rope)
     return replace(spec, qk_norm=True, sliding_rope=sliding_rope)
-
-
-def _ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
-    """The RoPEs of the layers that see all, and of those that slide; newer files give them by kind of layer. ValueError."""
-    given = config.get("rope_parameters") or {}
-    kinds = ("full_attention", "sliding_attention")
-    if not isinstance(given, dict) or not all(isinstance(given.get(kind) or {}, dict) for kind in kinds):
-        raise ValueError(f"rope_parameters must be an object with one for each kind of layer, got {shown(given)}")
-    foreign = sorted(given.keys() - kinds)
-    if foreign:
-        raise ValueError(f"rope_parameters holds {foreign[0]}; supported: {', '.join(kinds)}")
-    full, sliding = (given.get(kind) or {} for kind in kinds)
-    old = {key: config.get(key) for key in ("rope_scaling", "partial_rotary_factor")}
-    return (
-        rope_spec({**old, "rope_parameters": full, "rope_theta": config.get("rope_theta") or _THETA}),
-        rope_spec({"rope_parameters": sliding, "rope_theta": config.get("rope_local_base_freq") or _LOCAL_THETA}),
-    )
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

@@ -32,6 +32,10 @@ _OWN = {
     "Qwen3MoeForCausalLM": _Module("qwen3_moe", "qwen3moe"),
     "DeepseekV2ForCausalLM": _Module("deepseek_v2", "deepseek2"),
     "DeepseekV3ForCausalLM": _Module("deepseek_v3"),
+    "Olmo2ForCausalLM": _Module("olmo2", "olmo2"),
+    "Olmo3ForCausalLM": _Module("olmo3"),
+    "SmolLM3ForCausalLM": _Module("smollm3", "smollm3"),
+    "Exaone4ForCausalLM": _Module("exaone4"),
 }
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)

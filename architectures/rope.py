@@ -63,6 +63,26 @@ def rope_spec(config: dict[str, Any]) -> RopeSpec:
     return spec
 
 
+def ropes_by_kind(config: dict[str, Any], theta: Any, sliding_theta: Any) -> tuple[RopeSpec, RopeSpec]:
+    """The RoPEs of the layers that see all, and of those that slide; newer files give them by kind of layer.
+
+    theta, sliding_theta: where rope_parameters says none. Old keys are those of the layers that see all. ValueError.
+    """
+    given = config.get("rope_parameters") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind) or {}, dict) for kind in kinds):
+        raise ValueError(f"rope_parameters must be an object with one for each kind of layer, got {shown(given)}")
+    foreign = sorted(given.keys() - kinds)
+    if foreign:
+        raise ValueError(f"rope_parameters holds {foreign[0]}; supported: {', '.join(kinds)}")
+    full, sliding = (given.get(kind) or {} for kind in kinds)
+    old = {key: config.get(key) for key in ("rope_scaling", "partial_rotary_factor")}
+    return (
+        rope_spec({**old, "rope_parameters": full, "rope_theta": theta}),
+        rope_spec({"rope_parameters": sliding, "rope_theta": sliding_theta}),
+    )
+
+
 def _rope_value(key: str, value: Any) -> Any:
     if key in ("short_factor", "long_factor"):
         if not isinstance(value, list) or not all(number(factor, key) > 0 for factor in value):

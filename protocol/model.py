@@ -117,6 +117,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     sliding_window: int = 0  # 0: full attention
     sliding_layers: tuple[bool, ...] = ()  # which layers slide; empty: all, if sliding_window
     sliding_rope: RopeSpec | None = None  # of layers that slide; None: rope
+    no_rope_layers: tuple[bool, ...] = ()  # which layers rotate nothing; empty: none
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     attn_logit_softcapping: float = 0.0  # 0: none
     final_logit_softcapping: float = 0.0

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gguf_models import write_gguf
 from sharded_models import LIMIT_S, load_shards, logits_of, shards, together
-from small_models import CPU, DEEPSEEK, GEMMA, MOE, SMALL, caches, load, run
+from small_models import CPU, DEEPSEEK, DENSE, GEMMA, MOE, SMALL, caches, load, run
 from tiny_models import spec_of
 from waiting import free_port
 
@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "phi3": ("Phi3Config", {}),
+    **DENSE,
     **MOE,
     **{name: DEEPSEEK[name] for name in ("deepseek-v2-lite", "deepseek-v3")},
     "gemma2": ("Gemma2Config", GEMMA),

@@ -114,6 +114,7 @@ class Shard:
             num_key_value_heads=last - first,
             intermediate_size=spec.intermediate_size // self.tp_size,
             sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
+            no_rope_layers=spec.no_rope_layers and spec.no_rope_layers[layers.start : layers.stop],
             moe=None if spec.moe is None else self._local_moe(spec.moe, layers),
         )
 

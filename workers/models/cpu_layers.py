@@ -74,6 +74,7 @@ def fuse(model: Decoder, backend: str) -> None:
     fused = (
         model.layer_type is DecoderLayer
         and model.spec.moe is None
+        and not any(model.spec.no_rope_layers)
         and all(product.fuses_norm and product.fuses_sum for product in products)
     )
     if backend == "cpu" and isinstance(model.ops, CpuOps) and model.shard.size == 1 and fused:

@@ -60,6 +60,7 @@ class Attention(nn.Module):
         super().__init__()
         self._spec = spec
         self.window = spec.sliding_window if not spec.sliding_layers or spec.sliding_layers[layer] else 0
+        self.table: Tensor | None = None  # of a layer that rotates otherwise than the model
         self.kv_scale = (1.0, 1.0)  # of keys and values in an FP8 cache; a checkpoint may bring its own
         self.make(spec)
 
@@ -114,6 +115,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[t, heads d], before the output projection."""
         assert self._heads is not None
+        table = table if self.table is None else self.table
         return attention.attend(qkv, ops, batch, table, cache, self._heads, self.scale, self.window).flatten(1)
 
 
@@ -124,10 +126,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = self.attention_type(spec, layer)
-        self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.make_norms(spec)
         self.mlp: MLP | MoE = MoE(spec) if spec.has_experts(layer) else MLP(spec)
+
+    def make_norms(self, spec: ModelSpec) -> None:
+        """Makes the norms of the layer; another kind of layer has others."""
+        self.input_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
         self,
@@ -197,6 +203,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.attention.prepare(self.ops)
+        self._use_tables()
         self._use_dispatcher()
         if self.head is not None:
             self._head_weight = self.head.weight.data
@@ -212,6 +219,18 @@ class Decoder(nn.Module):
             if self.embed is not None:
                 self.embed.several = True
             self._use_dispatcher()
+
+    def _use_tables(self) -> None:
+        """Layers that slide may have a rotation of their own; those without positions turn by an angle of zero."""
+        local, sliding = self.spec.sliding_rope, None
+        if local is not None:
+            sliding = rope_table(self.spec, self._max_len, local).to(device=self.rope.device)
+        still = torch.ones_like(self.rope) if any(self.local.no_rope_layers) else None
+        if still is not None:
+            still[:, still.shape[1] // 2 :] = 0
+        for layer, without in zip(self.layers, self.local.no_rope_layers or [False] * len(self.layers), strict=True):
+            assert isinstance(layer, DecoderLayer)
+            layer.attention.table = still if without else sliding if layer.attention.window else None
 
     def _use_dispatcher(self) -> None:
         """Let experts have their tokens."""
@@ -275,6 +294,16 @@ class Decoder(nn.Module):
         assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
         found: tuple[PartialSum, Tensor | None] = self.embed(ids, first, self.ops)
         return found
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Rows [t, hidden] of the table, whole on each rank: where no norm follows at once, as `embedded` has it."""
+        assert self.embed is not None
+        if not self.embed.several:
+            return self.ops.rows(ids, self.embed.weight, self.spec.hidden_size)
+        assert isinstance(self.ops, SummingOps)
+        size = torch.empty(self.spec.hidden_size, device="meta")  # all that is asked of a norm here
+        found, _ = self.ops.base.embed_part(ids, self.embed.weight, (self.embed.begin, self.embed.end), (size, 0.0))
+        return self.comm.all_reduce(found.value)
 
     @contextmanager
     def shortened(self) -> Iterator[int]:

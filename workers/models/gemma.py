@@ -16,18 +16,17 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.partial_sum import PartialSum
-from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 
 class GemmaLayer(DecoderLayer):
     """Attention and MLP, each between two norms."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+    def make_norms(self, spec: ModelSpec) -> None:
+        """See `DecoderLayer.make_norms`."""
+        super().make_norms(spec)
         self.attention_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.own_table: Tensor | None = None  # of a layer that slides; else the model's
 
     def forward(
         self,
@@ -42,8 +41,7 @@ class GemmaLayer(DecoderLayer):
         """See `DecoderLayer.forward`."""
         assert normed is None
         qkv, residual = self.attention.qkv.after_norm(x, self.input_norm, ops)
-        own = table if self.own_table is None else self.own_table
-        out = self.attention.attend(qkv, batch, own, cache, attention, ops)
+        out = self.attention.attend(qkv, batch, table, cache, attention, ops)
         x = _normed(self.attention.o.row_parallel(out, None, ops), residual, self.attention_out_norm, ops)
         assert isinstance(self.mlp, MLP)
         hidden, residual = self.mlp.activated(x, self.post_norm, ops)
@@ -65,32 +63,16 @@ class Gemma(Decoder):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight = nn.Parameter(module.weight.float(), requires_grad=False)
-        self._own_ops = self.ops
         self._embedding_scale = 1.0
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See `Decoder.prepare`; the layers that slide get their rotation."""
+        """See `Decoder.prepare`."""
         super().prepare(device, dtype)
-        self._own_ops = self.ops
         self._embedding_scale = float(torch.tensor(self.spec.hidden_size**0.5, dtype=dtype))
-        if self.spec.sliding_rope is not None:
-            table = rope_table(self.spec, self._max_len, self.spec.sliding_rope).to(device=device)
-            for layer in self.layers:
-                assert isinstance(layer, GemmaLayer)
-                layer.own_table = table if layer.attention.window else None
 
     def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
         """Scaled by the root of their size, which is rounded to their dtype first."""
-        assert self.embed is not None
-        if self.embed.several:
-            first = self.layers[0]
-            assert isinstance(first, GemmaLayer)
-            norm = (first.input_norm.weight, first.input_norm.eps)
-            found, _ = self._own_ops.embed_part(ids, self.embed.weight, (self.embed.begin, self.embed.end), norm)
-            x = self.comm.all_reduce(found.value)
-        else:
-            x = self.ops.rows(ids, self.embed.weight, self.spec.hidden_size)
-        return PartialSum(x.mul_(self._embedding_scale)), None
+        return PartialSum(self.embedding(ids).mul_(self._embedding_scale)), None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Decoder.logits`."""

@@ -52,6 +52,30 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
 """Mixtures of experts: the class of transformers' configuration, and what it gets beside SMALL."""
 
 
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+}
+"""Dense decoders that differ from Llama in norms, rotation or the order of layers: what they differ in from SMALL."""
+
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
     "q_lora_rank": None,

@@ -1,0 +1,59 @@
+"""OLMo 2 (OLMo Team 2024): norms behind attention and MLP, and over all query heads together, all key heads together."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshlm.architectures.dense import (
+    Norms,
+    attention_weights,
+    decoder_weights,
+    dense_gguf,
+    dense_spec,
+    mlp_weights,
+    norm_weights,
+    one_window,
+)
+from meshlm.architectures.family import Family, GGUFFamily, Split, Weight
+from meshlm.protocol.model import ModelSpec
+
+POST_NORMS: Norms = (
+    ("post_attention_layernorm", "post_attention_norm", "attention_out_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm", "mlp_out_norm"),
+)
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = dense_spec(config, architecture)
+    one_window(config, spec, slides=False)
+    return spec
+
+
+def olmo_weights(spec: ModelSpec) -> Iterator[Weight]:
+    """Every tensor."""
+    query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+
+    def in_layer(layer: int) -> Iterator[Weight]:
+        yield from attention_weights(spec)
+        yield Weight(
+            "self_attn.q_norm.weight", "attn_q_norm.weight", "attention.query_norm.weight", (query,), Split.QUERY_HEADS
+        )
+        yield Weight(
+            "self_attn.k_norm.weight", "attn_k_norm.weight", "attention.key_norm.weight", (key,), Split.KV_HEADS
+        )
+        yield from mlp_weights(spec, spec.intermediate_size)
+        yield from norm_weights(spec, POST_NORMS)
+
+    return decoder_weights(spec, in_layer)
+
+
+FAMILY = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    spec=_spec,
+    weights=olmo_weights,
+    defaults=DEFAULTS,
+    gguf=GGUFFamily("olmo2", dense_gguf),
+    compiles=False,
+    model="meshlm.workers.models.post_norm:Olmo",
+)

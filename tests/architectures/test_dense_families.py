@@ -1,0 +1,63 @@
+"""Dense decoders that differ from Llama: configurations as they are published, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import CONFIG
+
+from meshlm.protocol.model import ModelSpec, RopeSpec
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_config import parse_config
+
+
+def made(name: str, **keys: Any) -> ModelSpec:
+    """The spec of a config.json of the class `name`ForCausalLM with four layers."""
+    config = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    sizes = {"architectures": [f"{name}ForCausalLM"], "num_hidden_layers": 4, "max_position_embeddings": 65536}
+    return parse_config(config | sizes | keys, Path("m"))[0]
+
+
+def test_olmo_3_stretches_the_layers_that_see_all() -> None:
+    """As the published files have it; the context counts the stretch already."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
+    spec = made("Olmo3", rope_theta=500000, rope_scaling=yarn, sliding_window=4096)
+    assert (spec.rope.rope_type, spec.rope.factor, spec.rope.rope_theta) == ("yarn", 8.0, 5e5)
+    assert spec.sliding_rope == RopeSpec(rope_theta=5e5)
+    assert (spec.sliding_window, spec.sliding_layers) == (4096, (True, True, True, False))
+    assert spec.max_position_embeddings == 65536
+
+
+def test_layers_without_positions() -> None:
+    assert made("SmolLM3").no_rope_layers == (False, False, False, True)
+    assert made("SmolLM3", no_rope_layers=[1, 0, 0, 1]).no_rope_layers == (False, True, True, False)
+    exaone = made("Exaone4", sliding_window=64, sliding_window_pattern=2)
+    assert exaone.no_rope_layers == (False, True, False, True)
+    assert exaone.sliding_layers == (True, False, True, False)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    named = made("Exaone4", sliding_window=64, sliding_window_pattern="LLLG", layer_types=kinds)
+    assert named.no_rope_layers == (False, False, False, True)
+    full = made("Exaone4", sliding_window=None)
+    assert (full.no_rope_layers, full.sliding_window) == ((), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("Olmo2", {"sliding_window": 64}, "sliding_window 64 with these layer_types is not supported"),
+        ("Olmo2", {"clip_qkv": 8.0}, "clip_qkv 8.0 changes what the model computes"),
+        (
+            "Olmo3",
+            {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            "sliding_window must be positive",
+        ),
+        ("Olmo3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters holds rope_theta"),
+        ("SmolLM3", {"use_sliding_window": True}, "use_sliding_window and sliding layers are not supported"),
+        ("SmolLM3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be 0 or 1 for each of 4 layers"),
+        ("SmolLM3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be positive"),
+        ("Exaone4", {"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "'LLLG' without layer_types"),
+    ],
+)
+def test_what_is_refused(name: str, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelFilesError, match=said):
+        made(name, **keys)

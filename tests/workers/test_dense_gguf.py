@@ -1,0 +1,52 @@
+"""The .gguf files of dense decoders that differ from Llama, written as llama.cpp does, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_models import writer_of
+from small_models import SMALL, caches, load, run
+
+from meshlm.architectures.registry import family_of, weights_of
+from meshlm.runtime.model_files import resolve_model
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("Olmo2Config", {}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    name, extra = CASES[kind]
+    config = getattr(transformers, name)(**{**SMALL, **extra})
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    theirs.save_pretrained(tmp_path)
+    spec, path, weights = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf", theirs.state_dict()
+    family = family_of(spec.architecture)
+    assert family is not None
+    assert family.gguf is not None
+    writer = writer_of(path, kind, spec)
+    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    writer.add_rope_freq_base(spec.rope.rope_theta)
+    for weight in weights_of(spec).values():
+        tensor = weights[weight.name]
+        if family.gguf.interleaved_heads and weight.gguf.endswith(("attn_q.weight", "attn_k.weight")):
+            halves = tensor.view(-1, 2, spec.head_dim // 2, tensor.shape[1])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(weight.gguf, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours = load(path)
+    tokens = torch.randint(0, 211, (37,)).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    found = run(ours, caches(ours.spec, 24), [(tokens, 0, [7, 3, 11, 0, 5, 9, 1, 2, 8, 4])])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))

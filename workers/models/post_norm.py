@@ -1,0 +1,109 @@
+"""OLMo 2 and 3, EXAONE 4: nothing is normed before attention and MLP, and what they give is normed before it is added.
+
+x = x + norm(attention(x));  x = x + norm(mlp(x))
+"""
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.model import ModelSpec
+from meshlm.workers.attention.backend import StepAttention
+from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.ops import Ops
+from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+
+
+class PostNormLayer(DecoderLayer):
+    """See the module docstring."""
+
+    def make_norms(self, spec: ModelSpec) -> None:
+        """See `DecoderLayer.make_norms`."""
+        self.attention_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp_out_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(
+        self,
+        x: PartialSum,
+        batch: StepInputs,
+        table: Tensor,
+        cache: LayerCache,
+        attention: StepAttention,
+        ops: Ops,
+        normed: Tensor | None = None,
+    ) -> PartialSum:
+        """Computes the new residual, with all that was added to it."""
+        assert normed is None
+        assert x.residual is None
+        assert isinstance(self.mlp, MLP)
+        hidden = x.value
+        out = self.attention.attend(self.attention.qkv(hidden, ops), batch, table, cache, attention, ops)
+        hidden.add_(_normed(self.attention.o.row_parallel(out, None, ops), hidden, self.attention_out_norm, ops))
+        hidden.add_(_normed(self.mlp.of_normed(hidden, ops), hidden, self.mlp_out_norm, ops))
+        return PartialSum(hidden)
+
+
+def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
+    return ops.rms_norm(ops.finish_sum(x, residual.dtype), norm.weight, norm.eps)
+
+
+class PostNorm(Decoder):
+    """See `Decoder`."""
+
+    layer_type = PostNormLayer
+
+    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+        """See `Decoder.embedded`."""
+        return PartialSum(self.embedding(ids)), None
+
+
+class OlmoAttention(Attention):
+    """All query heads are normed as one vector, all key heads as another. Ranks have some of the heads each, and sum squares."""
+
+    comm: Communicator = SINGLE_RANK
+    ranks = 1
+
+    def make(self, spec: ModelSpec) -> None:
+        """See `Attention.make`."""
+        super().make(spec)
+        self._sizes = [heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)]
+        self.query_norm, self.key_norm = (RMSNorm(size, spec.rms_norm_eps) for size in self._sizes)
+
+    def attend(
+        self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, attention: StepAttention, ops: Ops
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        query, key, value = qkv.split([*self._sizes, self._sizes[1]], dim=-1)
+        if self.ranks == 1:
+            query = ops.rms_norm(query.contiguous(), self.query_norm.weight, self.query_norm.eps)
+            key = ops.rms_norm(key.contiguous(), self.key_norm.weight, self.key_norm.eps)
+        else:
+            squares = torch.stack([part.float().square().mean(-1) for part in (query, key)], dim=-1)
+            means = self.comm.all_reduce(squares) / self.ranks  # ranks have equal parts, of shared key heads too
+            by_query, by_key = (means + self.query_norm.eps).rsqrt().split(1, dim=-1)
+            query = (query.float() * by_query * self.query_norm.weight).to(qkv.dtype)
+            key = (key.float() * by_key * self.key_norm.weight).to(qkv.dtype)
+        return super().attend(torch.cat((query, key, value), dim=-1), batch, table, cache, attention, ops)
+
+
+class OlmoLayer(PostNormLayer):
+    """See `OlmoAttention`."""
+
+    attention_type = OlmoAttention
+
+
+class Olmo(PostNorm):
+    """See `Decoder`."""
+
+    layer_type = OlmoLayer
+
+    def join(self, comm: Communicator) -> None:
+        """See `Decoder.join`."""
+        super().join(comm)
+        for layer in self.layers:
+            assert isinstance(layer, OlmoLayer)
+            assert isinstance(layer.attention, OlmoAttention)
+            layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size
