@@ -1,0 +1,128 @@
+"""Which models give vectors, how they are made, and which flags do not go with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from meshlm.protocol.pooling import PoolingSpec
+from meshlm.protocol.tasks import PoolKind
+from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.settings import flags, resolve
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2, "max_position_embeddings": 512}
+SCORE = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}}
+
+
+def pooling(folder: Path, config: dict[str, Any], **settings: Any) -> PoolingSpec | None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    given = {"model": str(folder), "device": "cpu", "load_format": "dummy", **settings}
+    resolved = resolve.resolve(flags.build(given, None)).resolved
+    assert resolved is not None
+    return resolved.pooling
+
+
+@pytest.mark.parametrize(
+    ("settings", "serves"),
+    [
+        ({}, False),
+        ({"runner": "generate"}, False),
+        ({"runner": "pooling"}, True),
+        ({"convert": "embed"}, True),
+        ({"task": "embed"}, True),
+        ({"task": "generate"}, False),
+        ({"hf_overrides": json.dumps(SCORE)}, True),
+    ],
+)
+def test_who_gives_vectors(tmp_path: Path, settings: dict[str, Any], serves: bool) -> None:
+    assert (pooling(tmp_path, QWEN3, **settings) is not None) == serves
+
+
+def test_what_they_are(tmp_path: Path, minilm: Path) -> None:
+    last = pooling(tmp_path, QWEN3, runner="pooling")
+    assert last is not None
+    assert (last.tasks, last.kind, last.activation, last.size) == (("embed", "token_embed"), PoolKind.LAST, True, 64)
+    config = '{"pooling_type": "MEAN", "use_activation": false, "dimensions": 16}'
+    mean = pooling(
+        tmp_path, QWEN3, runner="pooling", pooler_config=config, hf_overrides='{"matryoshka_dimensions": [16, 64]}'
+    )
+    assert mean is not None
+    assert (mean.kind, mean.activation, mean.dimensions, mean.matryoshka_dimensions) == (
+        PoolKind.MEAN,
+        False,
+        16,
+        (16, 64),
+    )
+    every = pooling(tmp_path, QWEN3, runner="pooling", pooler_config='{"pooling_type": "ALL"}')
+    assert every is not None
+    assert every.tasks == ("token_embed", "embed")
+    score = pooling(tmp_path, {**QWEN3, **SCORE})
+    assert score is not None
+    assert (score.tasks, score.size, score.labels) == (("classify", "token_classify"), 2, ("bad", "good"))
+
+
+BAD = [
+    ({"runner": "generate", "convert": "embed"}, "--convert embed: it needs --runner pooling"),
+    ({"runner": "generate", "task": "embed"}, "--task embed: it is --runner pooling, not generate"),
+    ({"convert": "classify"}, "--convert classify: Qwen3ForCausalLM has no classifier"),
+    ({"convert": "reward"}, "--convert reward: Qwen3ForCausalLM has no head for rewards"),
+    ({"pooler_config": "{}x"}, "--pooler-config: JSON is malformed"),
+    ({"pooler_config": '{"pooling_type": "CLS"}'}, "--pooler-config: it needs --runner pooling"),
+    ({"runner": "pooling", "pooler_config": '{"normalize": true}'}, "unknown field `normalize`"),
+    ({"runner": "pooling", "pooler_config": '{"pooling_type": "STEP"}'}, "STEP is not supported"),
+    ({"runner": "pooling", "pooler_config": '{"logit_mean": 1}'}, "logit_mean is not supported"),
+    (
+        {"runner": "pooling", "pooler_config": '{"pooling_type": "CLS", "seq_pooling_type": "CLS"}'},
+        "exclude each other",
+    ),
+    ({"runner": "pooling", "pooler_config": '{"dimensions": 65}'}, "an embedding has 64 numbers"),
+    ({"runner": "pooling", "pooler_config": '{"task": "classify"}'}, "task classify is not there for this model"),
+    ({"runner": "pooling", "hf_overrides": '{"matryoshka_dimensions": [65]}'}, "matryoshka_dimensions must be"),
+    ({"hf_overrides": "[1]"}, "--hf-overrides: not a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), [*BAD])
+def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    if settings.get("pooler_config") == "{}x":
+        settings = {**settings, "runner": "pooling"}
+    with pytest.raises(UsageError) as told:
+        pooling(tmp_path, QWEN3, **settings)
+    assert said in str(told.value)
+
+
+ENCODER = [
+    ({"runner": "generate"}, "--runner generate: BertModel gives vectors, and no text"),
+    ({"tensor_parallel_size": 2}, "one worker has all of an encoder"),
+    (
+        {"max_num_batched_tokens": 200, "max_num_seqs": 8},
+        "an encoder's prompts are not split, so at least --max-model-len (256)",
+    ),
+    ({"max_model_len": 513}, "the model's context is 512"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), ENCODER)
+def test_what_encoders_have_not(minilm: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as told:
+        resolve.resolve(flags.build({"model": str(minilm), "device": "cpu", **settings}, None))
+    assert said in str(told.value)
+
+
+def test_the_context_of_an_encoder(minilm: Path) -> None:
+    """sentence-transformers' max_seq_length, unless the user says more."""
+    for settings, length in (({}, 256), ({"max_model_len": 512}, 512)):
+        resolved = resolve.resolve(flags.build({"model": str(minilm), "device": "cpu", **settings}, None)).resolved
+        assert resolved is not None
+        assert resolved.max_model_len == length
