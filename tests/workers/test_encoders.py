@@ -173,3 +173,19 @@ def test_names_of_a_checkpoint(tmp_path: Path) -> None:
     save_file(old, file, {"format": "pt"})
     with pytest.raises(ProcessFatal, match=r"1 tensor missing: encoder\.layer\.0\.output\.dense\.weight"):
         loaded(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_gives_the_same_vectors(name: str, tmp_path: Path) -> None:
+    """In bfloat16, by FlashAttention for prompts of different lengths, windows included."""
+    theirs = saved(name, tmp_path, hidden_size=96, initializer_range=0.1)
+    settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 128}
+    driver = Driver(
+        engine(tmp_path, load_format="auto", **settings), PROMPTS, GREEDY, dict.fromkeys(WHOLE, Pool(PoolKind.ALL))
+    )
+    driver.step(WHOLE)
+    for row, prompt in enumerate(PROMPTS):
+        expected = theirs(torch.tensor([prompt])).last_hidden_state[0].detach()
+        found = torch.from_numpy(np.frombuffer(driver.pooled[row], np.float32).copy()).view_as(expected)
+        assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.99
