@@ -6,11 +6,12 @@ same text with it (workers/output/grammars.py). It is imported with the first gr
 
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from meshlm.detokenizer.json_schemas import close_objects, has_end
+from meshlm.detokenizer.json_schemas import close_objects, has_end, leave_out
 from meshlm.detokenizer.structural_tags import GrammarError, StructuralTag, to_lark
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from meshlm.protocol.ids import ErrorKind
@@ -23,9 +24,12 @@ CACHED = 128  # grammars, refused ones too
 class Grammars:
     """Safe to call from several threads."""
 
-    def __init__(self, special: dict[str, int], *, may_end: bool = True) -> None:
-        """special: the ids of special tokens by their text. may_end: the model has a token that ends its text."""
-        self._special, self._may_end = special, may_end
+    def __init__(
+        self, special: dict[str, int], *, may_end: bool = True, can_write: Callable[[str], bool] = lambda text: True
+    ) -> None:
+        """special: the ids of special tokens by their text. may_end: the model has a token that ends its text. can_write: its tokens
+        make up this text."""
+        self._special, self._may_end, self._can_write = special, may_end, can_write
         self._lock = threading.Lock()
         self._known: dict[Grammar, tuple[str, str]] = {}  # the text, or what is wrong; those used last stand last
 
@@ -76,13 +80,15 @@ class Grammars:
 
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar, _parsed(grammar.text))))
+                return LLMatcher.grammar_from_json_schema(json.dumps(self._schema(grammar, _parsed(grammar.text))))
             case GrammarKind.JSON_OBJECT:
-                return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar, {"type": "object"})))
+                return LLMatcher.grammar_from_json_schema(json.dumps(self._schema(grammar, {"type": "object"})))
             case GrammarKind.REGEX:
                 return LLMatcher.grammar_from_regex(grammar.text)
             case GrammarKind.CHOICE:
-                choices = json.loads(grammar.text)
+                given = json.loads(grammar.text)
+                if not (choices := list(filter(self._can_write, given))):
+                    raise _unwritable(json.dumps(given[0]))
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
             case GrammarKind.GRAMMAR:
                 return LLMatcher.grammar_from_lark(to_lark(grammar.text))
@@ -91,8 +97,19 @@ class Grammars:
             case GrammarKind.COMPILED | GrammarKind.FREE:
                 return grammar.text
 
+    def _schema(self, grammar: Grammar, schema: Any) -> dict[str, Any]:
+        """GrammarError where nothing fits it but texts that the model cannot write."""
+        from llguidance import LLMatcher
+
+        made = _schema(grammar, schema)
+        if left_out := leave_out(made, self._can_write):
+            text = LLMatcher.grammar_from_json_schema(json.dumps(made))
+            if LLMatcher.validate_grammar(text, None, limits=limits()).startswith("Unsatisfiable"):
+                raise _unwritable(left_out)
+        return made
+
     def _tags(self, grammar: Grammar) -> StructuralTag:
-        return StructuralTag(self._special, lambda schema: _schema(grammar, schema))
+        return StructuralTag(self._special, lambda schema: self._schema(grammar, schema))
 
 
 def _asked(grammar: Grammar) -> Grammar:
@@ -126,6 +143,10 @@ def _schema(grammar: Grammar, schema: Any) -> dict[str, Any]:
     else:
         options["whitespace_flexible"] = grammar.any_whitespace
     return {**schema, "x-guidance": options}
+
+
+def _unwritable(text: str) -> GrammarError:
+    return GrammarError(f"this model's vocabulary has no tokens that write {text[:80]}")
 
 
 def _told(error: str) -> str:

@@ -18,6 +18,7 @@ from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event
 from meshlm.detokenizer.grammars import Grammars
 from meshlm.detokenizer.questions import Question, Questions
+from meshlm.detokenizer.spelling import Spelling
 from meshlm.protocol.admit_edge import Admit, Refused
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.grammar import Grammar
@@ -103,7 +104,8 @@ class DetokenizerApp:
         except RequestError as error:
             raise ProcessFatal(f"--chat-template: {error.message}") from None
         special = {table.text[token] or "": token for token in table.special if token < len(table)}
-        self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids))
+        spelling = Spelling(table)
+        self._grammars = Grammars(special, may_end=bool(resolved.eos_token_ids), can_write=spelling.can_write)
         vocab_size = resolved.spec.vocab_size
         window_s = mesh.config.server.retry_window
         self._core = Detokenizer(table, vocab_size, resolved.max_model_len, window_s, mesh.incarnation)

@@ -1,6 +1,8 @@
-"""What is looked at in a JSON schema before it becomes a grammar: whether any text of it ends, and objects' other properties. Pure."""
+"""What is looked at in a JSON schema before it becomes a grammar: whether any text of it ends, objects' other properties, and what
+the model cannot write. Pure."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -32,6 +34,34 @@ def close_objects(schema: Any) -> None:
             waiting += _parts(part)
             if "additionalProperties" not in part and ("properties" in part or "patternProperties" in part):
                 part["additionalProperties"] = False
+
+
+def leave_out(schema: Any, can_write: Callable[[str], bool]) -> str:
+    """Constants, choices and names of properties that cannot be written fit nothing any more. Changes the schema; tells the first of
+    them, as JSON."""
+    waiting, first = [schema], ""
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        waiting += _parts(part)
+        wrong = list[str]()
+
+        def fits(value: Any, wrong: list[str] = wrong) -> bool:
+            written = json.dumps(value, ensure_ascii=False)
+            wrong += [] if can_write(written) else [written]
+            return can_write(written)
+
+        if isinstance(choices := part.get("enum"), list):
+            part["enum"] = [value for value in choices if fits(value)]
+        if "const" in part and not fits(part["const"]):
+            part["enum"] = []
+        named, required = part.get("properties"), part.get("required")
+        names = [*(named if isinstance(named, dict) else ()), *(required if isinstance(required, list) else ())]
+        if nameless := [name for name in names if not fits(name)]:
+            part["properties"] = {**(named if isinstance(named, dict) else {}), **dict.fromkeys(nameless, False)}
+        first = first or "".join(wrong[:1])
+    return first
 
 
 def _target(root: Any, reference: Any) -> Any:

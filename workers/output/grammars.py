@@ -213,7 +213,9 @@ class RowMatcher:
 
 
 def _told(error: str) -> str:
-    """The library's words, for a client."""
+    """The library's words, for a client. It forces bytes that no token has, and then takes no other."""
+    if "forced bytes: got" in error:
+        return f"this model's vocabulary has no token for what must come next ({error.partition('; ')[2]})"[:300]
     return error.removesuffix("<non-verbose/>").strip()[:300]
 
 
@@ -263,7 +265,11 @@ class Grammars:
             words = np.empty(vocabulary.num_words, np.int32)
             first = matcher.deep_copy()
             first.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            error = _told(matcher.get_error() or first.get_error())
+            error = (
+                _told(matcher.get_error())
+                or vocabulary.lack(matcher.deep_copy().compute_ff_bytes())
+                or _told(first.get_error())
+            )
             if not error and not words.any():
                 error = "no text fits it"
             if not error and (took_s := time.monotonic() - begun) > MAX_COMPILE_S:

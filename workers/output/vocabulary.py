@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import llguidance
 
 CHECKED_EVERY = 61  # tokens: one of so many tells a tokenizer that is read otherwise
+MARK = 0xFF  # of the library, and in no text
 MASKS = 64  # sets of tokens that are kept as bits
 
 
@@ -32,6 +33,13 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         return self._texts[token] if 0 <= token < len(self._texts) else b""
+
+    def lack(self, text: bytes) -> str:
+        """Says which byte of the text is in no token; empty: each is in some. Special tokens stand in it as MARK and their names."""
+        for byte in set(text) - {MARK}:
+            if not any(byte in token for token in self._texts):
+                return f"this model's vocabulary has no token with the byte 0x{byte:02x} that must come"
+        return ""
 
     def tokens_of(self, text: bytes) -> list[int]:
         return self.tokenizer.tokenize_bytes(text)
