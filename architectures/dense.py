@@ -176,6 +176,20 @@ def attention_weights(spec: ModelSpec) -> Iterator[Weight]:
     yield from _rows("self_attn.o_proj", "attn_output", "attention.o", (hidden, query), _QUERY, bias=spec.output_bias)
 
 
+def rotating_neighbours(spec: ModelSpec, weights: Iterator[Weight]) -> Iterator[Weight]:
+    """The weights of a family that turns numbers 2i and 2i + 1 of a query or key head together."""
+    for weight in weights:
+        turned = any(f".self_attn.{name}_proj." in weight.name for name in "qk")
+        yield weight._replace(neighbours=(spec.head_dim, spec.rotary_dim)) if turned else weight
+
+
+def refuse_quantised(config: dict[str, Any], architecture: str) -> None:
+    """For families whose rows of query and key heads are reordered while they load: scales are not. ValueError."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if config.get(key):
+            raise ValueError(f"{key} is not supported for {architecture}, whose heads rotate neighbours")
+
+
 def mlp_weights(spec: ModelSpec, wide: int, names: tuple[str, str, str] = ("mlp", "ffn_{}", "mlp")) -> Iterator[Weight]:
     """A gated MLP. names: what stands before gate_proj, llama.cpp's name of "gate" and its like, and the module."""
     stem, gguf, module = names

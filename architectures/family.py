@@ -38,6 +38,8 @@ class Weight(NamedTuple):
     plus: float = 0.0  # what the parameter has more than the tensor; a .gguf file holds the sum
     layer: int | None = None
     quantises: bool = True  # False: files hold it in full, whatever their quantization_config says
+    neighbours: tuple[int, int] = (0, 0)
+    """The rows of a head, and how many of them, from the first on, a checkpoint has for rotating neighbours; we rotate halves."""
     expert: int | None = None  # the parameter has this matrix for each expert; llama.cpp's tensor holds those of all
 
 

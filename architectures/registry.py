@@ -36,6 +36,11 @@ _OWN = {
     "Olmo3ForCausalLM": _Module("olmo3"),
     "SmolLM3ForCausalLM": _Module("smollm3", "smollm3"),
     "Exaone4ForCausalLM": _Module("exaone4"),
+    "CohereForCausalLM": _Module("cohere"),
+    "Cohere2ForCausalLM": _Module("cohere2"),
+    "GlmForCausalLM": _Module("glm"),
+    "Glm4ForCausalLM": _Module("glm4"),
+    "Starcoder2ForCausalLM": _Module("starcoder2"),
 }
 _CAUSAL, _SEQUENCE, _TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 _OF_ENCODERS = ("Model", "ForMaskedLM", _SEQUENCE, _TOKENS)

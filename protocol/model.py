@@ -121,6 +121,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     attn_logit_softcapping: float = 0.0  # 0: none
     final_logit_softcapping: float = 0.0
+    logit_scale: float = 1.0  # what logits are multiplied by
     dtype: str = "float32"
     quantization: QuantizationSpec | None = None
     moe: MoESpec | None = None
@@ -129,7 +130,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
     position_offset: int = 0  # of an encoder: the row of the position table that the first token gets
-    norm_bias: bool = False  # of an encoder: layer norms have a bias
+    norm_bias: bool = False  # layer norms have a bias
     projection: int = 0  # of an encoder: numbers to which tokens' states are projected (ColBERT); 0: they are not
     head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
 

@@ -56,6 +56,13 @@ def test_layers_without_positions() -> None:
         ("SmolLM3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be 0 or 1 for each of 4 layers"),
         ("SmolLM3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be positive"),
         ("Exaone4", {"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "'LLLG' without layer_types"),
+        ("Cohere", {"use_qk_norm": True}, "use_qk_norm True changes what the model computes"),
+        ("Cohere", {"logit_scale": -1.0}, "logit_scale must be a number that is not negative"),
+        ("Cohere2", {"use_parallel_block": False}, "use_parallel_block False is not supported"),
+        ("Cohere2", {"layer_switch": 3}, "sliding_window_pattern 4 with layer_switch 3"),
+        ("Glm", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported for Glm"),
+        ("Glm4", {"sliding_window": 64}, "sliding_window 64 with these layer_types is not supported"),
+        ("Starcoder2", {"norm_type": "rms_norm"}, "norm_type 'rms_norm' is not supported; supported: layer_norm"),
     ],
 )
 def test_what_is_refused(name: str, keys: dict[str, Any], said: str) -> None:

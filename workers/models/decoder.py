@@ -21,7 +21,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.norm import LayerNorm, RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
 from meshlm.workers.layers.partial_sum import PartialSum
 from meshlm.workers.layers.rope import rope_table
@@ -123,12 +123,13 @@ class DecoderLayer(nn.Module):
     """Attention, and an MLP or a mixture of experts. Each begins with a norm, which first adds to the residual what came before."""
 
     attention_type: ClassVar[type[Attention]] = Attention
+    mlp_type: ClassVar[type[MLP]] = MLP
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention = self.attention_type(spec, layer)
         self.make_norms(spec)
-        self.mlp: MLP | MoE = MoE(spec) if spec.has_experts(layer) else MLP(spec)
+        self.mlp: MLP | MoE = MoE(spec) if spec.has_experts(layer) else self.mlp_type(spec)
 
     def make_norms(self, spec: ModelSpec) -> None:
         """Makes the norms of the layer; another kind of layer has others."""
@@ -176,7 +177,9 @@ class Decoder(nn.Module):
             Embedding(rows, spec.hidden_size, begin, end) if shard.is_first or (tied and shard.is_last) else None
         )
         self.layers = nn.ModuleList(self.layer_type(self.local, layer) for layer in range(self.local.num_hidden_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if shard.is_last else None
+        self.norm: RMSNorm | LayerNorm | None = None
+        if shard.is_last:
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.ops: Ops = TorchOps()
         self.parts: Parts | None = None
@@ -276,8 +279,13 @@ class Decoder(nn.Module):
             x = layer(x, batch, self.rope, cache, attention, ops, normed)
             normed = None
         if self.norm is not None:
-            return ops.norm(x, (self.norm.weight, self.norm.eps))[0]
+            return self.normed(x)
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
+
+    def normed(self, x: PartialSum) -> Tensor:
+        """The last norm."""
+        assert self.norm is not None
+        return self.ops.norm(x, (self.norm.weight, self.norm.eps))[0]
 
     def token_projection(self) -> Tensor | None:
         """[any, hidden], where the model projects the states that embeddings are made of."""

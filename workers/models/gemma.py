@@ -53,10 +53,18 @@ def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> Partial
     return PartialSum(ops.rms_norm(ops.finish_sum(x, residual.dtype), norm.weight, norm.eps), residual=residual)
 
 
-class Gemma(Decoder):
-    """See `Decoder`."""
+class Sandwich(Decoder):
+    """A decoder of such layers: GLM-4-0414. Gemma has more of its own."""
 
     layer_type = GemmaLayer
+
+    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+        """See `Decoder.embedded`."""
+        return PartialSum(self.embedding(ids)), None
+
+
+class Gemma(Sandwich):
+    """See `Decoder`."""
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)

@@ -160,10 +160,20 @@ def _take(
         slot[found.row : end] = scale_rows(name, source.whole(), scale, found)
         return slot[found.row : end].numel()
     tensor = source.part(found.dim, found.begin, found.end)
-    rows = slot[found.row : found.row + tensor.shape[0]].copy_(tensor)
+    rows = slot[found.row : found.row + tensor.shape[0]]
+    if found.neighbours[1]:
+        tensor = _to_halves(tensor, *found.neighbours)
+    rows.copy_(tensor)
     if found.plus and resolved.load_format != "gguf":
         rows += found.plus
     return tensor.numel()
+
+
+def _to_halves(values: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """Rows of whole heads, of each of which the first `rotary` are neighbours that turn together: as halves that do."""
+    heads = values.reshape(-1, head_dim, *values.shape[1:])
+    turned = heads[:, :rotary]
+    return torch.cat((turned[:, ::2], turned[:, 1::2], heads[:, rotary:]), dim=1).reshape(values.shape)
 
 
 def _slot(slots: Mapping[str, nn.Parameter], found: WeightSlice) -> Tensor:

@@ -19,6 +19,7 @@ class WeightSlice(NamedTuple):
     end: int
     row: int = 0
     plus: float = 0.0  # see Weight.plus
+    neighbours: tuple[int, int] = (0, 0)  # see Weight.neighbours
     expert: int | None = None  # which of the parameter's matrices it is a part of; None: the parameter is one
 
 
@@ -45,7 +46,9 @@ def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
             expert = None if weight.expert is None else weight.expert - first
             row = rows.get((parameter, expert), 0)
             rows[parameter, expert] = row + (end - begin if weight.dim == 0 else weight.shape[0])
-            found[weight.name] = WeightSlice(parameter, weight.shape, weight.dim, begin, end, row, weight.plus, expert)
+            found[weight.name] = WeightSlice(
+                parameter, weight.shape, weight.dim, begin, end, row, weight.plus, weight.neighbours, expert
+            )
     return found
 
 

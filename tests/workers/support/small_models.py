@@ -72,6 +72,14 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "exaone4": ("Exaone4Config", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "cohere": ("CohereConfig", {"attention_bias": True, "logit_scale": 1.5, "initializer_range": 0.2}),
+    "cohere2": (
+        "Cohere2Config",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
 """Dense decoders that differ from Llama in norms, rotation or the order of layers: what they differ in from SMALL."""

@@ -1,0 +1,46 @@
+"""Command R7B and Command A (Cohere 2025): Command R of which three layers in four slide, and the others have no positions."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.cohere import DEFAULTS, KEYS, MODEL, cohere_spec, cohere_weights
+from meshlm.architectures.config_values import integer, shown
+from meshlm.architectures.dense import sliding_layers
+from meshlm.architectures.family import Family
+from meshlm.protocol.model import ModelSpec
+
+_EVERY = 4  # of so many layers the last sees all
+_ONLY: dict[str, Any] = {  # published files say these, which transformers takes for granted
+    "position_embedding_type": "rope_gptj",
+    "order_of_interleaved_layers": "local_attn_first",
+    "use_parallel_block": True,
+    "use_gated_activation": True,
+    "use_embedding_sharing": True,
+    "use_parallel_embedding": True,
+}
+
+
+def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    for key, value in _ONLY.items():
+        if config.get(key, value) not in (None, value):
+            raise ValueError(f"{key} {shown(config[key])} is not supported; supported: {shown(value)}")
+    every = integer(config, "sliding_window_pattern", _EVERY)
+    if every < 1 or integer(config, "layer_switch", every) != every:
+        raise ValueError(f"sliding_window_pattern {every} with layer_switch {shown(config.get('layer_switch'))}")
+    spec = cohere_spec(config, architecture)
+    window, sliding = sliding_layers(config, every)
+    without = tuple(not slides for slides in sliding) or (True,) * spec.num_hidden_layers
+    return replace(spec, sliding_window=window, sliding_layers=sliding, no_rope_layers=without)
+
+
+FAMILY = Family(
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    spec=_spec,
+    weights=cohere_weights,
+    keys=KEYS | _ONLY.keys() | {"sliding_window_pattern", "_sliding_window_pattern", "layer_switch"},
+    defaults={**DEFAULTS, "sliding_window": 4096},
+    compiles=False,
+    model=MODEL,
+)

@@ -1,0 +1,51 @@
+"""GLM-4 of 2024, as transformers has it (GLM Team 2024): a Llama that turns half of each head, neighbour by neighbour."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.architectures.dense import (
+    PRE_NORMS,
+    Norms,
+    dense_spec,
+    dense_weights,
+    one_window,
+    refuse_quantised,
+    rotating_neighbours,
+)
+from meshlm.architectures.family import Family, Weight
+from meshlm.protocol.model import ModelSpec
+
+DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
+}
+PACKED = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+
+
+def glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    """The ModelSpec of GLM and GLM-4-0414. KeyError, ValueError."""
+    refuse_quantised(config, architecture)
+    spec = dense_spec({**config, "mlp_bias": False}, architecture)
+    one_window(config, spec, slides=False)
+    return replace(spec, output_bias=False)
+
+
+def glm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
+    """Every tensor."""
+    return rotating_neighbours(spec, dense_weights(spec, norms))
+
+
+FAMILY = Family(
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    spec=glm_spec,
+    weights=glm_weights,
+    packed=PACKED,
+    defaults=DEFAULTS,
+)

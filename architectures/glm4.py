@@ -1,0 +1,31 @@
+"""GLM-4-0414 and GLM-Z1 (GLM Team 2025): GLM with norms behind attention and MLP, too."""
+
+from collections.abc import Iterator
+
+from meshlm.architectures.dense import Norms
+from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.glm import DEFAULTS, PACKED, glm_spec, glm_weights
+from meshlm.protocol.model import ModelSpec
+
+_NORMS: Norms = (
+    ("input_layernorm", "attn_norm", "input_norm"),
+    ("post_self_attn_layernorm", "post_attention_norm", "attention_out_norm"),
+    ("post_attention_layernorm", "ffn_norm", "post_norm"),
+    ("post_mlp_layernorm", "post_ffw_norm", "mlp_out_norm"),
+)
+
+
+def _weights(spec: ModelSpec) -> Iterator[Weight]:
+    return glm_weights(spec, _NORMS)
+
+
+FAMILY = Family(
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    spec=glm_spec,
+    weights=_weights,
+    packed=PACKED,
+    defaults=DEFAULTS,
+    compiles=False,
+    model="meshlm.workers.models.gemma:Sandwich",
+)
