@@ -8,13 +8,14 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import number, words
 from meshlm.architectures.dense import (
     Norms,
+    dense_gguf,
     dense_spec,
     dense_weights,
     one_window,
     refuse_quantised,
     rotating_neighbours,
 )
-from meshlm.architectures.family import Family, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.protocol.model import ModelSpec
 
 _NORMS: Norms = (("input_layernorm", "attn_norm", "shared_norm"),)
@@ -25,6 +26,8 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
+_EPS = "attention.layer_norm_epsilon"
+GGUF_KEYS = frozenset((_EPS, "logit_scale"))
 MODEL = "meshlm.workers.models.layer_norm:Cohere"
 
 
@@ -36,6 +39,11 @@ def cohere_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         rms_norm_eps=number(config["layer_norm_eps"], "layer_norm_eps"),
         logit_scale=number(config["logit_scale"], "logit_scale"),
     )
+
+
+def cohere_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    """The form of .gguf files that both have in common. MetadataError."""
+    return replace(dense_gguf(metadata, architecture, _EPS), logit_scale=float(metadata.get("logit_scale")))
 
 
 def cohere_weights(spec: ModelSpec) -> Iterator[Weight]:
@@ -56,6 +64,7 @@ FAMILY = Family(
     weights=cohere_weights,
     keys=KEYS,
     defaults={**DEFAULTS, "rope_theta": 500_000.0},
+    gguf=GGUFFamily("command-r", cohere_gguf, GGUF_KEYS, interleaved_heads=True),
     compiles=False,
     model=MODEL,
 )

@@ -4,10 +4,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.cohere import DEFAULTS, KEYS, MODEL, cohere_spec, cohere_weights
+from meshlm.architectures.cohere import DEFAULTS, GGUF_KEYS, KEYS, MODEL, cohere_gguf, cohere_spec, cohere_weights
 from meshlm.architectures.config_values import integer, shown
 from meshlm.architectures.dense import sliding_layers
-from meshlm.architectures.family import Family
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata
 from meshlm.protocol.model import ModelSpec
 
 _EVERY = 4  # of so many layers the last sees all
@@ -34,6 +34,17 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, sliding_window=window, sliding_layers=sliding, no_rope_layers=without)
 
 
+def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    spec = cohere_gguf(metadata, architecture)
+    sliding = tuple((layer + 1) % _EVERY > 0 for layer in range(spec.num_hidden_layers))
+    return replace(
+        spec,
+        sliding_window=int(metadata.get("attention.sliding_window")),
+        sliding_layers=sliding,
+        no_rope_layers=tuple(not slides for slides in sliding),
+    )
+
+
 FAMILY = Family(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
@@ -41,6 +52,7 @@ FAMILY = Family(
     weights=cohere_weights,
     keys=KEYS | _ONLY.keys() | {"sliding_window_pattern", "_sliding_window_pattern", "layer_switch"},
     defaults={**DEFAULTS, "sliding_window": 4096},
+    gguf=GGUFFamily("cohere2", _gguf, GGUF_KEYS | {"attention.sliding_window"}, interleaved_heads=True),
     compiles=False,
     model=MODEL,
 )

@@ -108,8 +108,8 @@ def one_window(config: dict[str, Any], spec: ModelSpec, *, slides: bool) -> int:
     return window
 
 
-def dense_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    """The sizes that every .gguf file gives. MetadataError."""
+def dense_gguf(metadata: GGUFMetadata, architecture: str, eps: str = "attention.layer_norm_rms_epsilon") -> ModelSpec:
+    """The sizes that every .gguf file gives. eps: the key of the norms' epsilon. MetadataError."""
     get, shapes = metadata.get, metadata.shapes
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise MetadataError("tensor token_embd.weight is missing, or no matrix")
@@ -126,10 +126,11 @@ def dense_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         num_key_value_heads=int(get("attention.head_count_kv", heads)),
         head_dim=int(get("attention.key_length", hidden // heads)),
         max_position_embeddings=int(get("context_length")),
-        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=float(get(eps)),
         rope=gguf_rope(metadata),
         tie_word_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
+        output_bias="blk.0.attn_output.bias" in shapes,
         dtype="float32",
     )
 

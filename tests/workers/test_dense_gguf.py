@@ -13,6 +13,8 @@ from meshlm.runtime.model_files import resolve_model
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
+    "command-r": ("CohereConfig", {"attention_bias": True, "logit_scale": 1.5}),
+    "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 7, "logit_scale": 1.5}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
 }
 
@@ -25,18 +27,31 @@ def test_a_gguf_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
     name, extra = CASES[kind]
     config = getattr(transformers, name)(**{**SMALL, **extra})
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith(("norm.weight", ".bias")):
+            parameter.data += torch.randn_like(parameter) * 0.3
     theirs.save_pretrained(tmp_path)
     spec, path, weights = resolve_model(str(tmp_path)).spec, tmp_path / "m.gguf", theirs.state_dict()
     family = family_of(spec.architecture)
     assert family is not None
     assert family.gguf is not None
     writer = writer_of(path, kind, spec)
-    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    if spec.logit_scale == 1:
+        writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(spec.rms_norm_eps)
+        writer.add_logit_scale(spec.logit_scale)
+    if spec.sliding_window:
+        writer.add_sliding_window(spec.sliding_window)
     writer.add_rope_freq_base(spec.rope.rope_theta)
     for weight in weights_of(spec).values():
         tensor = weights[weight.name]
-        if family.gguf.interleaved_heads and weight.gguf.endswith(("attn_q.weight", "attn_k.weight")):
-            halves = tensor.view(-1, 2, spec.head_dim // 2, tensor.shape[1])
+        if (
+            family.gguf.interleaved_heads
+            and not weight.neighbours[1]
+            and weight.gguf.endswith(("attn_q.weight", "attn_k.weight"))
+        ):
+            halves = tensor.view(-1, 2, spec.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         writer.add_tensor(weight.gguf, tensor.numpy())
     writer.write_header_to_file()

@@ -161,7 +161,7 @@ def _take(
         return slot[found.row : end].numel()
     tensor = source.part(found.dim, found.begin, found.end)
     rows = slot[found.row : found.row + tensor.shape[0]]
-    if found.neighbours[1]:
+    if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders
         tensor = _to_halves(tensor, *found.neighbours)
     rows.copy_(tensor)
     if found.plus and resolved.load_format != "gguf":
