@@ -304,8 +304,8 @@ class FakeEngine:
         tokens = self._tokens_of(state)
         if (mask := constraint.mask()) is not None:
             for line, allowed in zip(mask.lines, mask.allowed(self._vocab_size), strict=True):
-                if not allowed[tokens[line]]:
-                    among = np.flatnonzero(allowed)
+                # None is allowed where the row has failed.
+                if not allowed[tokens[line]] and len(among := np.flatnonzero(allowed)):
                     tokens[line] = among[int(state[line] >> np.uint64(33)) % len(among)]
             constraint.sampled(tokens, COMPUTED)
         return tokens

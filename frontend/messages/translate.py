@@ -113,8 +113,10 @@ def _message(message: Json, where: str) -> list[Json]:
         blocks.append((block, f"{where}.content.{place}"))
     if role == "assistant":
         return [_assistant(blocks)]
-    if role == "system":
-        return _system(content)
+    if role == "system":  # a message of empty blocks is one, too
+        return _system(content) or [{"role": "system", "content": ""}]
+    if not blocks:
+        raise _wrong(f"{where}.content", "give at least one block")
     return _user(blocks)
 
 

@@ -196,3 +196,15 @@ def test_rows_with_a_grammar(drafts: int) -> None:
         one, two = one + found[: given[0]], two + found[given[0] :]
     assert re.fullmatch(form, bytes(two[:6]).decode())
     assert two[6:] == [EOS]
+
+
+def test_a_row_with_a_grammar_to_which_nothing_is_left_fails_alone() -> None:
+    fake = engine()
+    fake.grammars = Grammars(lambda: byte_vocabulary(VOCAB))
+    prompt = list(range(20, 29))
+    plain, failing = new(0, prompt, [*range(1, 9)]), new(1, prompt, [*range(9, 17)])
+    params = SamplingParams(grammar=of_regex("abc"), eos_token_ids=(EOS,), allowed_token_ids=(7,))
+    failing = msgspec.structs.replace(failing, sampling=params)
+    result = fake.step(plan([0, 1], [0, 0], [9, 9], [plain, failing]), 0).wait()
+    assert ints(result.token_ids)[0] == expected_token(prompt, VOCAB)
+    assert "no token is left" in result.failed[1]

@@ -267,6 +267,16 @@ async def test_tokens_are_counted(backend: Scripted, client: anthropic.AsyncAnth
     assert found.input_tokens == len(backend.prompt.messages_json), "the prompt is the same"
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+async def test_a_system_message_without_a_text_stands_alone(
+    backend: Scripted, client: anthropic.AsyncAnthropic, content: Any
+) -> None:
+    only: Any = [{"role": "system", "content": content}]
+    assert (await client.messages.count_tokens(model="tiny", messages=only)).input_tokens
+    await client.messages.create(model="tiny", messages=only, max_tokens=1)
+    assert messages_of(backend) == [{"role": "system", "content": ""}]
+
+
 BAD: list[tuple[Json, str]] = [
     ({"messages": []}, "messages: give at least one"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
@@ -274,6 +284,7 @@ BAD: list[tuple[Json, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0: blocks of"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0"),
+    ({"messages": [*USER, {"role": "user", "content": []}]}, "messages.1.content: give at least one block"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.tool_use_id"),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": 1}]}]},
