@@ -41,7 +41,9 @@ def refine(schemas: Json, served: Served) -> None:
         name: _fields(served)
         for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", *OF_TOKENS)
     }
-    refined["BatchChatRequest"] = _fields(served) | {"messages": _conversations(), "tools": _NULL}
+    refined["BatchChatRequest"] = _fields(served) | {
+        "messages": _conversations(), "tools": _NULL, "prompt_logprobs": _NULL
+    }  # fmt: skip
     no_budget: Json = {"thinking_token_budget": {"enum": [-1, None]}}
     for name in (
         ["CompletionRequest"] if served.tells_reasoning else ["CompletionRequest", "ChatRequest", "BatchChatRequest"]

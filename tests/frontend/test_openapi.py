@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from meshlm.frontend import openapi, response_schema
 from meshlm.frontend.errors import NOT_SERVED, STATUS
 from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS, served
+from meshlm.frontend.rendering.schema import BatchChatRequest
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -46,6 +47,14 @@ def test_the_document_is_whole(api: Json) -> None:
 def test_each_field_of_a_body_is_there(kind: type[msgspec.Struct]) -> None:
     schema = OPEN["components"]["schemas"][kind.__name__]
     assert set(schema["properties"]) == set(kind.__struct_fields__)
+
+
+def test_a_batch_declares_what_it_takes_of_a_chat() -> None:
+    """The fields that it narrows are narrow in its schema, too."""
+    properties = OPEN["components"]["schemas"]["BatchChatRequest"]["properties"]
+    wrong = {"n": 2, "stream": True, "use_beam_search": True, "tools": [], "tool_choice": "auto", "prompt_logprobs": 1}
+    assert set(wrong) | {"messages"} == set(BatchChatRequest.__annotations__)
+    assert [name for name, value in wrong.items() if Draft202012Validator(properties[name]).is_valid(value)] == []
 
 
 def test_who_needs_a_key() -> None:

@@ -64,6 +64,8 @@ def constrain(body: dict[str, Any]) -> None:
     given = [name for name in CONSTRAINTS if body.get(name) not in (None, False)]
     for name in given[1:]:
         del body[name]
+    if given:
+        body.pop("allowed_token_ids", None)  # which may leave no token of the grammar
     fields = (body, body.get("structured_outputs"), (body.get("response_format") or {}).get("json_schema"))
     for some in filter(None, fields):
         for name, text in WRITTEN.items():
@@ -153,7 +155,13 @@ def consistent(case: Any) -> None:
         body["repetition_detection"] = {"max_pattern_size": 4, "min_count": 2}
     if body.get("logprob_token_ids"):
         body["logprobs"] = 1 if "prompt" in body else True
+    if body.get("chat_template"):
+        body["chat_template"] = "{{ messages }}"
     if "prompt" in body:
+        if isinstance(prompt := body["prompt"], str) or (prompt and isinstance(prompt[0], str)):
+            body["prompt"] = (
+                "some" + prompt if isinstance(prompt, str) else ["some" + text for text in prompt]
+            )  # not empty
         body.pop("max_completion_tokens", None)
         body.pop("suffix", None)  # this model cannot fill in the middle
 
