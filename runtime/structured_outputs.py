@@ -33,7 +33,8 @@ def of_structured_outputs(
     fields: dict[str, Any], config: StructuredOutputsConfig, param: str = "structured_outputs"
 ) -> Grammar:
     """vLLM's field, which has one kind of constraint, and options."""
-    given = [name for name in KINDS if fields.get(name) is not None and fields[name] is not False]
+    absent = {"json_object": False}  # as good as null
+    given = [name for name in KINDS if fields.get(name) is not None and fields[name] is not absent.get(name)]
     if unknown := fields.keys() - {*KINDS, *OPTIONS}:
         raise _wrong(f"{param}: {sorted(unknown)[0][:40]!r} is no field of it")
     if len(given) != 1:
@@ -41,17 +42,17 @@ def of_structured_outputs(
         raise _wrong(f"{param}: {text}")
     (kind,) = given
     for name in OPTIONS[:2]:
-        if not isinstance(fields.get(name) or False, bool):
+        if not isinstance(fields.get(name), bool | None):
             raise _wrong(f"{param}.{name}: must be true or false")
-    pattern = fields.get("whitespace_pattern") or ""
-    if not isinstance(pattern, str):
+    pattern = fields.get("whitespace_pattern")
+    if not isinstance(pattern, str | None):
         raise _wrong(f"{param}.whitespace_pattern: must be text")
     found = of_kind(kind, fields[kind], f"{param}.{kind}", config)
     return msgspec.structs.replace(
         found,
         any_whitespace=found.any_whitespace and not fields.get("disable_any_whitespace"),
         additional_properties=found.additional_properties and not fields.get("disable_additional_properties"),
-        whitespace_pattern=pattern,
+        whitespace_pattern=pattern or "",
     )
 
 

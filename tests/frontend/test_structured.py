@@ -86,7 +86,20 @@ def test_two_constraints_are_refused(endpoint: str) -> None:
     assert "response_format, guided_regex" in str(error["message"])
 
 
-@pytest.mark.parametrize("value", [{}, {"regex": "a", "choice": ["b"]}, {"backtrack": 1, "regex": "a"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"regex": "a", "choice": ["b"]},
+        {"backtrack": 1, "regex": "a"},
+        {"regex": "a", "whitespace_pattern": []},
+        {"regex": "a", "whitespace_pattern": False},
+        {"regex": "a", "disable_any_whitespace": 0},
+        {"regex": "a", "disable_any_whitespace": ""},
+        {"regex": "a", "disable_additional_properties": 0},
+        {"regex": "a", "choice": False},
+    ],
+)
 def test_the_error_names_the_field(value: dict[str, Any]) -> None:
     raised, error = refused("chat", {"structured_outputs": value})
     assert (raised.status, error["param"]) == (400, "structured_outputs")
