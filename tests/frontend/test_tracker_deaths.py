@@ -297,7 +297,7 @@ def _live_through(data: st.DataObject) -> None:
                 mesh.finish(sender, handle)
             elif action == "reject":
                 del mesh.streams[sender][handle]
-                mesh.tracker.rejected(Rejected((Handle(handle),), ErrorKind.INTERNAL, "no"))
+                mesh.take(mesh.tracker.rejected(Rejected((Handle(handle),), ErrorKind.INTERNAL, "no")))
             elif action == "refuse":
                 del mesh.streams[sender][handle]
                 mesh.take(mesh.tracker.rejected(Rejected((Handle(handle),), ErrorKind.OVERLOADED, "full")))
