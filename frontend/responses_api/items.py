@@ -113,16 +113,19 @@ def _output(item: Json, where: str) -> str:
 
 def _reasoning(item: Json, where: str) -> str:
     """Its text, or what `sealed` made of it, or its summary."""
-    for field in ("content", "summary"):
-        parts = item.get(field) or []
-        if not isinstance(parts, list):
-            raise _wrong(f"{where}.{field}", "must be a list of parts")
-        texts = [_string(part, "text", f"{where}.{field}") for part in parts if isinstance(part, dict)]
-        if "".join(texts):
-            return "".join(texts)
-        if field == "content" and item.get("encrypted_content"):
-            return _unsealed(_string(item, "encrypted_content", where), where)
-    return ""
+    content = _texts(item, "content", "reasoning_text", where)
+    summary = _texts(item, "summary", "summary_text", where)
+    if not content and item.get("encrypted_content"):
+        return _unsealed(_string(item, "encrypted_content", where), where)
+    return content or summary
+
+
+def _texts(item: Json, field: str, kind: str, where: str) -> str:
+    """The parts of this field in one."""
+    parts = item.get(field) or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == kind for part in parts):
+        raise _wrong(f"{where}.{field}", f"must be a list of parts of type {kind!r}")
+    return "".join(_string(part, "text", f"{where}.{field}") for part in parts)
 
 
 def sealed(text: str) -> str:

@@ -70,8 +70,11 @@ def _items() -> list[Json]:
     )
     thought = _object(["type", "text"], type={"const": "reasoning_text"}, text=_ANY_TEXT)
     reasoning = _object(["type", "content"], type={"const": "reasoning"}, content={"type": "array", "items": thought})
-    for field in ("summary", "encrypted_content"):
-        reasoning["properties"][field] = _NULL
+    summary = _object(["type", "text"], type={"const": "summary_text"}, text=_ANY_TEXT)
+    reasoning["properties"] |= {
+        "summary": _or_null({"type": "array", "items": summary}),
+        "encrypted_content": _NULL,
+    }
     roles = {"enum": ["user", "system", "developer", "assistant"]}
     message = _object(["type", "role", "content"], type={"const": "message"}, role=roles, content=content)
     return [message, call, output, reasoning]

@@ -587,7 +587,7 @@ def test_a_mesh_that_renders_alone() -> None:
     with serving(command=("launch", "render")) as server:
         roles = {process["role"] for process in server.status()["processes"]}
         assert roles == {"supervisor", "coordinator", "detokenizer", "frontend"}
-        assert httpx.get(f"{server.url}/ready").status_code == 200
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
         chat = {"messages": [{"role": "user", "content": "hi"}], "return_token_offsets": True}
         rendered = httpx.post(f"{server.url}/v1/chat/completions/render", json=chat).json()
         ids = rendered["token_ids"]

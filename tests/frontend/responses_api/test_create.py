@@ -339,6 +339,9 @@ async def test_one_call_where_parallel_ones_are_not_wanted(backend: Scripted, cl
 
 
 BAD: list[tuple[Json, str]] = [
+    ({"input": [{"type": "reasoning", "content": [], "summary": [[True], {}]}]}, "input[0].summary"),
+    ({"input": [{"type": "reasoning", "content": [{"type": "text", "text": "a"}]}]}, "input[0].content"),
+    ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
     ({"input": None}, "input"),
     ({"input": []}, "input"),
     ({"input": [5]}, "input"),
