@@ -14,11 +14,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from meshlm.frontend import watched_files
 from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
 from meshlm.protocol.config import ServerConfig
-from meshlm.runtime.api_keys import INFERENCE, ApiKeys
+from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
 HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
 OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
+# What a key must be for, by method, as frontend/operations.py has it by path: inference, but for these.
+ADMIN_METHODS = frozenset(f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile"))
+INFORMATION = frozenset(f"/{NAME}/{method}" for method in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -26,7 +29,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Message, Message]"  # types of its s
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Asks for one of the API keys for inference in the call's metadata, `authorization: Bearer KEY`."""
+    """Asks for one of the API keys in the call's metadata, `authorization: Bearer KEY`, and for one with the method's scope."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -42,16 +45,27 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
         found = self._keys.find((given,))
         handler = await continuation(handler_call_details)
-        may = found is not None and INFERENCE in found.scopes
-        return handler if may or handler is None else _refusing(handler)
+        if handler is None:
+            return handler
+        if found is None:
+            text = "send a valid key as metadata 'authorization: Bearer KEY'"
+            return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, text)
+        wanted = scope_of(handler_call_details.method)
+        if wanted and wanted not in found.scopes:
+            return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, f"this key is not for {wanted}")
+        return handler
 
 
-def _refusing(handler: "Handler") -> "Handler":
+def scope_of(method: str) -> str:
+    """Gives the scope that a key must have to call this method; "": any key will do."""
+    return ADMIN if method in ADMIN_METHODS else "" if method in INFORMATION else INFERENCE
+
+
+def _refusing(handler: "Handler", code: grpc.StatusCode, text: str) -> "Handler":
     """A handler of the same kind that ends every call."""
 
     async def unary(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
-        text = "send a valid key as metadata 'authorization: Bearer KEY'"
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        await context.abort(code, text)
 
     async def stream(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
         await unary(request, context)

@@ -80,7 +80,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         self._started = time.monotonic()
-        self._open: dict[str, Response] = {}  # by their ids
+        self._open: dict[tuple[str, str], Response] = {}  # by the API key and the id
 
     # --- generation ---
 
@@ -92,7 +92,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             rank = requests.dp_rank(request)
             news = asyncio.Event()
             answer = GrpcResponse(ask, *self._named(request.request_id), news.set)
-            async with self._running(answer, "Generate", rank):
+            async with self._running(answer, "Generate", key_of(context), rank):
                 while True:
                     await news.wait()
                     news.clear()
@@ -111,11 +111,11 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         return f"grpc-{request_id or uuid.uuid4().hex}", int(time.time()), self._backend.resolved.served_names[0]
 
     @contextlib.asynccontextmanager
-    async def _running(self, answer: Response, method: str, rank: int = -1) -> AsyncIterator[None]:
+    async def _running(self, answer: Response, method: str, key: str, rank: int = -1) -> AsyncIterator[None]:
         """Submits the call and ends it. HttpError when it is not let in."""
-        backend, ask, name = self._backend, answer.ask, answer.request_id
+        backend, ask, name = self._backend, answer.ask, (key, answer.request_id)
         if name in self._open:
-            raise HttpError(409, f"request_id: {name.removeprefix('grpc-')} is running", "request_id")
+            raise HttpError(409, f"request_id: {answer.request_id.removeprefix('grpc-')} is running", "request_id")
         if reason := backend.refusal(attaches=False) or await backend.wait_serving():
             raise HttpError(503, reason, kind="overloaded_error")
         cost, started, status = backend.admit(ask), time.monotonic(), 200
@@ -137,9 +137,9 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             backend.done(answer, started, f"{NAME}/{method}", status)
 
     async def Abort(self, request: pb.AbortRequest, context: "Context") -> pb.AbortResponse:
-        """Ends calls of this process by their request ids; unknown ones have ended."""
+        """Ends calls of this process and of the same API key by their request ids; unknown ones have ended."""
         for name in request.request_ids:
-            if isinstance(answer := self._open.get(f"grpc-{name}"), GrpcResponse):
+            if isinstance(answer := self._open.get((key_of(context), f"grpc-{name}")), GrpcResponse):
                 answer.abort()
         return pb.AbortResponse()
 
@@ -151,7 +151,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             )
             end = asyncio.Event()
             answer = VectorsResponse(ask, *self._named(request.request_id), end.set, write=lambda _: b"")
-            async with self._running(answer, "Embed"):
+            async with self._running(answer, "Embed", key_of(context)):
                 await end.wait()
                 if answer.error is not None:
                     raise answer.error
@@ -169,10 +169,15 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         return pb.HealthCheckResponse(healthy=not reason, message=reason or "Health")
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: "Context") -> common.FlushCacheResponse:
+        """Resets the prefix cache as POST /reset_prefix_cache does; while requests run it tries again for `timeout_s`."""
+        if not self._backend.config.server.server_dev_mode:
+            await refuse(context, HttpError(409, "the server was started without --server-dev-mode"))
+        until = time.monotonic() + request.timeout_s
         try:
-            done = await self._backend.operate(ResetPrefixCache(False))
+            while (done := await self._backend.operate(ResetPrefixCache(False))).error and time.monotonic() < until:
+                await self._backend.moved()
         except HttpError as error:
-            return common.FlushCacheResponse(success=False, message=error.message)
+            await refuse(context, error)
         return common.FlushCacheResponse(success=not done.error, message=done.error)
 
     async def StartProfile(self, request: common.StartProfileRequest, context: "Context") -> common.ProfileResponse:

@@ -25,7 +25,17 @@ NAME = "vllm.grpc.engine.VllmEngine"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    flags = ("--device", "fake", "--max-model-len", "4096", "--api-key", "secret", "--fake-step-ms", "4")
+    flags = (
+        "--device",
+        "fake",
+        "--max-model-len",
+        "4096",
+        "--api-key",
+        "secret",
+        "--fake-step-ms",
+        "4",
+        "--server-dev-mode",
+    )
     with serving("--grpc", *flags, says="(gRPC)") as found:
         yield found
 
@@ -127,7 +137,10 @@ def test_the_server_describes_itself(stub: Any) -> None:
     model = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=KEY)
     assert (model.max_context_length, model.vocab_size, model.is_generation) == (4096, 49152, True)
     assert stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=KEY).server_type == "vllm-grpc"
-    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=KEY).success
+    call = stub.Generate(asking([9], 40, stream=True), metadata=KEY, timeout=LIMIT_S)
+    next(call)
+    assert not stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=KEY).success, "a request runs"
+    assert stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=LIMIT_S), metadata=KEY).success
     with pytest.raises(grpc.RpcError, match="--tokenizer FOLDER"):
         list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), metadata=KEY))
     with pytest.raises(grpc.RpcError, match="--profiler-dir"):

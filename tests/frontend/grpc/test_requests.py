@@ -1,5 +1,7 @@
 """Generate calls become what the same completion would ask; every field has an effect or is refused by its name."""
 
+from typing import Any
+
 import pytest
 from parsing import RESOLVED, SERVER, ask
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -14,54 +16,33 @@ def read(request: pb.GenerateRequest) -> ParsedRequest:
     return requests.generation(request, RESOLVED, SERVER)
 
 
+SAME: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 7,
+    "min_p": 0.125,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "stop": ["a", "b"],
+    "stop_token_ids": [5],
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "ignore_eos": True,
+    "n": 2,
+    "logprobs": 3,
+    "prompt_logprobs": 1,
+    "seed": 11,
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": 6,
+}
+
+
 def test_a_full_request_is_the_same_as_over_http() -> None:
-    params = pb.SamplingParams(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=7,
-        min_p=0.125,
-        frequency_penalty=0.5,
-        presence_penalty=-0.5,
-        repetition_penalty=1.5,
-        max_tokens=9,
-        min_tokens=2,
-        stop=["a", "b"],
-        stop_token_ids=[5],
-        skip_special_tokens=True,
-        spaces_between_special_tokens=True,
-        ignore_eos=True,
-        n=2,
-        logprobs=3,
-        prompt_logprobs=1,
-        seed=11,
-        include_stop_str_in_output=True,
-        logit_bias={3: -4.0},
-        truncate_prompt_tokens=6,
-    )
-    same = ask(
-        "text",
-        prompt="hi",
-        temperature=0.5,
-        top_p=0.25,
-        top_k=7,
-        min_p=0.125,
-        frequency_penalty=0.5,
-        presence_penalty=-0.5,
-        repetition_penalty=1.5,
-        max_tokens=9,
-        min_tokens=2,
-        stop=["a", "b"],
-        stop_token_ids=[5],
-        ignore_eos=True,
-        n=2,
-        logprobs=3,
-        prompt_logprobs=1,
-        seed=11,
-        include_stop_str_in_output=True,
-        logit_bias={"3": -4.0},
-        truncate_prompt_tokens=6,
-        request_id="mine",
-    )
+    params = pb.SamplingParams(**SAME, logit_bias={3: -4.0})
+    same = ask("text", prompt="hi", **SAME, logit_bias={"3": -4.0}, request_id="mine")
     assert read(pb.GenerateRequest(request_id="mine", text="hi", sampling_params=params)) == same
 
 
