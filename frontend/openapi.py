@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.operations import EVENTS, Operation, Parameter
+from meshlm.frontend.operation import EVENTS, Operation, Parameter
 from meshlm.frontend.request_schema import Served, refine
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 

@@ -2,76 +2,22 @@
 describes it, so no route is without description."""
 
 from types import GenericAlias
-from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
-from meshlm.frontend.errors import STATUS
 from meshlm.frontend.messages import schema as anthropic
+from meshlm.frontend.operation import ASKS, METRICS, NAMED, TEXT, Operation, Parameter, switch
+from meshlm.frontend.operator_operations import DEVELOPMENT, DOCUMENTATION, TOKENIZER_INFO
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.responses_api import schema as responses_api
-from meshlm.frontend.retry import KEY, LAST_ID, MAX_KEY_LENGTH
+from meshlm.frontend.retry import KEY, LAST_ID
 from meshlm.frontend.vectors import schema as vectors
 from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
-TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
-EVENTS = "text/event-stream"
-Json = dict[str, Any]
-
-
-class Parameter(NamedTuple):
-    """A parameter in the path, in the query or in a header."""
-
-    name: str
-    place: str
-    schema: Json
-    description: str
-
-
-class Operation(NamedTuple):
-    """One route. `answers` is a Struct, or a list of one, for JSON, else a content type, "" for none; `errors` are statuses whose
-    body is `error`, in the form of the route's API."""
-
-    path: str
-    handler: str
-    answers: type[Struct] | GenericAlias | str | None
-    summary: str
-    body: type[Struct] | None = None
-    methods: tuple[str, ...] = ("GET",)
-    errors: tuple[int, ...] = (503,)  # a server that stops says so on every path
-    parameters: tuple[Parameter, ...] = ()
-    streams: bool = False
-    plain_errors: tuple[int, ...] = ()  # statuses whose body is text
-    is_open: bool = False  # needs no key
-    error: type[Struct] = responses.ErrorResponse
-
-    @property
-    def generates(self) -> bool:
-        """Whether it is of servers that give text."""
-        return self.streams or self.handler.startswith("rendering.") or self.path.startswith("/v1/responses")
-
-
-def _switch(name: str, description: str) -> Parameter:
-    return Parameter(name, "query", {"type": "boolean", "default": False}, description)
-
-
-_ASKS = (400, 404, 413, *STATUS.values())
-_NAMED = (
-    Parameter("X-Request-Id", "header", {"type": "string"}, "Comes back with the answer, and names the request in the logs."),
-    Parameter(
-        "X-data-parallel-rank", "header", {"type": "string", "pattern": "^[0-9]{1,6}$"}, "The rank that is to serve the request."
-    ),
-    Parameter(
-        KEY,
-        "header",
-        {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH, "pattern": "^[ -~]*$"},
-        "Names the request, so that asked again it goes on instead of beginning anew.",
-    ),
-)  # fmt: skip
 _GENERATES = (
-    *_NAMED,
+    *NAMED,
     Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
 )
 _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
@@ -95,7 +41,7 @@ OPERATIONS = (
         "Answer a conversation.",
         schema.ChatRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
         _GENERATES,
         streams=True,
     ),
@@ -106,7 +52,7 @@ OPERATIONS = (
         "Complete one prompt or several.",
         schema.CompletionRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
         _GENERATES,
         streams=True,
     ),
@@ -117,8 +63,8 @@ OPERATIONS = (
         "Answer a conversation, by OpenAI's newer API.",
         responses_api.ResponsesRequest,
         ("POST",),
-        _ASKS,
-        _NAMED,
+        ASKS,
+        NAMED,
         streams=True,
     ),
     Operation(
@@ -129,7 +75,7 @@ OPERATIONS = (
         errors=_STORED,
         parameters=(
             _RESPONSE,
-            _switch("stream", "Its events, also those that are still to come."),
+            switch("stream", "Its events, also those that are still to come."),
             Parameter("starting_after", "query", {"type": "integer", "minimum": 0}, "With stream: the number of the event before."),
         ),
         streams=True,
@@ -245,8 +191,8 @@ OPERATIONS = (
         "Answer a conversation, by Anthropic's API.",
         anthropic.MessagesRequest,
         ("POST",),
-        _ASKS,
-        _NAMED,
+        ASKS,
+        NAMED,
         streams=True,
         error=anthropic.MessagesErrorResponse,
     ),
@@ -257,7 +203,7 @@ OPERATIONS = (
         "The tokens that a conversation has, by Anthropic's API.",
         anthropic.CountTokensRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
         error=anthropic.MessagesErrorResponse,
     ),
     Operation(
@@ -267,7 +213,7 @@ OPERATIONS = (
         "The token ids of a prompt or of a conversation.",
         schema.TokenizeRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
     ),
     Operation(
         "/detokenize",
@@ -276,7 +222,7 @@ OPERATIONS = (
         "The text of token ids.",
         schema.DetokenizeRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
     ),
     Operation(
         "/v1/chat/completions/batch",
@@ -285,7 +231,7 @@ OPERATIONS = (
         "Answer several conversations; a choice is one's answer.",
         rendering.BatchChatRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
         _GENERATES,
     ),
     Operation(
@@ -295,7 +241,7 @@ OPERATIONS = (
         "Token ids in, token ids out.",
         rendering.GenerateRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
         _GENERATES,
         streams=True,
     ),
@@ -306,7 +252,7 @@ OPERATIONS = (
         "What a conversation asks of POST /inference/v1/generate.",
         schema.ChatRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
     ),
     Operation(
         "/v1/completions/render",
@@ -315,7 +261,7 @@ OPERATIONS = (
         "What each prompt asks of POST /inference/v1/generate.",
         schema.CompletionRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
     ),
     Operation(
         "/v1/chat/completions/derender",
@@ -324,7 +270,7 @@ OPERATIONS = (
         "A conversation's answer, of its token ids.",
         rendering.DerenderChatRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
     ),
     Operation(
         "/v1/completions/derender",
@@ -333,7 +279,7 @@ OPERATIONS = (
         "A completion's answer, of its token ids.",
         rendering.DerenderCompletionRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
     ),
     Operation(
         "/invocations",
@@ -342,7 +288,7 @@ OPERATIONS = (
         "For SageMaker: as the route that the body's fields name, which is /v1/chat/completions with messages.",
         schema.ChatRequest,
         ("POST",),
-        _ASKS,
+        ASKS,
         _GENERATES,
         streams=True,
     ),
@@ -362,7 +308,7 @@ OPERATIONS = (
 
 
 def _vectors(paths: tuple[str, ...], answers: type[Struct], summary: str, body: type[Struct]) -> tuple[Operation, ...]:
-    return tuple(Operation(path, "vectors", answers, summary, body, ("POST",), _ASKS, _NAMED[:2]) for path in paths)
+    return tuple(Operation(path, "vectors", answers, summary, body, ("POST",), ASKS, NAMED[:2]) for path in paths)
 
 
 VECTORS = (
@@ -383,88 +329,10 @@ VECTORS = (
         "For SageMaker: as the route that the body's fields name, which is /v1/embeddings with input.",
         vectors.EmbeddingRequest,
         ("POST",),
-        _ASKS,
-        _NAMED[:2],
+        ASKS,
+        NAMED[:2],
     ),
 )  # fmt: skip
-TOKENIZER_INFO = (
-    Operation(
-        "/tokenizer_info", "tokenizer_info", rendering.TokenizerInfo, "The tokenizer's configuration and template."
-    ),
-)
-_FORMAT = Parameter("config_format", "query", {"enum": ["text", "json"], "default": "text"}, "Of the configuration.")
-DEVELOPMENT = (
-    Operation(
-        "/server_info",
-        "server_info",
-        responses.ServerInfo,
-        "The configuration, the environment and the versions.",
-        errors=(400, 503),
-        parameters=(_FORMAT,),
-    ),
-    Operation(
-        "/reset_prefix_cache",
-        "reset_prefix_cache",
-        responses.Reset,
-        "Forget which prompts are computed.",
-        None,
-        ("POST",),
-        (400, 503, 504),
-        (
-            _switch("reset_running_requests", "Compute those that run anew; otherwise success is false while some do."),
-            _switch("reset_external", "Refused: there is no other prefix cache than the workers'."),
-        ),
-    ),
-    Operation(
-        "/pause",
-        "pause",
-        responses.Paused,
-        "Compute no step until POST /resume.",
-        None,
-        ("POST",),
-        (400, 409, 503, 504),
-        (
-            Parameter(
-                "mode",
-                "query",
-                {"enum": ["abort", "keep"], "default": "abort"},
-                "What becomes of requests.",
-            ),
-            Parameter(
-                "clear_cache",
-                "query",
-                {"type": "boolean", "default": True},
-                "With abort: POST /reset_prefix_cache, too.",
-            ),
-        ),
-    ),
-    Operation("/resume", "resume", responses.Paused, "Compute steps again.", None, ("POST",), (409, 503, 504)),
-    Operation("/is_paused", "is_paused", responses.IsPaused, "Whether the mesh is paused."),
-    Operation(
-        "/abort_requests",
-        "abort_requests",
-        responses.Aborted,
-        "End requests, whose answers have the finish_reason abort.",
-        schema.AbortRequest,
-        ("POST",),
-        (400, 409, 413, 503, 504),
-    ),
-    Operation(
-        "/rebalance_experts",
-        "rebalance_experts",
-        responses.Reset,
-        "Move experts before the next step of all ranks (--enable-eplb), by what was counted of late.",
-        None,
-        ("POST",),
-        (503, 504),
-    ),
-)
-DOCUMENTATION = (
-    Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),
-    Operation("/docs", "docs", HTML, "This description, to be read."),
-    Operation("/redoc", "docs", HTML, "The same page as /docs."),
-)
-
 
 _TEXTS = ("/render", "/derender")  # ends of the paths that ask the tokenizer alone
 # Requests for which the mesh computes: those that are refused while it is full.

@@ -27,7 +27,8 @@ from meshlm.frontend.http import ByteBudget
 from meshlm.frontend.load_shedder import LoadShedder
 from meshlm.frontend.messages import routes as anthropic
 from meshlm.frontend.model_card import model_card
-from meshlm.frontend.operations import HTML, METRICS, Operation, served
+from meshlm.frontend.operation import HTML, METRICS, Operation
+from meshlm.frontend.operations import served
 from meshlm.frontend.rendering.routes import Reads, Rendering
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.responses_api import routes as responses_api

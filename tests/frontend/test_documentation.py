@@ -7,7 +7,8 @@ import httpx
 import pytest
 from parsing import RESOLVED
 
-from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS
+from meshlm.frontend.operations import OPERATIONS
+from meshlm.frontend.operator_operations import DOCUMENTATION
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig, ServerConfig
 

@@ -13,7 +13,8 @@ from jsonschema import Draft202012Validator
 
 from meshlm.frontend import openapi, response_schema
 from meshlm.frontend.errors import NOT_SERVED, STATUS
-from meshlm.frontend.operations import DOCUMENTATION, OPERATIONS, served
+from meshlm.frontend.operations import OPERATIONS, served
+from meshlm.frontend.operator_operations import DOCUMENTATION
 from meshlm.frontend.rendering.schema import BatchChatRequest
 from meshlm.frontend.request_schema import Served
 from meshlm.frontend.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

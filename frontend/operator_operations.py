@@ -1,0 +1,86 @@
+"""The routes for who operates a server: development, documentation and the tokenizer's configuration.
+
+They are a part of the table in operations.py."""
+
+from meshlm.frontend import response_schema as responses
+from meshlm.frontend import schema
+from meshlm.frontend.operation import HTML, Operation, Parameter, switch
+from meshlm.frontend.rendering import schema as rendering
+
+TOKENIZER_INFO = (
+    Operation(
+        "/tokenizer_info", "tokenizer_info", rendering.TokenizerInfo, "The tokenizer's configuration and template."
+    ),
+)
+_FORMAT = Parameter("config_format", "query", {"enum": ["text", "json"], "default": "text"}, "Of the configuration.")
+DEVELOPMENT = (
+    Operation(
+        "/server_info",
+        "server_info",
+        responses.ServerInfo,
+        "The configuration, the environment and the versions.",
+        errors=(400, 503),
+        parameters=(_FORMAT,),
+    ),
+    Operation(
+        "/reset_prefix_cache",
+        "reset_prefix_cache",
+        responses.Reset,
+        "Forget which prompts are computed.",
+        None,
+        ("POST",),
+        (400, 503, 504),
+        (
+            switch("reset_running_requests", "Compute those that run anew; otherwise success is false while some do."),
+            switch("reset_external", "Refused: there is no other prefix cache than the workers'."),
+        ),
+    ),
+    Operation(
+        "/pause",
+        "pause",
+        responses.Paused,
+        "Compute no step until POST /resume.",
+        None,
+        ("POST",),
+        (400, 409, 503, 504),
+        (
+            Parameter(
+                "mode",
+                "query",
+                {"enum": ["abort", "keep"], "default": "abort"},
+                "What becomes of requests.",
+            ),
+            Parameter(
+                "clear_cache",
+                "query",
+                {"type": "boolean", "default": True},
+                "With abort: POST /reset_prefix_cache, too.",
+            ),
+        ),
+    ),
+    Operation("/resume", "resume", responses.Paused, "Compute steps again.", None, ("POST",), (409, 503, 504)),
+    Operation("/is_paused", "is_paused", responses.IsPaused, "Whether the mesh is paused."),
+    Operation(
+        "/abort_requests",
+        "abort_requests",
+        responses.Aborted,
+        "End requests, whose answers have the finish_reason abort.",
+        schema.AbortRequest,
+        ("POST",),
+        (400, 409, 413, 503, 504),
+    ),
+    Operation(
+        "/rebalance_experts",
+        "rebalance_experts",
+        responses.Reset,
+        "Move experts before the next step of all ranks (--enable-eplb), by what was counted of late.",
+        None,
+        ("POST",),
+        (503, 504),
+    ),
+)
+DOCUMENTATION = (
+    Operation("/openapi.json", "openapi", "application/json", "This description (OpenAPI 3.1)."),
+    Operation("/docs", "docs", HTML, "This description, to be read."),
+    Operation("/redoc", "docs", HTML, "The same page as /docs."),
+)
