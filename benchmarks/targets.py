@@ -1,8 +1,10 @@
 """Every workload of docs/performance.md for one model, in one run: serve at 1, 64 and 256 streams, offline, latency.
 
-    python -P benchmarks/targets.py MODEL [--sharegpt FILE] [--json FILE] [--only serve offline lat]
+    python -P benchmarks/targets.py MODEL [--sharegpt FILE] [--json FILE] [--only serve offline lat long]
+                                    [--flags="--flag VALUE ..."]
 
-The command lines are vLLM's, so that `vllm serve` and `vllm bench` repeat them word for word. Dummy weights, bfloat16.
+The command lines are vLLM's, so that `vllm serve` and `vllm bench` repeat them word for word. Dummy weights, bfloat16. `long`, which
+runs when it is asked for, is 20 prompts of 32,000 tokens at 4 streams, with the prefix cache on, as users have it.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,13 +20,26 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MESHLM = [sys.executable, "-P", "-m", "meshlm.supervisor"]
 PORT = 8111
 COMMON = ["--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096"]
 SERVE = [*COMMON, "--no-enable-prefix-caching", "--disable-log-requests", "--max-num-batched-tokens", "8192"]
+LONG = ["--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32768", "--disable-log-requests"]
+LONG += ["--max-num-batched-tokens", "8192"]
 STREAMS = {1: (10, 2), 64: (320, 16), 256: (1024, 32)}  # concurrency: prompts, warm-ups
+KEPT = [f"{percentile}_{name}_ms" for name in ("ttft", "tpot", "itl") for percentile in ("p50", "p99")]
+KEPT += ["output_throughput", "completed", "failed"]
+
+
+class Work(NamedTuple):
+    """One run of the client."""
+
+    streams: int
+    prompts: int
+    warmups: int
+    input_len: int = 1024
 
 
 def wait_ready(server: subprocess.Popen[str], begun: float) -> float:
@@ -47,49 +63,26 @@ def device_seconds() -> tuple[float, float]:
     return (float(busy.group(1)), float(idle.group(1))) if busy and idle else (0.0, 0.0)
 
 
-def serve(model: str, folder: Path) -> dict[str, Any]:
+def serve(model: str, folder: Path, flags: list[str]) -> dict[str, Any]:
+    works = {f"c{streams}": Work(streams, *counts) for streams, counts in STREAMS.items()}
+    return served(model, folder, [*SERVE, *flags], works)
+
+
+def long(model: str, folder: Path, flags: list[str]) -> dict[str, Any]:
+    return served(model, folder, [*LONG, *flags], {"c4": Work(4, 20, 1, 32_000)})
+
+
+def served(model: str, folder: Path, flags: list[str], works: dict[str, Work]) -> dict[str, Any]:
+    """One server, and one workload after the other against it."""
     begun = time.perf_counter()
     log = (folder / "serve.log").open("w")
-    server = subprocess.Popen([*MESHLM, "serve", model, *SERVE, "--port", str(PORT)], stderr=log, text=True)
+    server = subprocess.Popen([*MESHLM, "serve", model, *flags, "--port", str(PORT)], stderr=log, text=True)
     found: dict[str, Any] = {}
     try:
         found["ready_s"] = round(wait_ready(server, begun), 1)
         time.sleep(5)
-        for streams, (prompts, warmups) in STREAMS.items():
-            out = folder / f"serve-{streams}.json"
-            command = [
-                *MESHLM,
-                "bench",
-                "serve",
-                "--port",
-                str(PORT),
-                "--backend",
-                "openai",
-                "--endpoint",
-                "/v1/completions",
-            ]
-            command += ["--dataset-name", "random", "--random-input-len", "1024", "--random-output-len", "128"]
-            command += ["--num-prompts", str(prompts), "--num-warmups", str(warmups), "--request-rate", "inf"]
-            command += ["--max-concurrency", str(streams), "--ignore-eos", "--temperature", "0"]
-            command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"]
-            command += ["--save-result", "--result-filename", str(out)]
-            busy, idle = device_seconds()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            time.sleep(1.2)  # the mesh's figures come once a second
-            busy, idle = (after - before for after, before in zip(device_seconds(), (busy, idle), strict=True))
-            result = json.loads(out.read_text())
-            keep = (
-                "output_throughput",
-                "p50_ttft_ms",
-                "p99_ttft_ms",
-                "p50_tpot_ms",
-                "p50_itl_ms",
-                "p99_itl_ms",
-                "completed",
-                "failed",
-            )
-            found[f"c{streams}"] = {name: round(result[name], 2) for name in keep if name in result}
-            found[f"c{streams}"]["device_idle_share"] = round(idle / (busy + idle or 1), 4)
+        for name, work in works.items():
+            found[name] = client(folder / f"{name}.json", work)
     finally:
         server.terminate()
         server.wait()
@@ -97,6 +90,22 @@ def serve(model: str, folder: Path) -> dict[str, Any]:
     tokens = re.search(r"KV cache (\d+) tokens", text)
     found["kv_cache_tokens"] = int(tokens.group(1)) if tokens else None
     return found
+
+
+def client(out: Path, work: Work) -> dict[str, Any]:
+    command = [*MESHLM, "bench", "serve", "--port", str(PORT), "--backend", "openai", "--endpoint", "/v1/completions"]
+    command += ["--dataset-name", "random", "--random-input-len", str(work.input_len), "--random-output-len", "128"]
+    command += ["--num-prompts", str(work.prompts), "--num-warmups", str(work.warmups), "--request-rate", "inf"]
+    command += ["--max-concurrency", str(work.streams), "--ignore-eos", "--temperature", "0"]
+    command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"]
+    command += ["--save-result", "--result-filename", str(out)]
+    busy, idle = device_seconds()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    time.sleep(1.2)  # the mesh's figures come once a second
+    busy, idle = (after - before for after, before in zip(device_seconds(), (busy, idle), strict=True))
+    result = json.loads(out.read_text())
+    found = {name: round(result[name], 2) for name in KEPT if name in result}
+    return {**found, "device_busy_s": round(busy, 2), "device_idle_share": round(idle / (busy + idle or 1), 4)}
 
 
 def offline(model: str, sharegpt: str, folder: Path) -> dict[str, Any]:
@@ -137,13 +146,21 @@ def main() -> None:
     parser.add_argument("--sharegpt", help="sharegpt_1000.json")
     parser.add_argument("--only", nargs="+", default=["serve", "offline", "lat"])
     parser.add_argument("--json")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of the servers")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"machine": machine(), "model": Path(arguments.model).name, "flags": SERVE}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "model": Path(arguments.model).name,
+        "flags": [*SERVE, *arguments.flags],
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if "serve" in arguments.only:
-            report["serve"] = serve(arguments.model, folder)
+            report["serve"] = serve(arguments.model, folder, arguments.flags)
             print(json.dumps(report["serve"]), flush=True)
+        if "long" in arguments.only:
+            report["long"] = {"flags": LONG, **long(arguments.model, folder, arguments.flags)}
+            print(json.dumps(report["long"]), flush=True)
         if "offline" in arguments.only and arguments.sharegpt:
             report["offline"] = offline(arguments.model, arguments.sharegpt, folder)
             print(json.dumps(report["offline"]), flush=True)
