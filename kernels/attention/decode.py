@@ -16,6 +16,7 @@ from meshlm.kernels.attention.kernel import PLAIN, Columns, Extras, paged_tile
 from meshlm.kernels.fp8 import within
 
 AHEAD = 64  # tokens whose keys and values are asked for before the query is there
+COMBINED = 128  # numbers of parts that a thread holds while it combines them
 
 
 @triton.jit
@@ -49,13 +50,51 @@ def _ask_for(
 
 
 @triton.jit
+def _combine(
+    parts, sums, out, base, used, heads, v_scale,
+    DIM: tl.constexpr, LINES: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The attention of one kv head's query heads, of their first `used` parts: AT_ONCE parts of all heads are asked for together, since
+    each wait for memory is longer than all arithmetic here. base: the place of the first head's first part."""
+    g, s, d = tl.arange(0, LINES), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    head = base + g * SPLITS
+    known = (g < heads)[:, None] & (s < used)[None, :]
+    top = tl.max(
+        tl.load(sums + (head[:, None] + s[None, :]) * 2, mask=known, other=float("-inf"), cache_modifier=".cg"), axis=1
+    )
+    top = tl.where(g < heads, top, 0.0)[:, None]
+    total = tl.zeros((LINES,), tl.float32)
+    result = tl.zeros((LINES, BLOCK_D), tl.float32)
+    for begin in range(0, used, AT_ONCE):
+        nth = begin + tl.arange(0, AT_ONCE)
+        there = (g < heads)[:, None] & (nth < used)[None, :]
+        place = head[:, None] + nth[None, :]
+        m = tl.load(sums + place * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        l = tl.load(sums + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            parts + place[:, :, None] * DIM + d[None, None, :], mask=there[:, :, None] & (d < DIM)[None, None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        weight = tl.exp2(m - top)
+        total += tl.sum(l * weight, axis=1)
+        result += tl.sum(part * weight[:, :, None], axis=1)
+    result *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    tl.store(
+        out + g[:, None] * DIM + d[None, :],
+        result.to(out.dtype.element_ty),
+        mask=(g < heads)[:, None] & (d < DIM)[None, :],
+    )
+
+
+@triton.jit
 def _decode(
     query, keys, values, out, parts, sums, counters, blocks, blocks_stride, rows, starts, ends, sinks, scale, k_scale, v_scale,
     cap, window, rope, q_weight, k_weight, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -159,27 +198,11 @@ def _decode(
     done = tl.atomic_add(counters + request * KV_HEADS + kv, 1, sem="acq_rel")
     if done == used - 1:  # the last to arrive combines, and leaves the counter as it was
         tl.store(counters + request * KV_HEADS + kv, 0)
-        g, s = tl.arange(0, LINES), tl.arange(0, SPLITS)
-        base = (request.to(tl.int64) * HEADS + kv * real_group + g) * SPLITS
-        known = (g < real_group)[:, None] & (s < used)[None, :]
-        m_s = tl.load(sums + (base[:, None] + s[None, :]) * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
-        top = tl.where(g < real_group, tl.max(m_s, axis=1), 0.0)
-        total = tl.zeros((LINES,), tl.float32)
-        result = tl.zeros((LINES, BLOCK_D), tl.float32)
-        for one in tl.static_range(SPLITS):  # no program waits for one part before it asks for the next
-            there = (g < real_group) & (g * 0 + one < used)
-            m_one = tl.load(sums + (base + one) * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            l_one = tl.load(sums + (base + one) * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                parts + (base + one)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            weight = tl.exp2(m_one - top)
-            total += l_one * weight
-            result += part * weight[:, None]
-        result *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        to_head = out + ((before.to(tl.int64) * HEADS + kv * real_group + g) * DIM)[:, None] + d[None, :]
-        tl.store(to_head, result.to(out.dtype.element_ty), mask=(g < real_group)[:, None] & (d < DIM)[None, :])
+        first_head = before.to(tl.int64) * HEADS + kv * real_group
+        _combine(
+            parts, sums, out + first_head * DIM, (request.to(tl.int64) * HEADS + kv * real_group) * SPLITS, used, real_group, v_scale,
+            DIM, LINES, BLOCK_D, SPLITS, AT_ONCE,
+        )  # fmt: skip
 
 
 class Rope:
@@ -215,7 +238,8 @@ def decode(
     """
     _, page, kv_heads, dim = keys.shape
     heads = rope.num_heads if rope is not None else query.shape[1]
-    lines = triton.next_power_of_2(heads // kv_heads)
+    lines, block_d = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(dim)
+    at_once = min(splits, max(1, COMBINED * 32 * warps // (lines * block_d)))
     parts, sums, counters = workspace
     table = rope.table if rope is not None else sums
     norms = rope.norms if rope is not None and rope.norms is not None else (query, query)
@@ -224,11 +248,11 @@ def decode(
         query if extras.sinks is None else extras.sinks, scale * extras.k_scale,
         extras.k_scale, extras.v_scale, extras.cap, extras.window, table, *norms, rope.eps if rope is not None else 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=max(16, lines), LINES=lines,
-        BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(dim), SPLITS=splits, CAP=extras.cap > 0,
+        BLOCK_N=block_n, BLOCK_D=block_d, SPLITS=splits, CAP=extras.cap > 0,
         SINKS=extras.sinks is not None, WINDOW=extras.window > 0, ROPE=rope is not None,
         ROTARY=table.shape[-1] if rope is not None else 0,
         NORM=rope is not None and rope.norms is not None, FP8=keys.dtype == fp8.DTYPE,
-        AHEAD=AHEAD if query.is_cuda else 0, PDL=pdl.supported(),
+        AHEAD=AHEAD if query.is_cuda else 0, AT_ONCE=at_once, PDL=pdl.supported(),
         num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl.supported() else {}),
     )  # fmt: skip

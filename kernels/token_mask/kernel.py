@@ -2,7 +2,7 @@
 
     x = -inf    where bit (token % 32) of words[lines[line], token / 32] is 0, for lines[line] >= 0
 
-Lines without a mask, and logits of tokens that may come, are neither read nor written. One program for each BLOCK tokens of a line.
+Lines without a mask are neither read nor written. One program for each BLOCK tokens of a line.
 """
 
 import torch
@@ -17,13 +17,18 @@ BLOCK = 8192
 def _token_mask(logits, stride, vocab, lines, words, words_stride, BLOCK: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     mine = tl.load(lines + line).to(tl.int64)
-    if mine >= 0:
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if (
+        mine >= 0
+    ):  # all logits are read and written, since stores of whole vectors are four times as fast as those of some elements
+        nth = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        bit = tl.arange(0, 32)
+        token = nth[:, None] * 32 + bit[None, :]
         inside = token < vocab
-        word = tl.load(words + mine * words_stride + (token >> 5), mask=inside, other=-1)
-        banned = ((word >> (token & 31)) & 1) == 0
-        nothing = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty)
-        tl.store(logits + line * stride + token, nothing, mask=inside & banned)
+        word = tl.load(words + mine * words_stride + nth, mask=nth * 32 < vocab, other=-1)
+        allowed = ((word[:, None] >> bit[None, :]) & 1) != 0
+        at = logits + line * stride + token
+        x = tl.load(at, mask=inside, other=0.0)
+        tl.store(at, tl.where(allowed, x, float("-inf")), mask=inside)
 
 
 def token_mask(logits: Tensor, lines: Tensor, words: Tensor) -> None:
