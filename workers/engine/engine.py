@@ -233,6 +233,7 @@ class ModelEngine:
         """See `LockstepEngine`. CUDA graphs hold the communicator of the experts: those of an earlier group are gone."""
         if self.together is None:
             return
+        self.together.leave()  # the device waits for nobody
         self.graphs.forget()
         with torch.inference_mode():
             self.together.join(exchange)

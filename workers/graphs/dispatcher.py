@@ -212,6 +212,7 @@ class Dispatcher:
     def forget(self) -> None:
         """All that are captured, and which could not be: a new group's ranks begin alike. None is replayed now."""
         self._graphs.clear()
+        self._recorder.forget()
         self._missed.clear()
         self._refused.clear()
         self._keep(self._wanted)

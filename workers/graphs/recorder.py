@@ -6,23 +6,26 @@ It does not decide what is recorded, nor what to do when that fails.
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 
 class Recorder:
-    """All graphs share one pool of memory: only one is replayed at a time."""
+    """All graphs share one pool of memory: only one is replayed at a time. A pool ends with its last graph."""
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._cuda_stream: Any = None
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()  # of the pool
         self._broken: list[torch.cuda.CUDAGraph] = []  # whose captures could not be ended: an allocator knows them
 
     def record(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Captures a graph without torch.cuda.graph, which waits for the device, collects garbage and empties the allocator's cache."""
         make: Any = torch.cuda.Stream  # typed in some versions of torch only
         self._cuda_stream = self._cuda_stream or make()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._pool is None or not self._graphs:  # torch takes no graph into a pool that has ended
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._cuda_stream):
             try:
@@ -32,7 +35,13 @@ class Recorder:
             except BaseException:
                 self._break_off(graph)
                 raise
+        self._graphs.add(graph)
         return graph
+
+    def forget(self) -> None:
+        """All graphs are gone: the GPU has their memory back, which no capture could ask for while it lasts."""
+        self._graphs.clear()
+        torch.cuda.empty_cache()
 
     def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that has failed: its stream must not stay in it.
