@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,14 +11,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from meshlm.frontend.errors import HttpError, why_not_served
-from meshlm.frontend.operations import OPERATIONS, scope_of
+from meshlm.frontend.operations import OPERATIONS, SUBMITS, scope_of
+from meshlm.frontend.rate_limits import RateLimits
 from meshlm.protocol.ids import ErrorKind
-from meshlm.runtime.api_keys import ApiKeys
+from meshlm.runtime.api_keys import ApiKey, ApiKeys
 
 UNKNOWN_KEY = HttpError(
     401, "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')", kind="authentication_error"
 )
-NO_SCOPE = "Forbidden: this key is not for %s (--api-key-file)"
+NO_SCOPE = "Forbidden: this key is not for %s (--api-key-file, --admin-api-key)"
+NO_ADMIN = (
+    "Forbidden: this server has no key for admin, and others than this host reach it; start it with --admin-api-key"
+)
 OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -78,21 +83,45 @@ class ByMethod:
 
 
 class KeyCheck:
-    """Asks for one of the API keys on every route but the probes, and for one with the route's scope. Anthropic's clients send it as
-    X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
+    """Asks for one of the API keys on every route but the probes, for one with the route's scope, and whether it may ask that often.
+    Anthropic's clients send it as X-Api-Key. The key that fits is `scope["meshlm.key"]` from then on."""
 
-    def __init__(self, app: Any, keys: ApiKeys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: Any, keys: ApiKeys, rates: RateLimits) -> None:
+        self._app, self._keys, self._rates = app, keys, rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Sender) -> None:
-        if self._keys and scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
-            headers = dict(scope["headers"])
-            given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))
-            found, wanted = self._keys.find(given), scope_of(scope["path"])
-            if found is None or (wanted and wanted not in found.scopes):
-                error = UNKNOWN_KEY if found is None else HttpError(403, NO_SCOPE % wanted, kind="permission_error")
-                response = Response(error.body(scope["path"]), error.status, media_type="application/json")
+        if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
+            try:
+                self._check(scope)
+            except HttpError as error:
+                response = Response(error.body(scope["path"]), error.status, error.headers(), "application/json")
                 await response(scope, receive, send)  # type: ignore[arg-type]
                 return
-            scope["meshlm.key"] = found.key.decode()
         await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        """HttpError for a request that is not let in."""
+        wanted = scope_of(scope["path"])
+        if not self._keys.asks_for(wanted):
+            return
+        headers = dict(scope["headers"])
+        given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))
+        found = self._keys.find(given)
+        if found is None:
+            raise (
+                UNKNOWN_KEY if self._keys or self._keys.has_admin else HttpError(403, NO_ADMIN, kind="permission_error")
+            )
+        if wanted and wanted not in found.scopes:
+            raise HttpError(403, NO_SCOPE % wanted, kind="permission_error")
+        if scope["method"] == "POST" and scope["path"] in SUBMITS:
+            take(self._rates, found)
+        scope["meshlm.key"] = found.key.decode()
+
+
+def take(rates: RateLimits, key: ApiKey) -> None:
+    """Counts a request of this key. HttpError 429 when it has asked too often; OpenAI's clients wait as long as it says."""
+    if waits := rates.take(key):
+        assert key.limits is not None
+        limits = ", ".join(f"{name}={value}" for name, value in key.limits._asdict().items() if value)
+        text = f"Rate limit reached for this key ({limits}); try again in {waits:.1f} s"
+        raise HttpError(429, text, kind="rate_limit_error", retry_after_s=math.ceil(waits))

@@ -19,11 +19,19 @@ MAX_MESSAGE = 2000
 class HttpError(Exception):
     """Ends one HTTP request with a status and OpenAI's error body."""
 
-    def __init__(self, status: int, message: str, param: str = "", kind: str = "invalid_request_error") -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str = "",
+        kind: str = "invalid_request_error",
+        retry_after_s: int = RETRY_AFTER_S,
+    ) -> None:
         if len(message) > MAX_MESSAGE:  # it may quote what the client sent
             message = message[:MAX_MESSAGE] + "..."
         super().__init__(message)
         self.status, self.message, self.param, self.kind = status, message, param, kind
+        self._retry_after_s = retry_after_s
 
     @classmethod
     def of(cls, kind: ErrorKind, message: str, param: str = "") -> "HttpError":
@@ -36,7 +44,7 @@ class HttpError(Exception):
         return msgspec.json.encode(error_object(self.message, self.kind, self.param, self.status))
 
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
 
 
 _TEXT = "this server gives text; --runner pooling serves vectors"
@@ -102,6 +110,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
     504: "timeout_error",

@@ -22,6 +22,7 @@ from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.http import ByteBudget, EventWriter
 from meshlm.frontend.interval import Interval
 from meshlm.frontend.pacing import Pace, most_waiting
+from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response, WholeResponse
 from meshlm.frontend.stream_response import StreamResponse
 from meshlm.frontend.turn import TurnResponse
@@ -51,6 +52,7 @@ class Backend(operating.Operates, Protocol):
     async def wait_serving(self) -> str: ...
 
     draws: random.Random  # of seeds, for requests without one
+    rates: RateLimits
 
     def admit(self, ask: parse.ParsedRequest) -> int: ...
     def release(self, cost: int) -> None: ...

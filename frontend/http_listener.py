@@ -35,7 +35,7 @@ class HttpListener:
 
     async def start(self) -> None:
         server = self._backend.config.server
-        self._socket = http.listen(server.host, server.port)
+        self._socket = http.listen(server.address, server.port)
         timeouts = Timeouts(server.http_header_timeout, server.http_body_timeout, server.http_send_timeout)
         routes = self._routes = Routes(self._backend)
         context = watched_files.tls_context(server)

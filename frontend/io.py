@@ -18,6 +18,7 @@ from meshlm.frontend.figures import Figures
 from meshlm.frontend.http_listener import HttpListener, Listener
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.questions import FULL, Questions
+from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
@@ -74,6 +75,7 @@ class FrontendApp:
         self.num_open = 0
         self._ticks = 0
         self._log = RequestLog()
+        self.rates = RateLimits("")
         self._budget = Budget(0)
         self._places_later = False
         self._moved = asyncio.Event()  # a sequence began or ended
@@ -81,6 +83,7 @@ class FrontendApp:
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self.config = mesh, mesh.config
         self._operations = AskedOperations(mesh.send)
+        self.rates = RateLimits(mesh.config.run.run_dir)
         self.draws = submits.draws_of(mesh.config.model.seed, mesh.identity.index)
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
@@ -108,11 +111,11 @@ class FrontendApp:
         try:
             await self._listener.start()
         except OSError as error:
-            raise ProcessFatal(f"--host {server.host} --port {server.port}: {error.strerror}") from None
+            raise ProcessFatal(f"--host {server.address} --port {server.port}: {error.strerror}") from None
         assert self._listener.serving is not None
         self._listener.serving.add_done_callback(self._served)
         self._tick()
-        return {"listening on": f"{server.host}:{server.port}"}
+        return {"listening on": f"{server.address}:{server.port}"}
 
     def _make_listener(self) -> Listener:
         if not self.config.server.grpc:
@@ -296,6 +299,7 @@ class FrontendApp:
         self._flush()
         self._observe(request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len))
         self.ignored(answer.ask.unknown_fields, path)
+        self.rates.ended(answer)
         if not self.config.server.disable_log_requests:
             self._log.ended(self._mesh.log, answer, time.monotonic() - started, path, status)
 

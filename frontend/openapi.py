@@ -18,7 +18,7 @@ Refs = dict[type | GenericAlias, dict[str, Any]]
 REASONS = {
     400: "A field or header is not allowed, or not supported; `param` names it.",
     401: "The API key is missing or wrong.",
-    403: "The API key is for something else (--api-key-file).",
+    403: "The API key is for something else (--api-key-file, --admin-api-key).",
     404: "There is no such model, or nothing of the kind.",
     409: "It cannot be done now.",
     413: "The body is too large (--max-body-bytes).",
@@ -68,7 +68,7 @@ def _description() -> str:
 
 
 def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Served) -> Json:
-    errors = {*op.errors, *((401, 403) if keys and not op.is_open else ())}
+    errors = {*op.errors, *((401, 403) if (keys and not op.is_open) or op.path in ADMIN_PATHS else ())}
     found: Json = {
         "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),
         "summary": op.summary,

@@ -73,6 +73,7 @@ class ParsedRequest(NamedTuple):
     length_penalty: float = 1.0
     task: Task = GENERATE
     return_token_offsets: bool = False
+    api_key: str = ""  # whose request it is; "": no key is asked for
 
     @property
     def hides_tokens(self) -> bool:

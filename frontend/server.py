@@ -66,7 +66,7 @@ class Routes:
         self.responses = responses_api.ResponseRoutes(backend, self._generation, self._read)
         reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
         self.rendering = Rendering(backend, self._generation, reads)
-        self.keys = ApiKeys(backend.config.server.api_key, backend.config.server.api_key_file)
+        self.keys = ApiKeys.of_server(backend.config.server)
 
     def app(self) -> Any:
         """The ASGI application: CORS, then the key check, then the gate, then the routes."""
@@ -90,7 +90,7 @@ class Routes:
             routes=routes,
             middleware=[
                 cors,
-                Middleware(KeyCheck, keys=self.keys),
+                Middleware(KeyCheck, keys=self.keys, rates=self._backend.rates),
                 Middleware(LoadShedder, refusal=self._backend.refusal, refused=self._backend.refused),
             ],
             exception_handlers={HTTPException: plain_error},

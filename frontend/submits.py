@@ -97,9 +97,10 @@ def permitted(ask: parse.ParsedRequest, api_key: str, config: MeshConfig) -> par
     """What a server with this configuration lets a key ask for. HttpError."""
     if ask.priority and config.scheduler.scheduling_policy != "priority":
         raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
-    if (len(config.server.api_key) > 1 or config.server.api_key_file) and config.cache.prefix_caching_per_key:
-        return ask._replace(cache_salt=salt_of(api_key, ask.cache_salt))
-    return ask
+    server = config.server
+    several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
+    salt = salt_of(api_key, ask.cache_salt) if several and config.cache.prefix_caching_per_key else ask.cache_salt
+    return ask._replace(cache_salt=salt, api_key=api_key)
 
 
 def salt_of(api_key: str, cache_salt: str) -> str:

@@ -12,7 +12,10 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from meshlm.frontend import watched_files
+from meshlm.frontend.endpoint import take
+from meshlm.frontend.errors import HttpError
 from meshlm.frontend.grpc.servicer import NAME, GrpcBackend, Servicer
+from meshlm.frontend.rate_limits import RateLimits
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 
@@ -22,6 +25,7 @@ OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
 # What a key must be for, by method, as frontend/operations.py has it by path: inference, but for these.
 ADMIN_METHODS = frozenset(f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile"))
 INFORMATION = frozenset(f"/{NAME}/{method}" for method in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"))
+SUBMITS = frozenset(f"/{NAME}/{method}" for method in ("Generate", "Embed"))  # methods that count for a key's limits
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -29,17 +33,20 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Message, Message]"  # types of its s
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Asks for one of the API keys in the call's metadata, `authorization: Bearer KEY`, and for one with the method's scope."""
+    """Asks for one of the API keys in the call's metadata, `authorization: Bearer KEY`, for one with the method's scope, and whether it
+    may ask that often."""
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+    def __init__(self, keys: ApiKeys, rates: RateLimits) -> None:
+        self._keys, self._rates = keys, rates
 
     async def intercept_service(
         self,
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler":
-        if handler_call_details.method.startswith(OPEN_SERVICES):
+        method = handler_call_details.method
+        wanted = scope_of(method)
+        if method.startswith(OPEN_SERVICES) or not self._keys.asks_for(wanted):
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
         given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
@@ -50,9 +57,13 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if found is None:
             text = "send a valid key as metadata 'authorization: Bearer KEY'"
             return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, text)
-        wanted = scope_of(handler_call_details.method)
         if wanted and wanted not in found.scopes:
             return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, f"this key is not for {wanted}")
+        if method in SUBMITS:
+            try:
+                take(self._rates, found)
+            except HttpError as error:
+                return _refusing(handler, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
         return handler
 
 
@@ -103,9 +114,9 @@ class GrpcListener:
     def __init__(self, backend: GrpcBackend) -> None:
         self._backend = backend
         server = backend.config.server
-        self._keys = ApiKeys(server.api_key, server.api_key_file)
+        self._keys = ApiKeys.of_server(server)
         self._server = grpc.aio.server(
-            interceptors=[KeyCheck(self._keys)] if self._keys else [],
+            interceptors=[KeyCheck(self._keys, backend.rates)],
             options=[
                 ("grpc.so_reuseport", 1),  # several frontends share the port
                 ("grpc.max_receive_message_length", server.max_body_bytes),
@@ -123,9 +134,7 @@ class GrpcListener:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(Servicer(self._backend), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        address = (
-            f"[{server.host}]:{server.port}" if ":" in server.host else f"{server.host or '0.0.0.0'}:{server.port}"
-        )
+        address = f"[{server.address}]:{server.port}" if ":" in server.address else f"{server.address}:{server.port}"
         try:
             if credentials := _credentials(server):
                 self._server.add_secure_port(address, credentials)

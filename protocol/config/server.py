@@ -1,5 +1,6 @@
 """What HTTP clients meet: addresses, limits, time limits and the fields of answers."""
 
+import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,7 +12,12 @@ from meshlm.protocol.config.structured_outputs import StructuredOutputsConfig
 class ServerConfig(Struct, frozen=True, kw_only=True):
     """The HTTP server: addresses, limits, time limits, and fields of answers."""
 
-    host: Annotated[str, Meta(description="address to listen on")] = "0.0.0.0"
+    host: Annotated[
+        str,
+        Meta(
+            description="address to listen on; default: 127.0.0.1, or with API keys 0.0.0.0, which is all of this host's"
+        ),
+    ] = ""
     port: Annotated[int, Meta(ge=1, le=65535, description="port to listen on")] = 8000
     grpc: Annotated[
         bool, Meta(description="the port speaks gRPC (vllm.grpc.engine) in the place of HTTP; needs meshlm[grpc]")
@@ -25,6 +31,13 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
             description="file with more of them, one a line with its scopes (inference, admin), read again when it changes"
         ),
     ] = ""
+    admin_api_key: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="keys for profiles and the routes of --server-dev-mode; those of --api-key are not for them then",
+            extra={"repeat": True},
+        ),
+    ] = ()
     ssl_certfile: Annotated[str, Meta(description="certificate (PEM): the port speaks TLS")] = ""
     ssl_keyfile: Annotated[str, Meta(description="its private key (PEM), where it is not in the same file")] = ""
     ssl_ca_certs: Annotated[str, Meta(description="authorities (PEM) that sign the certificates of clients")] = ""
@@ -148,6 +161,24 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=1 << 16, description="bytes of stored responses beyond which the same is done", extra={"bytes": True}),
     ] = 256 << 20
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a client needs a key, or a certificate in its place."""
+        return bool(self.api_key or self.api_key_file) or (bool(self.ssl_certfile) and self.ssl_cert_reqs == 2)
+
+    @property
+    def address(self) -> str:
+        """The address that is listened on (docs/adr/0006-this-host-alone-without-a-key.md)."""
+        return self.host or ("0.0.0.0" if self.has_keys else "127.0.0.1")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this host alone can reach the port."""
+        try:
+            return ipaddress.ip_address(self.address).is_loopback
+        except ValueError:
+            return self.address == "localhost"
 
     @property
     def structured_outputs(self) -> StructuredOutputsConfig:

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         streams.json_from_here()
     layout.check_alone(config)
     setproctitle.setproctitle("meshlm: supervisor")
-    host = config.server.host
+    host = config.server.address
     with resolve.claim_port(host, config.server.port):
         config = resolve.resolve(config)
         base = rundir.base_dir(os.environ)
@@ -120,7 +120,7 @@ async def _run(arguments: argparse.Namespace, config: MeshConfig, display: Start
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop, 0.0)
     server, ended = config.server, threading.Event()
-    host = LOOPBACK if server.host in ("0.0.0.0", "::", "") else server.host
+    host = LOOPBACK if server.address in ("0.0.0.0", "::") else server.address
     headers = {"Authorization": f"Bearer {server.api_key[0]}"} if server.api_key else {}
     there = Server(False, host, server.port, "", headers)
     work: asyncio.Task[int] | None = None

@@ -13,7 +13,7 @@ import msgspec
 import setproctitle
 import uvloop
 
-from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime import logs, streams, tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.supervisor import io
@@ -55,7 +55,7 @@ def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
     layout.check(config)
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
-    with contextlib.nullcontext() if headless else resolve.claim_port(config.server.host, config.server.port):
+    with contextlib.nullcontext() if headless else resolve.claim_port(config.server.address, config.server.port):
         config = resolve.resolve(config)
         if renders_only:
             assert config.resolved is not None
@@ -76,11 +76,17 @@ def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
 
 
 def with_keys(config: MeshConfig) -> MeshConfig:
-    """The tree with the keys of the flag, the file or the environment. UsageError for an empty one: anybody could have it."""
+    """The tree with the keys of the flags, the file or the environment. UsageError for an empty one: anybody could have it."""
     keys = config.server.api_key or vllm_env.api_keys(os.environ)
+    admin = config.server.admin_api_key or vllm_env.api_keys(os.environ, vllm_env.ADMIN_API_KEYS)
     for key in keys:
         vllm_env.check_key("--api-key", key)
-    return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=keys))
+    for key in admin:
+        vllm_env.check_key("--admin-api-key", key)
+        if key in keys:
+            raise UsageError("--admin-api-key: the same key is one of --api-key, and would be for admin too")
+    server = msgspec.structs.replace(config.server, api_key=keys, admin_api_key=admin)
+    return msgspec.structs.replace(config, server=server)
 
 
 def with_files(config: MeshConfig) -> MeshConfig:
@@ -142,8 +148,21 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
         display.line(f"ready: this node serves for {supervisor.config.network.join}   (Ctrl-C stops)")
         return
     server = supervisor.config.server
-    host = "127.0.0.1" if server.host in ("0.0.0.0", "::", "") else server.host
+    host = "127.0.0.1" if server.address in ("0.0.0.0", "::") else server.address
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if server.ssl_certfile else "http"
     address = f"{host}:{server.port} (gRPC)" if server.grpc else f"{scheme}://{host}:{server.port}/v1"
+    if not server.has_keys:
+        display.line(*_who_reaches(server))
     display.line(f"ready: {address}   (Ctrl-C stops)")
+
+
+def _who_reaches(server: ServerConfig) -> tuple[str, str]:
+    """A line about a server without a key, and its level."""
+    if server.is_local:
+        text = "no API key is set: only this host is served. --api-key or MESHLM_API_KEY opens it to others, --host 0.0.0.0 to all"
+        return text, "info"
+    text = (
+        f"no API key is set, and whoever reaches {server.address}:{server.port} may use the server: set MESHLM_API_KEY"
+    )
+    return f"warning: {text}, or leave --host out", "warning"

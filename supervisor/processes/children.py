@@ -21,7 +21,7 @@ import msgspec
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.runtime.streams import as_json, forgiving
-from meshlm.supervisor.settings.vllm_env import API_KEYS
+from meshlm.supervisor.settings.vllm_env import ADMIN_API_KEYS, API_KEYS
 
 FOLDER = {
     Role.FRONTEND: "frontend",
@@ -44,7 +44,9 @@ def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[s
 def config_file(config: MeshConfig, role: Role) -> int:
     """A descriptor of a file in memory, which the caller closes. The keys of the API are the frontends' alone."""
     if role is not Role.FRONTEND:
-        config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, api_key=()))
+        config = msgspec.structs.replace(
+            config, server=msgspec.structs.replace(config.server, api_key=(), admin_api_key=())
+        )
     descriptor = os.memfd_create("mesh.json")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(msgspec.json.encode(config))
@@ -82,7 +84,7 @@ class Child:
         self._text = -1  # with --log-format json, the end of a pipe: what it writes to stdout and stderr
         self._begun = b""  # a line of it
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-        for name in API_KEYS:  # secrets, which frontends have in their configuration
+        for name in (*API_KEYS, *ADMIN_API_KEYS):  # secrets, which frontends have in their configuration
             environment.pop(name, None)
         if identity.role is Role.WORKER:
             environment.update(of_workers or {})

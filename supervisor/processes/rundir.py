@@ -146,7 +146,7 @@ def stacks_file(identity: Identity) -> str:
 def _empty(directory: int, *, keep_stacks: bool = False) -> None:
     """Remove what a mesh left; its files are ours by name. Stacks that were written are for whoever looks for the reason."""
     for name in os.listdir(directory):
-        if name == "metrics":
+        if name in ("metrics", "rates"):
             shutil.rmtree(name, dir_fd=directory)
         elif name.endswith(OURS) or name in ("lock", "mesh.json.new"):  # the last two are of earlier versions
             info = os.stat(name, dir_fd=directory, follow_symlinks=False)

@@ -46,6 +46,9 @@ HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
 API_KEYS = ("MESHLM_API_KEY", "VLLM_API_KEY")
 """The first that is set counts, where no flag or file gives a key."""
 
+ADMIN_API_KEYS = ("MESHLM_ADMIN_API_KEY",)
+"""Likewise, for --admin-api-key."""
+
 FULFILLED = {
     "VLLM_DISABLE_LOG_LOGO",
     "VLLM_DO_NOT_TRACK",
@@ -107,9 +110,9 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
     return found
 
 
-def api_keys(environment: Mapping[str, str]) -> tuple[str, ...]:
+def api_keys(environment: Mapping[str, str], variables: tuple[str, ...] = API_KEYS) -> tuple[str, ...]:
     """The key of the environment. UsageError for one that is set and empty: the server would be open."""
-    for variable in API_KEYS:
+    for variable in variables:
         if variable in environment:
             check_key(variable, environment[variable])
             return (environment[variable],)

@@ -67,7 +67,7 @@ def test_arguments_are_accepted(container: Any, compose: Any) -> None:
 def test_dockerfile() -> None:
     lines = dockerfile_lines()
     assert f"EXPOSE {PORT}" in lines
-    assert 'ENTRYPOINT ["tini", "--", "meshlm", "serve"]' in lines
+    assert 'ENTRYPOINT ["tini", "--", "meshlm", "serve", "--host", "0.0.0.0"]' in lines
     assert len([line for line in lines if line.startswith("FROM ")]) == 2
     (user,) = (line for line in lines if line.startswith("USER "))
     assert user.split()[1].split(":")[0] not in ("0", "root")

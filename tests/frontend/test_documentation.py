@@ -20,6 +20,7 @@ def client(**server: Any) -> httpx.AsyncClient:
         version="1.2",
         refusal=lambda *, attaches: "",
         refused=lambda seconds: None,
+        rates=None,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://x")
 

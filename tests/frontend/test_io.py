@@ -297,6 +297,7 @@ async def test_ready_tells_a_link_of_any_process() -> None:
         blocked=lambda: "worker/0 hears nothing",
         refusal=lambda: "",
         refused=id,
+        rates=None,
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(Routes(backend).app()), base_url="http://x") as http:
         answer = await http.get("/ready")

@@ -26,6 +26,7 @@ def client(**server: Any) -> tuple[Routes, httpx.AsyncClient]:
         version="1.2",
         refusal=lambda *, attaches: "",
         refused=lambda seconds: None,
+        rates=None,
     )
     routes = Routes(backend)
     return routes, httpx.AsyncClient(transport=httpx.ASGITransport(routes.app()), base_url="http://x")

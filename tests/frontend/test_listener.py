@@ -146,7 +146,10 @@ async def test_scopes(files: Files) -> None:
         assert [await status("GET", "/version", key) for key in ("one", "two", "three")] == [200, 200, 401]
         assert [await status("GET", "/health", key) for key in ("one", "three")] == [200, 200]
         refused = await answer(url, files.client(), "two")
-        assert refused.json()["error"]["message"] == "Forbidden: this key is not for inference (--api-key-file)"
+        assert (
+            refused.json()["error"]["message"]
+            == "Forbidden: this key is not for inference (--api-key-file, --admin-api-key)"
+        )
 
 
 def replaced(path: Path, text: str) -> None:

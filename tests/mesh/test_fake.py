@@ -236,6 +236,15 @@ def test_port_in_use_is_one_line() -> None:
         assert "Address already in use" in server.lines[0]
 
 
+def test_without_a_key_only_this_host_is_served(fake: Serving) -> None:
+    port = int(fake.url.rpartition(":")[2])
+    (line,) = [line for line in fake.lines if "no API key is set" in line]
+    assert "only this host is served" in line
+    with socket.socket() as other:
+        other.settimeout(10)
+        assert other.connect_ex(("127.0.0.2", port)), "on another address nobody listens"
+
+
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_too_little_memory_says_what_would_fit(device: str) -> None:
     server = Serving("--device", device, "--kv-cache-memory", "10M")
@@ -247,7 +256,10 @@ def test_too_little_memory_says_what_would_fit(device: str) -> None:
 
 def test_api_key_guards_all_but_the_probes() -> None:
     """And one key learns nothing of what another one has asked, from how much of its prompt is cached."""
-    with serving("--device", "fake", "--api-key", "secret", "other") as server:
+    with serving("--device", "fake", "--api-key", "secret", "other", "--admin-api-key", "root") as server:
+        assert not any("no API key" in line for line in server.lines)
+        asked = (httpx.post(f"{server.url}/start_profile", headers={"X-Api-Key": key}) for key in ("secret", "root"))
+        assert [answer.status_code for answer in asked] == [403, 404], "404: no --profiler-dir"
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         headers = {"Authorization": "Bearer secret"}

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.runtime.api_keys import ADMIN, INFERENCE, MAX_FILE_BYTES, SCOPES, ApiKey, ApiKeys, KeyFileError, read_file
+from meshlm.protocol.config import ServerConfig
+from meshlm.runtime.api_keys import (
+    ADMIN,
+    INFERENCE,
+    MAX_FILE_BYTES,
+    SCOPES,
+    ApiKey,
+    ApiKeys,
+    KeyFileError,
+    Limits,
+    read_file,
+)
 
 
 def test_lines(tmp_path: Path) -> None:
@@ -26,6 +37,11 @@ def test_lines(tmp_path: Path) -> None:
         (b"", ": there is no key"),
         (b"# one\n", ": there is no key"),
         (b"a\nsecret admin now", ", line 2: a key and its scopes are expected"),
+        (b"secret rpm=", ", line 1: limits are rpm=N"),
+        (b"secret admin rpm=0", ", line 1: limits are rpm=N"),
+        (b"secret tpm=5 tpm=6", ", line 1: limits are rpm=N"),
+        (b"secret cats=5", ", line 1: limits are rpm=N"),
+        (b"secret rpm=99999999999999999999999", ", line 1: limits are rpm=N"),
         (b"secret root", ", line 1: scopes are admin and inference"),
         (b"secret inference,", ", line 1: scopes are admin and inference"),
         (b"secret\nb\nsecret admin", ", line 3: this key stands there twice"),
@@ -77,3 +93,31 @@ def test_a_file_that_is_not_there_opens_nothing(tmp_path: Path) -> None:
     assert "No such file" in keys.problem
     assert keys.find([b"", b"one"]) is None
     assert not ApiKeys((), "")
+
+
+def test_limits_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one rpm=60\na=b admin tpm=1000 rpm=5\nthree tpm=7 inference\n")
+    assert [(key.key, key.scopes, key.limits) for key in read_file(str(path))] == [
+        (b"one", frozenset((INFERENCE,)), Limits(rpm=60)),
+        (b"a=b", frozenset((ADMIN,)), Limits(rpm=5, tpm=1000)),
+        (b"three", frozenset((INFERENCE,)), Limits(tpm=7)),
+    ]
+
+
+def test_keys_for_admin_take_admin_from_the_others() -> None:
+    keys = ApiKeys(("one",), "", ("root",), admin_is_open=True)
+    assert keys.find([b"one"]) == ApiKey(b"one", frozenset((INFERENCE,)))
+    assert keys.find([b"root"]) == ApiKey(b"root", SCOPES)
+    assert keys.asks_for(ADMIN)
+    assert keys.asks_for(INFERENCE)
+    alone = ApiKeys((), "", ("root",), admin_is_open=True)
+    assert not alone
+    assert alone.asks_for(ADMIN)
+    assert not alone.asks_for(INFERENCE)
+
+
+def test_without_a_key_admin_is_for_this_host() -> None:
+    assert not ApiKeys.of_server(ServerConfig()).asks_for(ADMIN)
+    assert ApiKeys.of_server(ServerConfig(host="0.0.0.0")).asks_for(ADMIN)
+    assert not ApiKeys.of_server(ServerConfig(host="0.0.0.0")).asks_for(INFERENCE)

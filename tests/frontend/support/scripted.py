@@ -11,6 +11,7 @@ from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice, RowDetails
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
+from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.responses import Response
 from meshlm.frontend.server import Routes
 from meshlm.protocol.columns import pack_i32
@@ -42,6 +43,7 @@ class Scripted:
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
+        self.rates = RateLimits("")
         self.draws = random.Random(1)
         self.pieces: Sequence[str] = ("Hello", " you")
         self.finished = STOP

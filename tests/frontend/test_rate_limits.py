@@ -1,0 +1,122 @@
+"""A key that asks too often gets 429 and the time to wait; all frontends of a host count together."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from scripted import Scripted
+
+from meshlm.frontend.rate_limits import RateLimits
+from meshlm.protocol.config import ServerConfig
+from meshlm.runtime.api_keys import SCOPES, ApiKey, Limits
+
+KEY = ApiKey(b"k", SCOPES, Limits(rpm=2, tpm=100))
+HEADERS = {"Authorization": "Bearer often"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_requests_of_a_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    one, two = RateLimits(str(tmp_path), clock), RateLimits(str(tmp_path), clock)
+    assert (one.take(KEY), two.take(KEY)) == (0.0, 0.0)
+    assert two.take(KEY) == one.take(KEY) == pytest.approx(30.0)
+    clock.now += 29
+    assert one.take(KEY) == pytest.approx(1.0)
+    clock.now += 1
+    assert one.take(KEY) == 0.0
+    clock.now += 1000
+    assert [two.take(KEY) == 0.0 for _ in range(3)] == [True, True, False], "no more than a minute's are saved up"
+
+
+def test_tokens_are_taken_when_they_are_known(tmp_path: Path) -> None:
+    clock = Clock()
+    rates = RateLimits(str(tmp_path), clock)
+    assert rates.take(KEY) == 0.0
+    rates.used("k", 150)
+    clock.now += 30
+    assert rates.take(KEY) == pytest.approx(0.6)
+    clock.now += 0.7
+    assert rates.take(KEY) == 0.0
+    rates.used("nobody", 10**9)
+
+
+def test_a_key_without_limits_touches_no_file(tmp_path: Path) -> None:
+    rates = RateLimits(str(tmp_path / "none"))
+    assert {rates.take(ApiKey(b"k", SCOPES)) for _ in range(100)} == {0.0}
+    rates.used("k", 5)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "error"),
+    [
+        ("/v1/completions", {"prompt": "a"}, {"type": "rate_limit_error", "param": None, "code": 429}),
+        ("/v1/messages", {"max_tokens": 1, "messages": []}, {"type": "rate_limit_error"}),
+    ],
+)
+async def test_429_in_the_form_of_the_route(tmp_path: Path, path: str, body: object, error: dict[str, object]) -> None:
+    (tmp_path / "keys").write_text("often rpm=1\nfree\n")
+    backend = Scripted(ServerConfig(api_key_file=str(tmp_path / "keys"), responses_store="off"))
+    backend.rates = RateLimits(str(tmp_path))
+    transport = httpx.ASGITransport(backend.routes.app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=HEADERS) as http:
+        first = await http.post("/v1/completions", json={"prompt": "a"})
+        again = await http.post(path, json=body)
+        models = await http.get("/v1/models")
+        other = await http.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": "Bearer free"})
+    assert (first.status_code, again.status_code, models.status_code, other.status_code) == (200, 429, 200, 200)
+    assert 55 <= int(again.headers["retry-after"]) <= 60
+    found = again.json()["error"]
+    assert "rpm=1" in found.pop("message")
+    assert found == error
+    assert backend.submits[0].request_ids
+    assert backend.answers[0].ask.api_key == "often"
+
+
+@pytest.mark.parametrize(
+    ("server", "key", "status"),
+    [
+        (ServerConfig(server_dev_mode=True), "", 200),
+        (ServerConfig(server_dev_mode=True, host="0.0.0.0"), "", 403),
+        (ServerConfig(server_dev_mode=True, host="0.0.0.0", admin_api_key=("root",)), "", 401),
+        (ServerConfig(server_dev_mode=True, host="0.0.0.0", admin_api_key=("root",)), "root", 200),
+        (ServerConfig(server_dev_mode=True, api_key=("one",)), "one", 200),
+        (ServerConfig(server_dev_mode=True, api_key=("one",), admin_api_key=("root",)), "one", 403),
+        (ServerConfig(server_dev_mode=True, api_key=("one",), admin_api_key=("root",)), "root", 200),
+    ],
+)
+async def test_who_may_use_routes_for_development(server: ServerConfig, key: str, status: int) -> None:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(Scripted(server).app), base_url="http://x")
+    async with http:
+        answer = await http.get("/server_info", headers={"Authorization": f"Bearer {key}"} if key else {})
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"]["message"]
+    else:
+        assert "root" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("server", "address", "local"),
+    [
+        (ServerConfig(), "127.0.0.1", True),
+        (ServerConfig(api_key=("k",)), "0.0.0.0", False),
+        (ServerConfig(api_key_file="f"), "0.0.0.0", False),
+        (ServerConfig(ssl_certfile="c", ssl_cert_reqs=2), "0.0.0.0", False),
+        (ServerConfig(ssl_certfile="c"), "127.0.0.1", True),
+        (ServerConfig(admin_api_key=("k",)), "127.0.0.1", True),
+        (ServerConfig(host="0.0.0.0"), "0.0.0.0", False),
+        (ServerConfig(host="localhost", api_key=("k",)), "localhost", True),
+        (ServerConfig(host="::1"), "::1", True),
+        (ServerConfig(host="gpu-7"), "gpu-7", False),
+    ],
+)
+def test_without_a_key_this_host_alone(server: ServerConfig, address: str, local: bool) -> None:
+    assert (server.address, server.is_local) == (address, local)
