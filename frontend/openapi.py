@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.operation import EVENTS, Operation, Parameter
+from meshlm.frontend.operations import ADMIN_PATHS, SUBMITS
 from meshlm.frontend.request_schema import Served, refine
 from meshlm.frontend.schema import NEEDLESS, NOT_SUPPORTED
 
@@ -23,6 +24,7 @@ REASONS = {
     409: "It cannot be done now.",
     413: "The body is too large (--max-body-bytes).",
     422: "The Idempotency-Key names another request.",
+    429: "The key has asked too often (its limits in --api-key-file); try again after Retry-After seconds.",
     500: "The request was given up.",
     503: "The server is full or not ready; try again after Retry-After seconds.",
     504: "The request's time was over.",
@@ -69,6 +71,8 @@ def _description() -> str:
 
 def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Served) -> Json:
     errors = {*op.errors, *((401, 403) if (keys and not op.is_open) or op.path in ADMIN_PATHS else ())}
+    if keys and method == "POST" and op.path in SUBMITS:
+        errors.add(429)
     found: Json = {
         "operationId": f"{method.lower()}{re.sub('[^a-z]+', '_', op.path)}".rstrip("_"),
         "summary": op.summary,
