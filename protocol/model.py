@@ -29,10 +29,17 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     """How linear layers of these names are quantised."""
 
     targets: tuple[str, ...]  # "Linear": all; a name or a part of it at dots; "re:" and a regular expression
-    weight: Literal["tensor", "channel", "block"]  # what has a scale of its own
+    weight: Literal["tensor", "channel", "block", "group"]  # what has a scale of its own
     block: tuple[int, int] = (0, 0)  # outputs and inputs of a block
     activation: Literal["none", "static", "token", "group"]  # one scale that a file has, or one found for each token
     group: int = 0  # inputs that have a scale together
+    bits: int = 8  # of a weight; with less than 8, or with weight "group", several codes share a word
+    weight_group: int = 0  # inputs of a weight's row that share a scale; -1: all
+    zeros: bool = False  # files hold a zero point for each scale
+    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors"] = ""  # how they lay out words of codes
+    act_order: bool = False  # files say which group each input belongs to
+    num_groups: int = 0  # of a whole row, which a rank may have a part of
+    projections: int = 1  # of the checkpoint that are one product here
 
 
 class QuantizationSpec(Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0):  w = value(code) * 2^(scale - 127)
 
-32 values share a scale, a byte (e8m0). A code has a sign, two bits of exponent and one of mantissa (e2m1); a byte holds two of them, the
-one in its low half is the first.
+32 values share a scale, a byte (e8m0). A code has a sign, two bits of exponent and one of mantissa (e2m1); a byte holds two of them,
+the first in its low half.
 """
 
 import torch

@@ -7,6 +7,9 @@ import pytest
 from meshlm.architectures.quantization import formats, register, scheme_of
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 ARGUMENTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
 
@@ -26,7 +29,7 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         ({**FP8, "weight_block_size": [128, 128], "activation_scheme": "static"}, "goes with no weight_block_size"),
         ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' is not supported"),
         ({**FP8, "ignored_layers": "lm_head"}, "ignored_layers must be a list of names"),
-        (compressed(format="pack-quantized"), "format 'pack-quantized' is not supported; supported: float-quantized"),
+        (compressed(format="marlin-24"), "format 'marlin-24' is not supported; supported: float-quantized"),
         (compressed(config_groups=1), "config_groups must name groups"),
         (compressed(config_groups={"a": None}), "config_groups: a: it must be an object"),
         (compressed({**ARGUMENTS, "num_bits": 4}), "group_0: weights: num_bits 4 is not supported; supported: 8"),
@@ -41,6 +44,24 @@ def compressed(weights: Any = ARGUMENTS, inputs: Any = None, **changes: Any) -> 
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (compressed(transform_config={"config_groups": {"a": 1}}), "transform_config"),
         (compressed(ignore=["re:("]), "ignore: 're:.' is no regular expression"),
+        (compressed(PACKED, format="pack-quantized") | {"config_groups": 1}, "config_groups must name groups"),
+        (compressed({**PACKED, "num_bits": 3}, format="pack-quantized"), "num_bits 3 is not supported; supported: 4, 8"),
+        (compressed({**PACKED, "group_size": 96}, format="pack-quantized"), "group_size 96 is not supported; supported: 32"),
+        (compressed({**PACKED, "type": "float"}, format="pack-quantized"), "weights: type 'float'"),
+        (compressed({**PACKED, "strategy": "tensor"}, format="pack-quantized"), "weights: strategy 'tensor'"),
+        (compressed({**PACKED, "actorder": "weird"}, format="pack-quantized"), "weights: actorder 'weird'"),
+        (compressed(PACKED, ARGUMENTS, format="pack-quantized"), "input_activations go with no pack-quantized weights"),
+        ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+        ({**GPTQ, "group_size": 1024}, "group_size 1024 is not supported; supported: 32, 64, 128, -1"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; supported: gptq, gptq_v2"),
+        ({**GPTQ, "lm_head": True}, "lm_head True is not supported"),
+        ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        ({**GPTQ, "dynamic": {"+:(": {}}}, "dynamic: .* is no regular expression"),
+        ({**GPTQ, "dynamic": {"+:a": {"rank": 3}}}, "rank 3 is not supported"),
+        ({**GPTQ, "desc_act": 1}, "desc_act 1 is not supported"),
+        ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
+        ({**AWQ, "zero_point": False}, "zero_point False"),
+        ({**AWQ, "bits": 8}, "bits 8 is not supported; supported: 4"),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_named(config: dict[str, Any], said: str) -> None:
@@ -77,3 +98,16 @@ def test_the_first_group_that_has_a_layer_counts() -> None:
 def test_two_of_one_name() -> None:
     with pytest.raises(ValueError, match="quantization fp8 is registered already"):
         register(formats()["fp8"])
+
+
+def test_gptq_of_some_layers() -> None:
+    spec = formats()["gptq"].read({**GPTQ, "dynamic": {r"-:.*q_proj": {}, r"+:.*down": {"bits": 8, "group_size": 32}}})
+    found = [scheme_of(spec, f"model.layers.0.{name}") for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")]
+    assert [scheme and (scheme.bits, scheme.weight_group) for scheme in found] == [None, (8, 32), (4, 128)]
+
+
+def test_awq_excepts_layers_by_parts_of_their_names() -> None:
+    spec = formats()["awq"].read({**AWQ, "modules_to_not_convert": ["visual", "o_pro"]})
+    assert scheme_of(spec, "model.layers.0.self_attn.o_proj") is None
+    assert scheme_of(spec, "lm_head") is None
+    assert scheme_of(spec, "model.layers.0.self_attn.q_proj") is not None

@@ -20,8 +20,8 @@ def indexed(**of: str) -> dict[str, object]:
     ("files", "said"),
     [
         (
-            {"config.json": {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}},
-            "quant_method 'gptq'.; supported: quantization_config with fp8, compressed-tensors, and GGUF files",
+            {"config.json": {**CONFIG, "quantization_config": {"quant_method": "quip", "bits": 4}}},
+            "quant_method 'quip'.; supported: quantization_config with fp8, compressed-tensors, gptq, awq, and GGUF files",
         ),
         (
             {"config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}},

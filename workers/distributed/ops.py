@@ -23,7 +23,7 @@ class SummingOps:
         self.pack, self.linear, self.rms_norm, self.silu_mul = base.pack, base.linear, base.rms_norm, base.silu_mul
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
         self.select_experts, self.latent_cache = base.select_experts, base.latent_cache
-        self.head_products = base.head_products
+        self.head_products, self.packed_linear = base.head_products, base.packed_linear
         self.slots_of = base.slots_of
 
     def row_parallel_linear(

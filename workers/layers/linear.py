@@ -58,8 +58,8 @@ class Matrix(Linear):
         values = self.method.values(self)
         self.use(UNQUANTIZED)
         self.weight = nn.Parameter(values, requires_grad=False)
-        self._parameters.pop("weight_scale", None)
-        self._parameters.pop("input_scale", None)
+        for name in self._parameters.keys() - {"weight", "bias"}:
+            self._parameters.pop(name)
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         return F.linear(x, self.weight)

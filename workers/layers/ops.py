@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.moe_slots.reference import slots_of
+from meshlm.kernels.packed_gemm.reference import PackedWeight, packed_linear
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
@@ -89,6 +90,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """[m, inputs] -> [m, outputs]."""
+        ...
+
+    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        """[m, inputs] -> [m, outputs]: kernels/packed_gemm."""
         ...
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
@@ -204,6 +209,9 @@ class Composed:
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
+
+    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        return packed_linear(x, weight, bias)
 
     def finish_sum(self, x: PartialSum, dtype: torch.dtype) -> Tensor:
         assert x.kind is Kind.WHOLE

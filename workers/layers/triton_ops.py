@@ -18,6 +18,8 @@ from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.kernels.moe_slots.kernel import slots_of
 from meshlm.kernels.moe_sum.kernel import sum_parts
 from meshlm.kernels.norm import kernel as norms
+from meshlm.kernels.packed_gemm.kernel import packed_linear
+from meshlm.kernels.packed_gemm.reference import PackedWeight
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import silu_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
@@ -52,6 +54,9 @@ class TritonOps(Composed):
         if pays(packed, x.shape[0]):
             return gemv(x, packed, bias)[0]
         return products.gemm(x, packed, bias)
+
+    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        return packed_linear(x, weight, bias)
 
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from meshlm.architectures.packed_quantization import of_layer
 from meshlm.architectures.quantization import formats, scheme_of
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 from meshlm.runtime.errors import ProcessFatal
@@ -29,6 +30,9 @@ def use_methods(model: Decoder) -> None:
             if scheme is not None:
                 for stem in stems[path]:
                     _check_split(stem, slices[f"{stem}.weight"], scheme)
+                if scheme.weight == "group":
+                    inputs = slices[f"{stems[path][0]}.weight"].shape[1]
+                    scheme = of_layer(scheme, inputs, len(stems[path]))
                 module.use(_method(spec, scheme))
         elif isinstance(module, GroupedLinear):
             _use_experts_method(module, spec, stems[path], slices)
@@ -67,6 +71,8 @@ def _common(spec: QuantizationSpec, stems: list[str]) -> QuantizationScheme | No
 def _check_split(stem: str, found: WeightSlice, scheme: QuantizationScheme) -> None:
     """A group of inputs has one scale, which two ranks cannot find each by itself."""
     whole = scheme.block[1] if scheme.weight == "block" else 1
+    if scheme.weight == "group" and not scheme.act_order:
+        whole = max(1, scheme.weight_group)
     for size in (whole, scheme.group or 1):
         if found.dim == 1 and (found.begin % size or (found.end % size and found.end != found.shape[1])):
             raise ProcessFatal(

@@ -1,7 +1,7 @@
 """The tensors with scales that a quantised checkpoint has beside its weights, and the part of each that a worker's layer takes."""
 
+from collections import Counter
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,18 +10,12 @@ from meshlm.architectures.quantization import scheme_of
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.quantization.packed_files import packed_rows, tensors_of
+from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.weights.slices import WeightSlice
+from meshlm.workers.weights.source import Source
 
 _ONE = ((), (1,))
-
-
-class ScaleTensor(NamedTuple):
-    """Scales of one weight, or the scale of its inputs."""
-
-    weight: str  # the weight's name
-    parameter: str  # weight_scale, input_scale: of the layer that has the weight
-    shapes: tuple[tuple[int, ...], ...]  # that the tensor may have
-    scheme: QuantizationScheme
 
 
 @cache
@@ -38,12 +32,19 @@ def quantised_weights(spec: ModelSpec) -> dict[str, QuantizationScheme]:
 
 @cache
 def scale_tensors(spec: ModelSpec) -> dict[str, ScaleTensor]:
-    """All scale tensors, by name."""
-    found = {}
+    """All scale tensors, by name; of packed weights those with their codes too."""
+    found: dict[str, ScaleTensor] = {}
+    ordinals: Counter[tuple[int | None, str]] = Counter()
     for name, scheme in quantised_weights(spec).items():
         assert spec.quantization is not None
-        outputs, inputs = weights_of(spec)[name].shape
+        weight = weights_of(spec)[name]
+        outputs, inputs = weight.shape
+        ordinal = ordinals[weight.layer, weight.parameter]
+        ordinals[weight.layer, weight.parameter] += 1
         match scheme.weight:
+            case "group":
+                found |= tensors_of(name, (outputs, inputs), scheme, ordinal, bias=_bias(name) in weights_of(spec))
+                continue
             case "tensor":
                 shapes: tuple[tuple[int, ...], ...] = _ONE
             case "channel":
@@ -57,9 +58,18 @@ def scale_tensors(spec: ModelSpec) -> dict[str, ScaleTensor]:
     return found
 
 
-def scale_rows(name: str, values: Tensor, found: ScaleTensor, part: WeightSlice) -> Tensor:
-    """float32 for each row of a worker's part of the weight: [1, 1], [rows, 1] or [rows, groups]; of inputs [1]. ProcessFatal."""
-    values = values.to(torch.float32)
+def _bias(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+def scale_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice) -> Tensor:
+    """float32 for each row of a worker's part of the weight: [1, 1], [rows, 1] or [rows, groups]; of inputs [1]. ProcessFatal.
+
+    Of packed weights: see `packed_rows`.
+    """
+    if found.scheme.weight == "group":
+        return packed_rows(name, source, found, part)
+    values = source.whole().to(torch.float32)
     least = 0.0 if found.parameter == "weight_scale" else torch.finfo(torch.float32).tiny
     if not bool((values.isfinite() & (values >= least)).all()):
         raise ProcessFatal(f"tensor {name}: a scale must be a positive number, and one is not")

@@ -15,7 +15,8 @@ from meshlm.runtime.checkpoint_files import FLOATS, SCALE_OF_KV_CACHE, is_needle
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.scales import quantised_weights, scale_tensors
-from meshlm.workers.weights.sources import Source, shapes
+from meshlm.workers.weights.source import Source
+from meshlm.workers.weights.sources import shapes
 
 _SAMPLE = 16
 """Rows of the embedding that are compared with those of an output projection that should be the same tensor."""
@@ -25,8 +26,12 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
     """ProcessFatal names how many tensors are at fault, and the first of them."""
     spec, where = resolved.spec, resolved.model_path
     expected: dict[str, tuple[tuple[int, ...], ...]] = {_short(name): (shape,) for name, shape in shapes(spec)}
-    expected |= {_short(name): scale.shapes for name, scale in scale_tensors(spec).items()}
+    scales = {_short(name): scale for name, scale in scale_tensors(spec).items()}
+    expected |= {short: scale.shapes for short, scale in scales.items()}
     codes = {_short(name) for name in quantised_weights(spec)}
+    for scale in scales.values():
+        if scale.scheme.weight == "group":  # files hold it in other tensors
+            expected.pop(_short(scale.weight), None)
     found: dict[str, tuple[int, ...]] = {}
     twice, foreign, types = [], [], []
     samples: dict[str, Tensor] = {}
@@ -41,7 +46,8 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
         if short in found:
             twice.append(name)
         found[short] = source.shape
-        if source.dtype not in ((FP8,) if short in codes else FLOATS):
+        known = (FP8,) if short in codes else FLOATS
+        if source.dtype not in ((scales[short].types or known) if short in scales else known):
             types.append(f"{name} ({source.dtype})")
         elif (
             spec.tie_word_embeddings
@@ -58,7 +64,8 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
     _refuse(where, foreign, f"that {spec.architecture} of this configuration does not have")
     _refuse(where, twice, "twice")
     _refuse(where, list(shown.values()), "of another shape than the configuration says")
-    _refuse(where, sorted(expected.keys() - found.keys()), "missing")
+    needed = expected.keys() - {short for short, scale in scales.items() if scale.only_checked}
+    _refuse(where, sorted(needed - found.keys()), "missing")
     if len(samples) == 2 and not torch.equal(samples["lm_head.weight"], samples["embed_tokens.weight"]):
         raise ProcessFatal(f"{where}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight")
 

@@ -15,12 +15,15 @@ from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.models.decoder import Attention, Decoder
 from meshlm.workers.models.registry import model_class
+from meshlm.workers.quantization import packed_files
 from meshlm.workers.quantization.registry import use_methods
-from meshlm.workers.quantization.scales import ScaleTensor, scale_rows, scale_tensors
+from meshlm.workers.quantization.scale_tensor import ScaleTensor
+from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
-from meshlm.workers.weights.sources import Source, sources
+from meshlm.workers.weights.source import Source
+from meshlm.workers.weights.sources import sources
 
 NEWS = 256  # of a whole load, at most
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -117,6 +120,9 @@ def _fill(
         found, scale = _place(name, scales, model)
         if found is None or found.end == found.begin:
             continue
+        if scale is not None and scale.only_checked:
+            packed_files.check(name, source, scale, found.shape)
+            continue
         if found.parameter in kept:
             taken = kept[found.parameter].take(slots[found.parameter], source, found)
         else:
@@ -156,9 +162,15 @@ def _take(
     """A part of a tensor goes to its place in a parameter; how many elements that are."""
     slot = _slot(slots, found)
     if scale is not None:
-        end = found.row + (found.end - found.begin if found.dim == 0 else found.shape[0])
-        slot[found.row : end] = scale_rows(name, source.whole(), scale, found)
-        return slot[found.row : end].numel()
+        rows = scale_rows(name, source, scale, found)
+        if scale.parameter == "input_group":
+            slot[scale.ordinal] = rows
+            return rows.numel()
+        count = found.end - found.begin if found.dim == 0 else found.shape[0]
+        if found.neighbours[1] and len(rows) == count:
+            rows = _to_halves(rows, *found.neighbours)
+        slot[found.row : found.row + count] = rows
+        return slot[found.row : found.row + count].numel()
     tensor = source.part(found.dim, found.begin, found.end)
     rows = slot[found.row : found.row + tensor.shape[0]]
     if found.neighbours[1] and resolved.load_format != "gguf":  # gguf_source.py reorders

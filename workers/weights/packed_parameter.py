@@ -15,7 +15,7 @@ from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.quantization.unquantized import PackedGGUF
 from meshlm.workers.weights.gguf_source import GGUFTensorSource
 from meshlm.workers.weights.slices import WeightSlice, place
-from meshlm.workers.weights.sources import Source
+from meshlm.workers.weights.source import Source
 
 
 class PackedParameter:

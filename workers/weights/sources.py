@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,25 +21,11 @@ from meshlm.runtime.checkpoint_files import weight_files
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.weights.gguf_latent import joined
 from meshlm.workers.weights.gguf_source import encoded_tensors
+from meshlm.workers.weights.source import Source
 
 DUMMY_STD = 0.02
 _OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+)\.(?P<kind>weight|bias)")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-class Source(Protocol):
-    """One tensor of a model."""
-
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it
-
-    def part(self, dim: int, begin: int, end: int) -> Tensor:
-        """Indices begin to end of dimension `dim`. ProcessFatal names a file that cannot be read."""
-        ...
-
-    def whole(self) -> Tensor:
-        """The whole tensor, of whatever shape."""
-        ...
 
 
 def sources(

@@ -1,0 +1,143 @@
+"""Checkpoints whose files hold several codes in a word: GPTQ, AWQ, compressed-tensors' pack-quantized. See quantization.py."""
+
+import re
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from meshlm.architectures.config_values import shown
+from meshlm.architectures.quantization_keys import names, one_of, only
+from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
+
+GROUPS = (32, 64, 128, -1)
+_MEANS_NOTHING_HERE = (
+    "quant_method damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name quantizer"
+    " meta tokenizer dataset batch_size use_cuda_fp16 use_exllama disable_exllama exllama_config max_input_length pad_token_id"
+    " cache_block_outputs block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize model_seqlen mse"
+    " act_group_aware backend do_fuse fuse_max_seq_len modules_to_fuse q_group_size w_bit quant_type"
+)
+
+
+def read_gptq(config: dict[str, Any]) -> QuantizationSpec:
+    """quant_method gptq, as AutoGPTQ and GPTQModel write it. `dynamic` overrides settings of layers by regular expressions."""
+    only(
+        config,
+        f"{_MEANS_NOTHING_HERE} bits group_size desc_act sym checkpoint_format format lm_head pack_dtype dynamic version",
+    )
+    one_of(config, "pack_dtype", ("int32", None))
+    one_of(config, "lm_head", (False, None))
+    for key in ("checkpoint_format", "format"):
+        one_of(config, key, ("gptq", "gptq_v2", None))
+    second = "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))
+    usual = _gptq_scheme(config, ("Linear",), "gptq_v2" if second else "gptq")
+    ignore, schemes = ["lm_head"], []
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ValueError(f"dynamic must be an object, got {shown(dynamic)}")
+    for pattern, changes in dynamic.items():
+        expression = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ValueError(f"dynamic: {shown(pattern)} is no regular expression ({error})") from None
+        if pattern.startswith("-:"):
+            ignore.append(f"re:{expression}")
+            continue
+        if not isinstance(changes, dict):
+            raise ValueError(f"dynamic: {shown(pattern)} must be an object, got {shown(changes)}")
+        only(changes, "bits group_size desc_act sym")
+        schemes.append(_gptq_scheme({**config, **changes}, (f"re:{expression}",), usual.files))
+    return QuantizationSpec(method="gptq", schemes=(*schemes, usual), ignore=tuple(ignore))
+
+
+def _gptq_scheme(
+    config: dict[str, Any],
+    targets: tuple[str, ...],
+    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors"],
+) -> QuantizationScheme:
+    for key in ("sym", "desc_act"):
+        one_of(config, key, (True, False, None))
+    return QuantizationScheme(
+        targets=targets,
+        weight="group",
+        activation="none",
+        bits=one_of(config, "bits", (4, 8)),
+        weight_group=one_of(config, "group_size", GROUPS),
+        zeros=True,
+        files=files,
+        act_order=bool(config.get("desc_act")),
+    )
+
+
+def read_awq(config: dict[str, Any]) -> QuantizationSpec:
+    """quant_method awq, as AutoAWQ writes it. Layers are excepted by parts of their names."""
+    only(config, f"{_MEANS_NOTHING_HERE} bits group_size zero_point version modules_to_not_convert")
+    version = config.get("version")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ValueError(f"version {shown(version)} is not supported; supported: gemm")
+    one_of(config, "zero_point", (True,))
+    bits, group = ("bits", "group_size") if "bits" in config else ("w_bit", "q_group_size")
+    excepted = tuple(f"re:.*{re.escape(name)}" for name in names(config, "modules_to_not_convert"))
+    scheme = QuantizationScheme(
+        targets=("Linear",),
+        weight="group",
+        activation="none",
+        bits=one_of(config, bits, (4,)),
+        weight_group=one_of(config, group, GROUPS),
+        zeros=True,
+        files="awq",
+    )
+    return QuantizationSpec(method="awq", schemes=(scheme,), ignore=("lm_head", *excepted))
+
+
+def packed_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> QuantizationScheme:
+    """The weights of a group of compressed-tensors' config_groups with format pack-quantized."""
+    bits = one_of(weights, "num_bits", (4, 8))
+    strategy = one_of(weights, "strategy", ("group", "channel"))
+    symmetric = one_of(weights, "symmetric", (True, False))
+    order = one_of(weights, "actorder", ("group", "weight", "static", False, None))
+    size = one_of(weights, "group_size", GROUPS[:3]) if strategy == "group" else -1
+    return QuantizationScheme(
+        targets=targets,
+        weight="group",
+        activation="none",
+        bits=bits,
+        weight_group=size,
+        zeros=not symmetric,
+        files="compressed-tensors",
+        act_order=order == "group",
+    )
+
+
+INTEGERS = ("I32", "I64")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_GPTQ: dict[str, tuple[str, tuple[str, ...]]] = {
+    "qweight": ("weight", INTEGERS),
+    "qzeros": ("weight_zero", INTEGERS),
+    "scales": ("weight_scale", _FLOATS),
+    "g_idx": ("input_group", INTEGERS),
+}
+TENSORS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "gptq": _GPTQ,
+    "gptq_v2": _GPTQ,
+    "awq": {name: _GPTQ[name] for name in ("qweight", "qzeros", "scales")},
+    "compressed-tensors": {
+        "weight_packed": ("weight", INTEGERS),
+        "weight_zero_point": ("weight_zero", INTEGERS),
+        "weight_scale": ("weight_scale", _FLOATS),
+        "weight_g_idx": ("input_group", INTEGERS),
+        "weight_shape": ("weight_shape", INTEGERS),
+    },
+}
+"""By layout: the tensors that stand for a layer's weight, what each of them is, and the types it may have."""
+
+
+def holds(scheme: QuantizationScheme | None, last: str, dtype: str) -> bool:
+    """Whether a layer of this scheme has a tensor with this last part of its name and of this type."""
+    return scheme is not None and dtype in TENSORS.get(scheme.files, {}).get(last, ("", ()))[1]
+
+
+def of_layer(scheme: QuantizationScheme, inputs: int, projections: int = 1) -> QuantizationScheme:
+    """The scheme of a layer with so many inputs: its groups have a size, also where a whole row is one."""
+    size = inputs if scheme.weight_group == -1 else scheme.weight_group
+    return replace(scheme, weight_group=size, num_groups=-(-inputs // size), projections=projections)

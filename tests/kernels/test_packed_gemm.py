@@ -1,0 +1,99 @@
+"""Products with packed weights, and their decoding, against plain torch; what is packed comes out again."""
+
+import pytest
+import torch
+from device import DEVICE, DTYPES, MARKS, near
+from torch import Tensor
+
+from meshlm.kernels.packed_gemm import kernel, reference
+from meshlm.kernels.packed_gemm.kernel import Shape
+from meshlm.kernels.packed_gemm.reference import PackedWeight
+
+pytestmark = MARKS
+NF4 = [
+    -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+]  # fmt: skip
+
+
+def weight_of(kind: str, outputs: int, inputs: int, bits: int, group: int) -> tuple[PackedWeight, Tensor]:
+    """A packed weight, and its values in float32."""
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    groups = -(-inputs // group)
+    scales = (torch.rand(groups, outputs, device=DEVICE) + 0.5).half() / 2**bits
+    low, high = reference.pack(codes, bits)
+    each = scales.float().t().repeat_interleave(group, 1)[:, :inputs]
+    common = {"bits": bits, "group": group, "inputs": inputs}
+    match kind:
+        case "symmetric":
+            zero = 1 << bits - 1
+            return PackedWeight(low, high, scales, zero=zero, **common), (codes.float() - zero) * each  # type: ignore[arg-type]
+        case "zeros":
+            zeros = torch.randint(0, 1 << bits, (groups, outputs), dtype=torch.uint8, device=DEVICE)
+            spread = zeros.t().float().repeat_interleave(group, 1)[:, :inputs]
+            return PackedWeight(low, high, scales, zeros=zeros, **common), (codes.float() - spread) * each  # type: ignore[arg-type]
+        case "minima":
+            minima = -torch.rand(groups, outputs, device=DEVICE).half()
+            spread = minima.t().float().repeat_interleave(group, 1)[:, :inputs]
+            return PackedWeight(low, high, scales, minima=minima, **common), codes.float() * each + spread  # type: ignore[arg-type]
+        case _:
+            table = torch.tensor(NF4, device=DEVICE)
+            return PackedWeight(low, high, scales, table=table, **common), table[codes.long()] * each  # type: ignore[arg-type]
+
+
+KINDS = [
+    ("symmetric", 4, 128), ("symmetric", 4, 32), ("zeros", 4, 64), ("zeros", 4, 512), ("minima", 4, 32), ("table", 4, 64),
+    ("minima", 5, 32), ("symmetric", 6, 16), ("symmetric", 8, 32), ("zeros", 8, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "bits", "group"), KINDS)
+def test_decoding(kind: str, bits: int, group: int) -> None:
+    for inputs in (512, 320):
+        weight, values = weight_of(kind, 40, inputs, bits, group)
+        assert weight.low.shape == (40, -(-inputs // 256) * 32)
+        torch.testing.assert_close(reference.decode(weight, torch.float32), values)
+        near(kernel.decode(weight, torch.float32), values, torch.float32)
+        order = torch.randperm(inputs, device=DEVICE)
+        assert torch.equal(reference.decode(weight._replace(order=order), torch.float32)[:, order], values)
+
+
+CASES = [
+    *((kind, bits, group, DTYPES[1]) for kind, bits, group in KINDS),
+    *(("zeros", 4, 64, dtype) for dtype in (DTYPES[0], *DTYPES[2:])),
+    *((kind, bits, group, DTYPES[2]) for kind, bits, group in KINDS if DTYPES[2:]),
+]
+
+
+@pytest.mark.parametrize(("kind", "bits", "group", "dtype"), CASES)
+def test_products(kind: str, bits: int, group: int, dtype: torch.dtype) -> None:
+    """Of few rows and of some, in parts, of sizes that are no multiples of a tile or of a chunk."""
+    for rows, inputs, shape in (
+        (1, 512, Shape(16, 64, 2, 4, 2)),
+        (5, 320, Shape(16, 64, 1, 4, 2, swap=True)),
+        (33, 320, Shape(64, 64, 1, 4, 2)),
+    ):
+        weight, values = weight_of(kind, 40, inputs, bits, group)
+        x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
+        found = kernel.parts(x, weight, shape)
+        found = found.sum(0) if shape.splits > 1 else found
+        near(found, x.float() @ values.t(), dtype, 4.0)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_any_number_of_rows(rows: int) -> None:
+    """With a bias, and inputs in another order."""
+    weight, _ = weight_of("zeros", 48, 1024, 4, 128)
+    weight = weight._replace(order=torch.randperm(1024, device=DEVICE))
+    x, bias = torch.randn(rows, 1024, device=DEVICE).half() / 32, torch.randn(48, device=DEVICE).half()
+    expected = x.float() @ reference.decode(weight, torch.float32).t() + bias.float()
+    near(kernel.packed_linear(x, weight, bias), expected, torch.float16, 2.0)
+    near(reference.packed_linear(x, weight, bias), expected, torch.float16, 2.0)
+
+
+def test_every_size_has_a_shape() -> None:
+    for rows in (1, 8, 16, 64, 256):
+        for outputs, inputs in ((6144, 4096), (576, 576), (4096, 14336), (28672, 4096), (16, 32)):
+            shape = kernel.default_shape(rows, outputs, inputs, DEVICE)
+            assert 16 <= shape.block_m <= 64
+            assert shape.splits <= -(-inputs // 256)

@@ -1,0 +1,146 @@
+"""Weights of 4 or 8 bits whose words hold several codes (GPTQ, AWQ, compressed-tensors' pack-quantized): (code - zero) * scale.
+
+Files fill parameters of one form (packed_files.py), whatever their own: bytes of codes in the order of inputs. After loading they
+become the words of kernels/packed_gemm on a GPU, and values on a CPU.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.kernels.packed_gemm.reference import CHUNK, PLANE, PackedWeight, decode, pack
+from meshlm.protocol.model import QuantizationScheme
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.quantization.method import Fused
+
+if TYPE_CHECKING:
+    from meshlm.workers.layers.linear import Linear
+    from meshlm.workers.layers.ops import Ops
+
+PARAMETERS = ("weight", "weight_scale", "weight_zero", "input_group")
+
+
+class PackedLinear:
+    """See `meshlm.workers.quantization.method.LinearMethod`."""
+
+    def __init__(self, scheme: QuantizationScheme) -> None:
+        """The scheme is that of a layer (`packed_quantization.of_layer`)."""
+        self.scheme = scheme
+        self.weight: PackedWeight | None = None
+        self._dtype = torch.get_default_dtype()  # the model's, while it is made
+
+    def add_parameters(self, linear: "Linear") -> None:
+        """uint8 codes [outputs, inputs * bits / 8] and zero points [outputs, groups]; float32 scales; the groups of inputs."""
+        scheme = self.scheme
+        groups = scheme.num_groups if scheme.act_order else -(-linear.inputs // scheme.weight_group)
+
+        def empty(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+        linear.weight = empty(torch.uint8, linear.outputs, linear.inputs * scheme.bits // 8)
+        linear.weight_scale = empty(torch.float32, linear.outputs, groups)
+        if scheme.zeros:
+            linear.weight_zero = empty(torch.uint8, linear.outputs, groups)
+        if scheme.act_order:
+            linear.input_group = empty(torch.int32, scheme.projections, linear.inputs)
+
+    def finish(self, linear: "Linear", ops: "Ops") -> None:
+        """Nothing of the files' form is left."""
+        packed = self._packed(linear)
+        for name in PARAMETERS[1:]:
+            linear._parameters.pop(name, None)
+        if packed.low.device.type == "cpu":
+            linear.weight = nn.Parameter(ops.pack(decode(packed, self._dtype)), requires_grad=False)
+            return
+        self.weight = packed
+        linear.weight = nn.Parameter(packed.low, requires_grad=False)
+
+    def values(self, linear: "Linear") -> Tensor:
+        return decode(self._packed(linear), self._dtype)
+
+    def apply(self, linear: "Linear", x: Tensor, ops: "Ops") -> Tensor:
+        if self.weight is None:
+            return ops.linear(x, linear.weight, linear.bias, linear.outputs)
+        return ops.packed_linear(x, self.weight, linear.bias)
+
+    def fused(self, kind: Fused) -> bool:
+        """A CPU has the values."""
+        return self.weight is None
+
+    def _packed(self, linear: "Linear") -> PackedWeight:
+        scheme, scale = self.scheme, linear.weight_scale
+        assert isinstance(scale, Tensor)
+        codes = unpacked(linear.weight.data, scheme.bits)
+        zero = linear.weight_zero if scheme.zeros else torch.full_like(scale, 1 << scheme.bits - 1, dtype=torch.uint8)
+        assert isinstance(zero, Tensor)
+        size, order = scheme.weight_group, None
+        if scheme.act_order:
+            assert isinstance(linear.input_group, Tensor)
+            codes, scale, zero, size, order = in_order(codes, scale, zero, self._groups(linear.input_group), size)
+        size = size if size in (PLANE, 64, 128) else -(-size // CHUNK) * CHUNK
+        one_zero = int(zero.flatten()[0]) if bool((zero == zero.flatten()[0]).all()) else None
+        low, high = pack(codes, scheme.bits)
+        return PackedWeight(
+            low,
+            high,
+            compact(scale.t()),
+            None if one_zero is not None else zero.t().contiguous(),
+            order=order,
+            bits=scheme.bits,
+            group=size,
+            zero=one_zero or 0,
+            inputs=codes.shape[1],
+            columns=linear.inputs,
+        )
+
+    def _groups(self, of_inputs: Tensor) -> Tensor:
+        """The group of each input, the same for all projections of the product. ProcessFatal."""
+        first = of_inputs[0]
+        if bool((of_inputs != first).any()):
+            raise ProcessFatal(
+                "quantization_config: desc_act: projections that are one product here order their inputs in different ways"
+            )
+        if bool((first < 0).any()) or bool((first >= self.scheme.num_groups).any()):
+            raise ProcessFatal(
+                f"quantization_config: desc_act: an input is in a group that is none of {self.scheme.num_groups}"
+            )
+        return first.long()
+
+
+def unpacked(codes: Tensor, bits: int) -> Tensor:
+    """Bytes of files' parameters -> one code in each."""
+    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+
+
+def compact(scales: Tensor) -> Tensor:
+    """Of 16 bits, where those hold them exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).to(scales.dtype), scales):
+            return scales.to(dtype).contiguous()
+    return scales.contiguous()
+
+
+def in_order(
+    codes: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor | None]:
+    """Inputs sorted by their groups: codes, scales, zero points, the size of a group, and which inputs these are (None: as they were).
+
+    A rank's part of the inputs has some of each group: then groups are filled up to planes of 32, with weights that are zero.
+    """
+    order = torch.argsort(groups, stable=True)
+    regular = torch.arange(len(groups), device=groups.device) // size
+    if torch.equal(groups[order], regular):
+        as_they_were = torch.equal(groups, regular)
+        return (codes if as_they_were else codes[:, order]), scale, zero, size, None if as_they_were else order
+    counts = torch.bincount(groups, minlength=scale.shape[1])
+    planes = -(-counts // PLANE)
+    of_plane = torch.repeat_interleave(torch.arange(len(counts), device=groups.device), planes)
+    begins = (planes.cumsum(0) - planes) * PLANE  # of each group, in the new order
+    nth = torch.arange(len(groups), device=groups.device) - (counts.cumsum(0) - counts)[groups[order]]
+    to = begins[groups[order]] + nth
+    filled = zero[:, of_plane].repeat_interleave(PLANE, dim=1)
+    filled[:, to] = codes[:, order]
+    columns = torch.zeros(len(of_plane) * PLANE, dtype=torch.long, device=groups.device)
+    columns[to] = order
+    return filled, scale[:, of_plane], zero[:, of_plane], PLANE, columns
