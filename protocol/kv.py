@@ -8,12 +8,13 @@ block table per group. A model with one spec has one group with all its layers. 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
 from meshlm.protocol.model import ModelSpec
 
+BLOCK_STEP = 16  # a block that is made longer for a state has a multiple of so many tokens
 GOOD_ENOUGH = 1.05  # times the least memory: with that, the fewest groups
 
 
@@ -21,6 +22,7 @@ class KeepsAll(Struct, frozen=True):
     """A token sees all tokens before it: every block is kept while a request runs."""
 
     keeps_all: ClassVar[bool] = True
+    carried: ClassVar[bool] = False  # whether one page moves on with the request
 
     def first_needed(self, block_size: int, num_computed: int) -> int:
         """The first block that the token at position `num_computed`, or any after it, can see."""
@@ -40,6 +42,7 @@ class SlidingWindow(Struct, frozen=True, tag="sliding"):
 
     window: int
     keeps_all: ClassVar[bool] = False
+    carried: ClassVar[bool] = False
 
     def first_needed(self, block_size: int, num_computed: int) -> int:
         """See KeepsAll."""
@@ -67,7 +70,37 @@ class EncoderOnly(KeepsAll, frozen=True, tag="encoder"):
         return 0
 
 
-KVSpec = FullAttention | SlidingWindow | Latent | EncoderOnly
+class RecurrentState(Struct, frozen=True, tag="state"):
+    """One state of fixed size of each sequence (state-space layers), in one page, which is overwritten as the sequence grows.
+
+    The page that a block's place in the table names holds the state behind that block's last token; while it is not full, behind the
+    request's last one. Where the next place names the same page, nothing was left here. A page that is left is a *checkpoint*: it is
+    not written again, and a prefix that ends there is found by it.
+    """
+
+    mode: Literal["none", "align", "all"] = (
+        "align"  # checkpoints: none, where a step ends at their place, or at all places
+    )
+    every: int = 1  # blocks from one place to the next
+    keeps_all: ClassVar[bool] = False
+    carried: ClassVar[bool] = True
+
+    def first_needed(self, block_size: int, num_computed: int) -> int:
+        """See KeepsAll: it goes on from the state behind the token before."""
+        return max(0, num_computed - 1) // block_size
+
+    def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
+        """See KeepsAll."""
+        size = block_size * self.every
+        most = {"none": 1, "align": 2, "all": -(-(1 + step_tokens) // size) + 1}[self.mode]
+        return min(-(-num_tokens // size), most)
+
+    def is_place(self, block: int) -> bool:
+        """Whether a checkpoint may be left behind this block."""
+        return self.mode != "none" and (block + 1) % self.every == 0
+
+
+KVSpec = FullAttention | SlidingWindow | Latent | EncoderOnly | RecurrentState
 
 
 class KVGroup(Struct, frozen=True):
@@ -79,8 +112,30 @@ class KVGroup(Struct, frozen=True):
     page_bytes: int
 
 
+_STATE = RecurrentState()
+
+
+def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[int, KVSpec]]:
+    """Layer and KVSpec of each cache, in the order of layers: most have one, some a state beside their keys and values, some none.
+
+    state: the spec of recurrent states.
+    """
+    found: list[tuple[int, KVSpec]] = []
+    for layer, spec in enumerate(_attention_of_layers(model)):
+        if model.has_attention(layer):
+            found.append((layer, spec))
+        if model.has_state(layer):
+            found.append((layer, state))
+    return found
+
+
 def spec_of_layers(model: ModelSpec) -> list[KVSpec]:
-    """The KVSpec of each layer: what its attention sees."""
+    """The KVSpec of each cache."""
+    return [spec for _, spec in caches_of(model)]
+
+
+def _attention_of_layers(model: ModelSpec) -> Sequence[KVSpec]:
+    """What the attention of each layer sees."""
     if model.encoder_only:
         return [EncoderOnly()] * model.num_hidden_layers
     if model.mla is not None:
@@ -110,7 +165,8 @@ def make_groups(
     least = min(map(cost, sizes))
     every = list(range(first_layer, first_layer + len(specs)))
     everything = next((spec for spec in layers if spec.keeps_all), FullAttention())
-    if len(every) * everything.num_held(block_size, max_model_len) <= GOOD_ENOUGH * least:
+    carried = any(spec.carried for spec in layers)
+    if not carried and len(every) * everything.num_held(block_size, max_model_len) <= GOOD_ENOUGH * least:
         layers, size = {everything: every}, len(every)
     else:
         size = max(size for size in sizes if cost(size) <= GOOD_ENOUGH * least)
@@ -122,6 +178,21 @@ def make_groups(
             KVGroup(spec, tuple(some[n::count]), block_size, size * block_size * layer_bytes) for n in range(count)
         ]
     return tuple(groups)
+
+
+def block_size_with_states(block_size: int, token_bytes: int, state_bytes: int) -> int:
+    """Tokens of a block, at least `block_size`, of which the keys and values of one layer take the bytes of one layer's state."""
+    needed = -(-state_bytes // token_bytes) if token_bytes else 0
+    return block_size if needed <= block_size else -(-needed // BLOCK_STEP) * BLOCK_STEP
+
+
+def waste(groups: Sequence[KVGroup], cache_bytes: dict[KVSpec, int], page_bytes: int, num_tokens: int) -> float:
+    """The part of a request's pages that holds nothing, of `num_tokens` tokens: layers that a group lacks, and bytes that a state
+    leaves of its page. cache_bytes: of one layer's cache in a page."""
+    held = [(group, group.spec.num_held(group.block_size, num_tokens)) for group in groups]
+    used = sum(count * len(group.layers) * cache_bytes[group.spec] for group, count in held)
+    whole = page_bytes * sum(count for _, count in held)
+    return 1 - used / whole if whole else 0.0
 
 
 def pages_of(specs: Sequence[KVSpec], block_size: int, num_tokens: int, step_tokens: int = 1) -> int:

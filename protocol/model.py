@@ -87,6 +87,37 @@ class MLASpec(Struct, frozen=True, kw_only=True):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+class StateSpec(Struct, frozen=True, kw_only=True):
+    """Layers that keep one state of fixed size of each sequence. Names are Hugging Face's for Mamba-2.
+
+    A state has `num_heads` matrices [head_dim, state_size], and the last inputs of a convolution of each of `conv_dim` channels.
+    """
+
+    kind: Literal["mamba", "mamba2", "gated_delta_net"]
+    layers: tuple[bool, ...]  # which layers have it
+    num_heads: int  # mamba: channels; gated_delta_net: value heads
+    head_dim: int  # mamba: 1
+    state_size: int  # gated_delta_net: numbers of a key
+    n_groups: int = 1  # heads of B and C; gated_delta_net: of keys and queries
+    conv_kernel: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+    chunk_size: int = 256  # tokens of a prompt that are computed together
+    time_step_rank: int = 0  # mamba
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    dtype: str = "auto"  # of the states in the cache, where the checkpoint says one
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a token between the projections."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + (0 if self.kind == "mamba" else 2 * self.n_groups * self.state_size)
+
+
 class HeadSpec(Struct, frozen=True, kw_only=True):
     """A classifier of pooled states: products, each but the last followed by its function and perhaps a layer norm."""
 
@@ -141,6 +172,17 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     projection: int = 0  # of an encoder: numbers to which tokens' states are projected (ColBERT); 0: they are not
     head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
 
+    state: StateSpec | None = None
+    attention_layers: tuple[bool, ...] = ()  # which layers have attention; empty: all
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether this layer attends to earlier tokens."""
+        return not self.attention_layers or self.attention_layers[layer]
+
+    def has_state(self, layer: int) -> bool:
+        """Whether this layer keeps a state of the sequence."""
+        return self.state is not None and self.state.layers[layer]
+
     def has_experts(self, layer: int) -> bool:
         """Whether a mixture of experts stands in the place of this layer's MLP."""
         return self.moe is not None and (not self.moe.moe_layers or self.moe.moe_layers[layer])
@@ -164,4 +206,5 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Bytes that the KV cache keeps of one token over all layers in float32."""
         if self.mla is not None:
             return self.num_hidden_layers * self.mla.line * 4
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 4
+        layers = sum(map(self.has_attention, range(self.num_hidden_layers)))
+        return 2 * layers * self.num_key_value_heads * self.head_dim * 4

@@ -46,7 +46,9 @@ class Batching:
     ) -> None:
         self.limits, self.block_size = limits, block_size
         # The first stage of a pipeline would have to know the drafts of the last one.
-        self.max_drafts = 0 if limits.num_stages > 1 else max_drafts
+        # A state cannot go back to before drafts that were refused.
+        states = any(spec.carried for spec in kv_specs)
+        self.max_drafts = 0 if limits.num_stages > 1 or states else max_drafts
         self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
         at_once = step_tokens(limits.max_num_batched_tokens, limits.async_depth, self.max_drafts)
         self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
@@ -124,7 +126,7 @@ class Batching:
         if not (len(builder) or may_be_empty):
             return None
         self._removed_rows = []
-        return builder.finish(session, step, self.kv.pool.take_changes())
+        return builder.finish(session, step, self.kv.take_changes())
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
         """Plans the decodes in one lean loop: with hundreds of them its length is the scheduler's cost. Returns running requests with
@@ -197,7 +199,7 @@ class Batching:
         """Running requests with more than one token to compute, within `left` tokens; returns what is left of these."""
         for place, request in enumerate(prompts):
             virtual = len(request.tokens) + request.num_output_placeholders
-            count = builder.prompt_room(request, min(virtual - request.num_computed, left))
+            count = builder.prompt_room(request, self._cut(request.num_computed, virtual - request.num_computed, left))
             if count <= 0 or request.state is not RequestState.RUNNING:
                 continue
             needed = request.num_computed + count
@@ -234,7 +236,7 @@ class Batching:
         request.num_computed += count
         if samples:
             request.num_output_placeholders += 1
-        self.kv.cache_full(request, min(request.num_computed, len(request.tokens)))
+        self.kv.cache_full(request, min(request.num_computed, len(request.tokens)), sent=False)
 
     def appended(self, request: Request, num_tokens: int) -> None:
         """A result brought token number `num_tokens`; all before it are computed. Called when that fills a block."""
@@ -249,7 +251,7 @@ class Batching:
                 at += 1  # preempted with results outstanding, or its grammar is being compiled: others may pass
                 continue
             num_cached = self.kv.match(request)
-            count = self._startable(builder, request, len(request.tokens) - num_cached, left)
+            count = self._startable(builder, request, num_cached, left)
             if not count or self.kv.grow(request, num_cached + count) is None:
                 self.kv.free(request)
                 return
@@ -257,11 +259,17 @@ class Batching:
             left -= count
             self._advance(builder, request, count, len(request.tokens))
 
-    def _startable(self, builder: PlanBuilder, request: Request, count: int, left: int) -> int:
-        """The number of the request's `count` tokens that the step may compute; 0: it waits for another step."""
+    def _cut(self, start: int, count: int, left: int) -> int:
+        """The number of `count` tokens from `start` on that a step with room for `left` computes."""
+        count = min(count, left)
+        return self.kv.step_end(start, count) if self.limits.chunked_prefill else count
+
+    def _startable(self, builder: PlanBuilder, request: Request, num_cached: int, left: int) -> int:
+        """The number of the request's tokens behind `num_cached` that the step may compute; 0: it waits for another step."""
+        count = len(request.tokens) - num_cached
         if count > left and not self.limits.chunked_prefill and builder.num_tokens:
             return 0
-        count = builder.prompt_room(request, min(count, left))
+        count = builder.prompt_room(request, self._cut(num_cached, count, left))
         return count if self._message_room(builder, request) else 0
 
     def _bytes_of_step(self, request: Request) -> int:

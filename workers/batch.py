@@ -80,6 +80,15 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCache:
+    """The recurrent states of one layer, by page (protocol/kv.py: RecurrentState). Halves lie apart: a page has a place in each."""
+
+    ssm: Tensor  # [2, pages, half of the heads, head_dim, state_size]
+    conv: Tensor  # [2, pages, half of the channels, conv_kernel - 1]
+    group: int  # whose block tables it has
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's KV memory, by block and, for writing, by slot (workers/kv/layout.py)."""
 
@@ -88,6 +97,7 @@ class LayerCache:
     k_scale: float = 1.0  # of an FP8 cache: keys are stored divided by it
     v_scale: float = 1.0
     group: int = 0  # whose slots and block tables it has
+    state: StateCache | None = None  # of a layer that has one; its keys and values are empty, unless it attends, too
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """Both as [num_blocks * block_size, num_kv_heads, head_dim]."""

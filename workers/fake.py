@@ -2,7 +2,8 @@
 
 The next token is a hash of all tokens found through the row's block table, slot by slot: the slot of position p holds a rolling
 hash of tokens 0..p, made from what the slot of position p - 1 really holds. A wrong block table shows as a wrong token. A model with
-sliding windows has several groups of layers, with a table each: then all that a window holds is looked at.
+sliding windows has several groups of layers, with a table each: then all that a window holds is looked at. A recurrent state has a
+group, too: where its page is carried on, the slots of later tokens overwrite those of earlier ones.
 
 With `--fake-drafts` it drafts too: right tokens and, at places that only chance names, wrong ones, whose KV then stands behind the
 row's end until it is overwritten. Now and then it gives a row no token at all.
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
-from meshlm.protocol.kv import EncoderOnly, FullAttention, SlidingWindow, make_groups, spec_of_layers
+from meshlm.protocol.kv import EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
@@ -99,11 +100,14 @@ class FakeEngine:
         self._vocab_size = resolved.spec.vocab_size
         self._step_s = config.worker.fake_step_ms / 1e3
         block_size = config.cache.block_size
-        per_token = resolved.spec.kv_bytes_per_token_f32
+        per_token = (
+            resolved.spec.kv_bytes_per_token_f32 or 8 * resolved.spec.num_key_value_heads * resolved.spec.head_dim
+        )
         memory, drafts = config.cache.kv_cache_memory, config.worker.fake_drafts
         budget = memory or max(DEFAULT_CACHE_TOKENS, resolved.max_model_len + block_size) * per_token
-        layer_bytes = per_token // resolved.spec.num_hidden_layers
-        kinds = [FullAttention() if isinstance(one, EncoderOnly) else one for one in spec_of_layers(resolved.spec)]
+        layer_bytes = 8 * resolved.spec.num_key_value_heads * resolved.spec.head_dim
+        state = kv_capacity.state_spec(config.cache, block_size)  # it takes a page of attention's
+        kinds = [FullAttention() if isinstance(one, EncoderOnly) else one for _, one in caches_of(resolved.spec, state)]
         groups = make_groups(kinds, block_size, layer_bytes, resolved.max_model_len)
         specs = tuple(group.spec for group in groups)
         num_blocks = kv_capacity.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
@@ -122,6 +126,8 @@ class FakeEngine:
         self._lines: dict[int, NDArray[np.float64]] = {}  # of those that want one of each token
         self._rows = RowTable(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         self._windows = {nth: spec.window for nth, spec in enumerate(specs) if isinstance(spec, SlidingWindow)}
+        self._states = np.array([spec.carried for spec in specs])
+        self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
         self._state = np.zeros(num_blocks * block_size, np.uint64)
         self.grammars = Grammars(loader(resolved))
@@ -196,7 +202,7 @@ class FakeEngine:
         """The vectors of prompts that are computed now, made of what their slots hold."""
         found = {}
         for pooling in self._rows.pooling(arrays):
-            vectors, row = _vectors(self._state[arrays.slots[pooling.begin : pooling.end, 0]]), pooling.row
+            vectors, row = _vectors(self._written[pooling.begin : pooling.end]), pooling.row
             if pooling.is_first:
                 self._so_far[row] = 0
             match pooling.kind:
@@ -337,16 +343,26 @@ class FakeEngine:
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
         state = self._carried(arrays.rows, arrays.starts) * np.uint64(_FACTOR) + terms
         self._state[arrays.slots] = state[:, None] + self._groups
+        self._written = state
 
     def _write_in_order(self, arrays: StepArrays) -> None:
         """Writes in the order of first positions: a request may share a prefix that another one computes in this very step, as a real
         model allows, which writes all keys and values of a layer before it reads any."""
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
+        self._written = np.zeros(len(terms), np.uint64)
+        before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
+        states = self._state[self._rows.slots(arrays.rows, before)][
+            :, self._states
+        ]  # a model reads all before it writes any
         for index in np.argsort(arrays.starts, kind="stable").tolist():
             begin, end = int(arrays.query_start[index]), int(arrays.query_start[index + 1])
             count = end - begin
             carried = self._carried(arrays.rows[index : index + 1], arrays.starts[index : index + 1])
+            at = self._rows.slots(arrays.rows[index : index + 1], before[index : index + 1])
+            if arrays.starts[index] and (states[index] != self._state[at][0, self._states]).any():
+                carried = carried + np.uint64(1)
             # state[k] = carried * F^(k+1) + sum_j<=k term[j] * F^(k-j)
             sums = np.cumsum(terms[begin:end] * self._down[:count], dtype=np.uint64)
             state = carried * self._up[1 : count + 1] + sums * self._up[:count]
             self._state[arrays.slots[begin:end]] = state[:, None] + self._groups
+            self._written[begin:end] = state

@@ -1,20 +1,29 @@
-"""Whether the longest request has room in the KV cache. No torch: every engine asks, the fake one too."""
+"""Whether the longest request has room in the KV cache, and where states leave checkpoints. No torch: every engine asks, the fake one
+too."""
 
 from collections.abc import Sequence
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of, step_tokens
+from meshlm.protocol.config.engine import CacheConfig
+from meshlm.protocol.kv import FullAttention, KVSpec, RecurrentState, longest_request, pages_of, step_tokens
 from meshlm.runtime.errors import ProcessFatal
+
+CHECKPOINT_TOKENS = 512  # between checkpoints of states, at least, where nobody says
 
 
 def num_blocks(
-    config: MeshConfig, budget: int, block_bytes: int, specs: Sequence[KVSpec] = (FullAttention(),), max_drafts: int = 0
+    config: MeshConfig,
+    budget: int,
+    block_bytes: int,
+    specs: Sequence[KVSpec] = (FullAttention(),),
+    max_drafts: int = 0,
+    block_size: int = 0,
 ) -> int:
     """Blocks within `budget` bytes, of block tables with these groups. ProcessFatal when the longest request would not fit, with the
-    one that would."""
+    one that would. block_size: tokens of a block, where they are not the configured ones."""
     resolved = config.resolved
     assert resolved is not None
-    block_size, longest = config.cache.block_size, resolved.max_model_len
+    block_size, longest = block_size or config.cache.block_size, resolved.max_model_len
     at_once = step_tokens(resolved.max_num_batched_tokens, config.scheduler.async_depth, max_drafts)
     count = budget // block_bytes
     needed = pages_of(specs, block_size, longest, at_once)
@@ -26,6 +35,22 @@ def num_blocks(
             f"and {size_text(max(budget, 0))} are there; with this memory {fits}"
         )
     return count
+
+
+def state_spec(cache: CacheConfig, block_size: int) -> RecurrentState:
+    """The policy of recurrent states with blocks of so many tokens. ProcessFatal where these do not divide --mamba-block-size."""
+    mode = cache.mamba_cache_mode
+    if mode == "auto":
+        mode = "align" if cache.enable_prefix_caching else "none"
+    if mode == "none" or not cache.enable_prefix_caching:
+        return RecurrentState("none")
+    size = cache.mamba_block_size or -(-CHECKPOINT_TOKENS // block_size) * block_size
+    if size % block_size:
+        raise ProcessFatal(
+            f"--mamba-block-size {size}: no multiple of this model's KV block of {block_size} tokens; "
+            f"{-(-size // block_size) * block_size} would do"
+        )
+    return RecurrentState(mode, size // block_size)
 
 
 def size_text(count: int) -> str:

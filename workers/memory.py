@@ -36,7 +36,7 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     """
     resolved = config.resolved
     assert resolved is not None
-    count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs)
+    count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, block_size=layout.block_size)
     return min(count, len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size))
 
 
@@ -146,11 +146,11 @@ def make_caches(
 ) -> list[LayerCache]:
     """`count` pages, all zeros, as each layer sees them. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
     try:
-        tensors = [zeros(layout.shape(count), layout.dtype, device) for _ in range(layout.num_tensors)]
+        tensors = [zeros(layout.shape(count), layout.tensor_dtype, device) for _ in range(layout.num_tensors)]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
     if layout.dtype != torch.float8_e4m3fn or scales is None:
-        scales = [(1.0, 1.0)] * len(layout.places)
+        scales = [(1.0, 1.0)] * layout.num_layers
     return layout.caches(tensors, scales)
 
 

@@ -23,6 +23,25 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         | None
     ) = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Meta(description="of the KV cache; auto: the model's")] = "auto"
+    mamba_cache_mode: Annotated[
+        Literal["auto", "none", "align", "all"],
+        Meta(
+            description="where state-space layers leave checkpoints for the prefix cache: none, where a step ends at a block's end "
+            "(auto, with prefix caching), or behind each block"
+        ),
+    ] = "auto"
+    mamba_block_size: (
+        Annotated[int, Meta(ge=8, multiple_of=8, description="tokens between checkpoints; a multiple of the KV block")]
+        | None
+    ) = None
+    mamba_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Meta(description="of the states of state-space layers; auto: the model's"),
+    ] = "auto"
+    mamba_ssm_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Meta(description="of these without the convolution's; auto: what the model says, or --mamba-cache-dtype"),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
     prefix_caching_per_key: Annotated[
         bool,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import EncoderOnly, FullAttention, KVSpec, longest_request, pages_of
+from meshlm.protocol.kv import EncoderOnly, FullAttention, KVSpec, RecurrentState, longest_request, pages_of
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
@@ -18,6 +18,7 @@ from meshlm.scheduler_proc.request import Request
 FREED_AT_ONCE = (
     8  # blocks that a request which decodes gives back together: one by one costs the planner more than all the rest
 )
+MOST_AT_ONCE = 128  # tokens of these; a block of more is given back alone
 _NO_BLOCK = BlockId(0)  # stands in a table where nobody looks
 
 
@@ -39,6 +40,12 @@ class KVCache:
         self.num_groups = len(self._specs)
         self._matched: Request | None = None  # the last one
         self._freeing = [kind for kind in self._kinds if not kind.spec.keeps_all]
+        self._freed_at_once = min(FREED_AT_ONCE * block_size, max(block_size, MOST_AT_ONCE))
+        self._carried = [kind for kind in self._kinds if kind.spec.carried]
+        self._sending: list[
+            tuple[Request, bytes, Sequence[BlockId]]
+        ] = []  # checkpoints of the step that is being planned
+        self.limited = [0] * len(self._kinds)  # tokens of hits that other kinds had and this one cut, by kind
         self._keeps_none = all(isinstance(spec, EncoderOnly) for spec in self._specs)
 
     @property
@@ -68,15 +75,33 @@ class KVCache:
             request.hashes = self._hashes_of_twin(request)
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, usable)
         self._matched = request
-        found = request.hashes[: usable // self.block_size]
-        at_most = -1
-        while len(found) != at_most:  # until all kinds agree
-            at_most = len(found)
-            for kind in self._kinds:
-                found = found[: kind.longest_hit(found, self.pool.find)]
+        found = self._longest_hit(request.hashes[: usable // self.block_size])
         if found:
             self._take_cached(request, found)
         return len(found) * self.block_size
+
+    def _longest_hit(self, found: list[bytes]) -> list[bytes]:
+        """The leading blocks of these that all kinds can serve."""
+        at_most, first = -1, True
+        while len(found) != at_most:  # until all kinds agree
+            at_most = len(found)
+            for kind in self._kinds:
+                count = kind.longest_hit(found, self.pool.find)
+                if not first or kind.number:  # beyond what the first kind has there would be no hit anyway
+                    self.limited[kind.number] += (len(found) - count) * self.block_size
+                found = found[:count]
+            first = False
+        return found
+
+    def step_end(self, start: int, count: int) -> int:
+        """So many of the `count` tokens of a prompt from `start` on that their step ends where a checkpoint is left, if there is such
+        a place among them; else all of them."""
+        for kind in self._carried:
+            if self.prefix_caching and isinstance(kind.spec, RecurrentState) and kind.spec.mode == "align":
+                size = kind.spec.every * self.block_size
+                end = (start + count) // size * size
+                return end - start if end > start else count
+        return count
 
     def _hashes_of_twin(self, request: Request) -> list[bytes]:
         """The hashes of its prompt, where the request before had the same: a prompt with many choices is hashed once."""
@@ -111,6 +136,8 @@ class KVCache:
             return []
         if request.num_computed >= request.free_at and self._freeing:
             self._free_unseen(request)
+        if self._carried:
+            return self._grow_carrying(request, num_tokens)
         count = -(-num_tokens // self.block_size) * width - len(blocks)
         if count > pool.num_free:
             self._free_unseen(request)
@@ -121,20 +148,49 @@ class KVCache:
         request.capacity = len(blocks) // width * self.block_size
         return grown
 
+    def _grow_carrying(self, request: Request, num_tokens: int) -> list[BlockId] | None:
+        """`grow` where some groups carry a page on: it gets further places in their tables, unless what it holds is to be left."""
+        blocks, pool, width = request.blocks, self.pool, self.num_groups
+        begin, end = len(blocks) // width, -(-num_tokens // self.block_size)
+        if end <= begin:
+            return []
+        computed = request.num_computed or request.capacity  # one that begins has what was found in the cache
+        fresh = [kind.fresh(begin, end, computed) for kind in self._kinds]
+        count = sum(kind.width * len(rows) for kind, rows in zip(self._kinds, fresh, strict=True))
+        if count > pool.num_free:
+            self._free_unseen(request)
+            if count > pool.num_free:
+                return None
+        pages = iter(pool.allocate(count))
+        request.num_freed = request.num_freed or [0] * len(self._kinds)
+        for row in range(begin, end):
+            for kind, rows in zip(self._kinds, fresh, strict=True):
+                before = len(blocks) - width
+                blocks += (next(pages) if row in rows else blocks[before + n] for n in range(kind.width))
+        request.capacity = end * self.block_size
+        return blocks[begin * width :]
+
     def _free_unseen(self, request: Request) -> None:
         """Drafts may be refused and computed again, so only tokens that are known count as computed."""
         num_computed, width = min(request.num_computed, len(request.tokens) - 1), self.num_groups
-        request.free_at = request.num_computed + FREED_AT_ONCE * self.block_size
+        request.free_at = request.num_computed + self._freed_at_once
         for kind in self._freeing:
             request.num_freed = num_freed = request.num_freed or [0] * len(self._kinds)
             first, freed = kind.first_needed(num_computed), num_freed[kind.number]
             if first > freed:
                 num_freed[kind.number] = first
                 for column in range(kind.begin, kind.end):
-                    self.pool.free(request.blocks[freed * width + column : first * width : width])
+                    pages = request.blocks[freed * width + column : first * width : width]
+                    if kind.spec.carried:  # it may be carried on to what is still seen
+                        pages = [
+                            page for page in dict.fromkeys(pages) if page != request.blocks[first * width + column]
+                        ]
+                    self.pool.free(pages)
 
     def free(self, request: Request) -> None:
         """It ends, or waits again."""
+        if self._sending:
+            self._sending = [one for one in self._sending if one[0] is not request]
         self.pool.free(self._held(request))
         request.blocks = []
         request.num_freed = []
@@ -142,6 +198,8 @@ class KVCache:
 
     def _held(self, request: Request) -> list[BlockId]:
         """Its blocks that were not given back, in the order of its tokens."""
+        if self._carried:
+            return self._held_carrying(request)
         if not any(request.num_freed):
             return request.blocks
         width, blocks = self.num_groups, request.blocks
@@ -155,8 +213,26 @@ class KVCache:
         ]
         return held + blocks[some * width :]
 
-    def cache_full(self, request: Request, num_known: int) -> None:
-        """Its first `num_known` tokens are known, and computed by the steps that were sent: others may use the blocks full of them."""
+    def _held_carrying(self, request: Request) -> list[BlockId]:
+        """The same, where a page may have several places."""
+        width, blocks = self.num_groups, request.blocks
+        rows = range(min(request.num_freed, default=0), len(blocks) // width)
+        freed = request.num_freed or [0] * len(self._kinds)
+        held = (
+            block
+            for row in rows
+            for kind in self._kinds
+            if row >= freed[kind.number]
+            for block in blocks[row * width + kind.begin : row * width + kind.end]
+        )
+        return list(dict.fromkeys(held))
+
+    def cache_full(self, request: Request, num_known: int, *, sent: bool = True) -> None:
+        """Its first `num_known` tokens are known, and computed by the steps that were sent: others may use the blocks full of them.
+
+        sent: False while the step that computes some of them is being planned. Another request of that step may use its keys and
+        values, which a layer writes before it reads any, but not the state that it leaves.
+        """
         if not self.prefix_caching:
             return
         full = num_known // self.block_size
@@ -171,11 +247,28 @@ class KVCache:
                 if num_freed and index < num_freed[kind.number]:
                     continue
                 key, first = kind.key(block_hash) if kind.number else block_hash, row + kind.begin
+                if kind.spec.carried:
+                    if kind.is_left(index, blocks[first : first + width + 1 : width]):
+                        self._sending.append((request, key, blocks[first : row + kind.end]))
+                    continue
                 cache_block(key, (blocks[first],) if kind.width == 1 else blocks[first : row + kind.end])
         request.num_cached_blocks = full
+        if sent:
+            self._sent()
+
+    def _sent(self) -> None:
+        for _, key, pages in self._sending:
+            self.pool.cache_block(key, pages)
+        self._sending.clear()
+
+    def take_changes(self) -> tuple[bytes, bytes, bytes]:
+        """See BlockPool.take_changes; the plan that takes them is complete."""
+        self._sent()
+        return self.pool.take_changes()
 
     def reset_prefix_cache(self, running: Sequence[Request]) -> None:
         """No block's content can be trusted any more, nor what these requests hold."""
+        self._sending.clear()
         self.pool.reset_prefix_cache()
         for request in running:
             request.num_cached_blocks = len(request.blocks) // self.num_groups

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from meshlm.protocol.ids import BlockId
-from meshlm.protocol.kv import KVSpec
+from meshlm.protocol.kv import KVSpec, RecurrentState
 
 
 class Kind:
@@ -28,6 +28,25 @@ class Kind:
     def first_needed(self, num_computed: int) -> int:
         """The first block that tokens from position `num_computed` on can see."""
         return self.spec.first_needed(self.block_size, num_computed)
+
+    def fresh(self, begin: int, end: int, num_computed: int) -> Sequence[int]:
+        """The rows from `begin` up to `end` of a table, which the next step adds, that get a page of their own.
+
+        num_computed: the tokens before that step.
+        """
+        if not isinstance(self.spec, RecurrentState):
+            return range(begin, end)
+        first = [0] if begin == 0 else []
+        if self.spec.mode == "all":
+            return first + [row for row in range(max(begin, 1), end) if self.spec.is_place(row - 1)]
+        if begin and num_computed == begin * self.block_size and self.spec.is_place(begin - 1):
+            first = [begin]
+        return first
+
+    def is_left(self, row: int, column: Sequence[BlockId]) -> bool:
+        """Whether the page of a row, the first of `column`, keeps the state behind it, which was computed."""
+        assert isinstance(self.spec, RecurrentState)
+        return self.spec.is_place(row) and (len(column) == 1 or column[1] != column[0])
 
     def longest_hit(self, hashes: Sequence[bytes], find: Callable[[bytes], Sequence[BlockId] | None]) -> int:
         """The most leading blocks of `hashes` after which a request can go on: all that its next token can see are cached."""

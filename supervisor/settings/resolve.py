@@ -23,7 +23,7 @@ from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.messages import check_template_kwargs
 from meshlm.runtime.parsers import registry
 from meshlm.supervisor.errors import StartError, UsageError
-from meshlm.supervisor.settings import experts, layout, parallel, vectors
+from meshlm.supervisor.settings import experts, layout, parallel, states, vectors
 
 Device = Literal["cpu", "cuda", "fake"]
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024, "fake": 1024}
@@ -133,6 +133,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, device: Devi
         raise UsageError(
             f"--kv-cache-dtype fp8: it needs a GPU of compute capability 8.9, not --device {device}; use auto"
         )
+    states.check(config.cache, files.spec)
     _check_quantization(config, files)
     if config.worker.compile == "inductor" and device != "cuda":
         raise UsageError(f"--compile inductor: it needs a GPU, not --device {device}; use none")

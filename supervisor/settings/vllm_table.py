@@ -104,7 +104,7 @@ _SPECULATION = "speculative decoding is not there yet"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
 _OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
-_STATES = "models with state-space layers are not there yet"
+_STATES = "states of state-space layers are computed by our kernels and rounded to the nearest"
 _NUMA = "start it under numactl --cpunodebind --membind"
 _CHOSEN = "kernels are chosen by their tables"
 _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
@@ -202,10 +202,6 @@ ABSENT = {
     "--mamba-backend": _STATES,
     "--enable-mamba-cache-stochastic-rounding": _STATES,
     "--mamba-cache-philox-rounds": _STATES,
-    "--mamba-cache-dtype": _STATES,
-    "--mamba-ssm-cache-dtype": _STATES,
-    "--mamba-block-size": _STATES,
-    "--mamba-cache-mode": _STATES,
     "--gdn-prefill-backend": _STATES,
     "--distributed-timeout-seconds": _TIMEOUTS,
     "--cpu-distributed-timeout-seconds": _TIMEOUTS,

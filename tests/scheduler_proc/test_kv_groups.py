@@ -1,6 +1,6 @@
 """The scheduler and the fake device with several groups of layers: what a window no longer sees is freed, and nothing else."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from bench import Bench, Model, limits
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
-from meshlm.protocol.kv import FullAttention, SlidingWindow
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.kv import FullAttention, RecurrentState, SlidingWindow
+from meshlm.protocol.model import ModelSpec, StateSpec
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.workers.fake import FakeEngine, expected_token
@@ -22,13 +22,18 @@ LIMITS = limits(max_model_len=CONTEXT, max_num_seqs=4, max_num_batched_tokens=ST
 class Device(Model):
     """A FakeEngine of so many pages."""
 
-    def __init__(self, spec: ModelSpec, num_pages: int, drafts: int = 0) -> None:
-        self._made_of = spec, num_pages, drafts
-        layer_bytes = spec.kv_bytes_per_token_f32 // spec.num_hidden_layers
-        size = 1 if spec.sliding_layers else spec.num_hidden_layers  # of a group
+    def __init__(self, spec: ModelSpec, num_pages: int, drafts: int = 0, mode: Any = "auto", every: int = 1) -> None:
+        self._made_of = spec, num_pages, drafts, mode, every
+        layer_bytes = 8 * spec.num_key_value_heads * spec.head_dim
+        size = 1 if spec.sliding_layers or any(spec.attention_layers) else spec.num_hidden_layers  # of a group
         resolved = resolved_of(spec, device="fake", max_model_len=CONTEXT, max_num_batched_tokens=STEP)
         block_size: Any = BLOCK  # smaller than a user can have it
-        cache = CacheConfig(block_size=block_size, kv_cache_memory=num_pages * size * BLOCK * layer_bytes)
+        cache = CacheConfig(
+            block_size=block_size,
+            kv_cache_memory=num_pages * size * BLOCK * layer_bytes,
+            mamba_cache_mode=mode,
+            mamba_block_size=every * BLOCK,
+        )
         config = MeshConfig(cache=cache, worker=WorkerConfig(fake_drafts=drafts), resolved=resolved)
         self.engine = FakeEngine(config, lambda *news: None)
         super().__init__(self.engine.facts.num_blocks, BLOCK, max_drafts=drafts)
@@ -53,6 +58,31 @@ def two_kinds(window: int) -> ModelSpec:
         sliding_window=window,
         sliding_layers=(False, True, True),
         max_position_embeddings=CONTEXT,
+    )
+
+
+def hybrid(window: int = 0) -> ModelSpec:
+    """One layer with attention, two with a state; with `window` another one that slides."""
+    attends = (True, False, False) + ((True,) if window else ())
+    keeps = (False, True, True) + ((False,) if window else ())
+    return spec_of(
+        vocab_size=VOCAB,
+        num_hidden_layers=len(attends),
+        max_position_embeddings=CONTEXT,
+        attention_layers=attends,
+        state=StateSpec(kind="mamba2", layers=keeps, num_heads=2, head_dim=2, state_size=2),
+        sliding_window=window,
+        sliding_layers=(False, False, False, True) if window else (),
+    )
+
+
+def only_states() -> ModelSpec:
+    return spec_of(
+        vocab_size=VOCAB,
+        num_hidden_layers=2,
+        max_position_embeddings=CONTEXT,
+        attention_layers=(False, False),
+        state=StateSpec(kind="mamba2", layers=(True, True), num_heads=2, head_dim=2, state_size=2),
     )
 
 
@@ -88,7 +118,26 @@ def test_any_requests(drafts: int, data: st.DataObject) -> None:
     """Shared prefixes, little memory, chunks, preemption, a worker or scheduler lost: each token comes from the right KV."""
     draw = data.draw
     spec = two_kinds(draw(st.integers(2, 30)))
-    device = Device(spec, draw(st.integers(100, 140)), drafts)
+    run_any(draw, Device(spec, draw(st.integers(100, 140)), drafts))
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_requests_with_states(mode: Literal["none", "align", "all"], data: st.DataObject) -> None:
+    """The same with states, which are read before a step writes any, and go on from checkpoints."""
+    draw = data.draw
+    every = draw(st.integers(1, 3))
+    if draw(st.integers(0, 3)) == 0:
+        device = Device(only_states(), draw(st.integers(40, 60)), 0, mode, every)
+    else:
+        device = Device(hybrid(draw(st.sampled_from([0, 7]))), draw(st.integers(110, 140)), 0, mode, every)
+    wanted = RecurrentState(mode) if mode == "none" else RecurrentState(mode, every)
+    assert wanted in device.kv_specs
+    run_any(draw, device)
+
+
+def run_any(draw: Any, device: Device) -> None:
     bench = Bench(LIMITS, 0, 0, model=device)
     asked: dict[int, tuple[list[int], int]] = {}
     num_lost = 0

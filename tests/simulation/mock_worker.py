@@ -1,7 +1,8 @@
 """A device whose next token is a function of the KV contents it was really given. Slots hold a rolling hash of the tokens before.
 
 Where a plan has drafts, a row gets none, one or several tokens, as chance has it; what was drafted and refused stays in the slots.
-With several groups of layers each has its own slots for a token, and all that a window sees must be there.
+With several groups of layers each has its own slots for a token, and all that a window sees must be there. Of a recurrent state the
+slots of later tokens overwrite those of earlier ones, where its page is carried on.
 """
 
 from collections.abc import Iterable
@@ -91,14 +92,25 @@ class Model:
                 assert starts[place] <= start, "the row is longer than the scheduler thinks"
         for row, start, token in zip(rows, starts, ints(plan.input_ids)):
             self._know(row, start, token)
+        carried = [group for group, spec in enumerate(self.specs) if spec.carried]
+        early = {
+            row: [self.state(row, start - 1, group) for group in carried]
+            for row, start in zip(rows, starts, strict=True)
+            if start
+        }  # states are read before the step writes any
         computed: Computed = []
         # A layer writes all keys before it reads any, so a prefix may be shared within one step: in order of position.
         for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
             for position in range(start, start + count):
                 token = self.rows[row][0][position]
-                state = extend(self.seen(row, position), token)
+                before = self.seen(row, position)
+                if position == start and any(state != before for state in early.get(row, ())):
+                    before += 1
+                state = extend(before, token)
                 self.write(row, position, state)
                 computed.append((position, token, state))
+                if row in self.pools:
+                    self.pools[row][2].append(state)
         self._pool(rows, starts, counts)
         tokens: list[int] = []
         given: list[int] = []
@@ -115,7 +127,6 @@ class Model:
         for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             if row in self.pools:
                 kind, num_prompt, states = self.pools[row]
-                states += [self.state(row, position) for position in range(start, start + count)]
                 if start + count == num_prompt:
                     self.pooled[place] = vector_of(states, kind)
 

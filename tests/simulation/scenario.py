@@ -13,7 +13,7 @@ from two_hosts import HEAD_PORT, address_of
 
 from meshlm.protocol import config as cfg
 from meshlm.protocol.ids import HEAD, Identity, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, SlidingWindow
+from meshlm.protocol.kv import FullAttention, KVSpec, RecurrentState, SlidingWindow
 from meshlm.protocol.operations import RebalanceExperts, ResetPrefixCache
 from meshlm.protocol.tasks import PoolKind
 from meshlm.runtime import tcp
@@ -25,6 +25,12 @@ GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (FullAttention(), SlidingWindow(5)),
     (FullAttention(), SlidingWindow(3), SlidingWindow(3)),
     (SlidingWindow(4),),
+)
+STATES: tuple[tuple[KVSpec, ...], ...] = (
+    (FullAttention(), RecurrentState("align")),
+    (FullAttention(), RecurrentState("all", 2), RecurrentState("all", 2)),
+    (FullAttention(), SlidingWindow(4), RecurrentState("align", 2)),
+    (RecurrentState("none"),),
 )
 RETRY_WINDOW_S = 1.5
 PEER_TIMEOUT_S = 0.8
@@ -237,6 +243,9 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
     asks = tuple(_pooling(pools, ask) if pools.random() < 0.2 else ask for ask in asks)
     drafts = random.Random(f"drafts {seed}")
     specs = random.Random(f"groups {seed}").choice(GROUPS)
+    states = random.Random(f"states {seed}")
+    if states.random() < 0.2:
+        specs = states.choice(STATES)
     return replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)), kv_specs=specs)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from meshlm.protocol.config import ParallelConfig
-from meshlm.protocol.model import ModelSpec, MoESpec
+from meshlm.protocol.model import ModelSpec, MoESpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,19 @@ class Shard:
             num_key_value_heads=last - first,
             intermediate_size=spec.intermediate_size // self.tp_size,
             sliding_layers=spec.sliding_layers and spec.sliding_layers[layers.start : layers.stop],
+            attention_layers=spec.attention_layers and spec.attention_layers[layers.start : layers.stop],
+            state=None if spec.state is None else self._local_state(spec.state, layers),
             no_rope_layers=spec.no_rope_layers and spec.no_rope_layers[layers.start : layers.stop],
             moe=None if spec.moe is None else self._local_moe(spec.moe, layers),
+        )
+
+    def _local_state(self, state: StateSpec, layers: range) -> StateSpec:
+        """Groups of B and C follow the heads; with fewer of them than ranks, several ranks keep the same."""
+        return replace(
+            state,
+            layers=state.layers[layers.start : layers.stop],
+            num_heads=state.num_heads // self.tp_size,
+            n_groups=max(1, state.n_groups // self.tp_size),
         )
 
     def _local_moe(self, moe: MoESpec, layers: range) -> MoESpec:

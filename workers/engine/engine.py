@@ -63,7 +63,7 @@ class ModelEngine:
         self.config, self.resolved, self.device, self.shard = config, resolved, device, placement.shard
         self.spec = placement.shard.local(resolved.spec)
         self._others = memory.taken_by_others() if device.type == "cuda" else 0
-        self.dtype, self._block_size = DTYPES[resolved.dtype], config.cache.block_size
+        self.dtype = DTYPES[resolved.dtype]
         self._cache_dtype = memory.cache_dtype(
             config.cache.kv_cache_dtype, self.dtype, device, backend, latent=self.spec.mla is not None
         )
@@ -95,9 +95,15 @@ class ModelEngine:
             self._intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last
         self.layout = KVLayout(
-            resolved.spec, self._block_size, resolved.max_model_len, self._cache_dtype, placement.shard
+            resolved.spec,
+            config.cache.block_size,
+            resolved.max_model_len,
+            self._cache_dtype,
+            placement.shard,
+            config.cache,
+            self.dtype,
         )
-        specs = self.layout.specs
+        specs, self._block_size = self.layout.specs, self.layout.block_size
         self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs))
         if resolved.logits_processors and samples:
             kinds = logits_processors.loaded(resolved.logits_processors)
@@ -133,6 +139,8 @@ class ModelEngine:
         held = self.layout.tokens_held(count, resolved.max_model_len)
         cache = "none, an encoder needs none" if self.spec.encoder_only else f"{held} tokens"
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": cache}
+        if self.layout.states:
+            shown["KV blocks"] = f"{self._block_size} tokens, {self.layout.waste:.1%} of their bytes unused"
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         self.facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * self._pooled_size(), kv_specs=specs)
 

@@ -1,8 +1,10 @@
-"""Lays out where the layers of one worker keep what attention reads of earlier tokens: which block table of a request, and which
-tensor.
+"""Lays out where the layers of one worker keep what they need of earlier tokens: which block table of a request, and which tensor.
 
 The groups are those of the whole model (protocol/kv.py), so all workers of a scheduler have the same ones. A page is the same place
 in every tensor: layer j of each group, counted among this worker's own, lives in tensor j. Made once, by the engine.
+
+Recurrent states share the pages: a tensor is two halves of bytes then, which attention takes as keys and values, and a state as two
+halves of its heads and channels. A block is made as long as a state is large.
 """
 
 from math import prod
@@ -11,44 +13,89 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
+from meshlm.protocol.config.engine import CacheConfig
 from meshlm.protocol.kv import (
     EncoderOnly,
     FullAttention,
     KVSpec,
     Latent,
+    RecurrentState,
     SlidingWindow,
+    block_size_with_states,
+    caches_of,
     make_groups,
     pages_of,
-    spec_of_layers,
+    waste,
 )
-from meshlm.protocol.model import ModelSpec
-from meshlm.workers.batch import LayerCache
+from meshlm.protocol.model import ModelSpec, StateSpec
+from meshlm.workers.batch import LayerCache, StateCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.kv_capacity import state_spec
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ALIGN = 16  # bytes; numbers of any dtype may begin there
 
 
 def cache_shape(spec: KVSpec, model: ModelSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
-    """The shape of the tensor of one layer. `model` is this worker's part of the model."""
+    """The shape of the tensor of one layer that attends. `model` is this worker's part of the model."""
     match spec:
         case FullAttention() | SlidingWindow() | EncoderOnly():
             return 2, num_pages, block_size, model.num_key_value_heads, model.head_dim
         case Latent(rank, rotary):
             return num_pages, block_size, 1, rank + rotary
+        case RecurrentState():
+            raise AssertionError("a state has no tokens")
     assert_never(spec)
 
 
-def layer_cache(spec: KVSpec, tensor: Tensor, group: int, scales: tuple[float, float]) -> LayerCache:
-    """The view of its tensor that a layer gets. scales are those of keys and values in an FP8 cache."""
-    match spec:
-        case FullAttention() | SlidingWindow() | EncoderOnly():
-            return LayerCache(tensor[0], tensor[1], *scales, group)
-        case Latent():
-            return LayerCache(tensor, tensor, group=group)
-    assert_never(spec)
+class StateLayout(NamedTuple):
+    """One state in the two halves of a page: heads, then channels of the convolution."""
+
+    state: StateSpec  # of this worker
+    ssm: torch.dtype
+    conv: torch.dtype
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Of heads and channels in a half."""
+        state = self.state
+        heads = (-(-state.num_heads // 2), state.head_dim, state.state_size)
+        return heads, (-(-state.conv_dim // 2), state.conv_kernel - 1)
+
+    @property
+    def conv_at(self) -> int:
+        """The byte of a half where the channels begin."""
+        return _aligned(prod(self.shapes[0]) * self.ssm.itemsize)
+
+    @property
+    def half_bytes(self) -> int:
+        return _aligned(self.conv_at + prod(self.shapes[1]) * self.conv.itemsize)
+
+    def view(self, halves: Tensor, group: int) -> StateCache:
+        """halves: bytes [2, pages, at least half_bytes]."""
+        heads, channels = self.shapes
+        ssm = halves[..., : prod(heads) * self.ssm.itemsize].view(self.ssm)
+        conv = halves[..., self.conv_at : self.conv_at + prod(channels) * self.conv.itemsize].view(self.conv)
+        return StateCache(ssm.unflatten(-1, heads), conv.unflatten(-1, channels), group)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def _state_layout(state: StateSpec, cache: CacheConfig, dtype: torch.dtype) -> StateLayout:
+    """dtype: of the model."""
+    conv = dtype if cache.mamba_cache_dtype == "auto" else DTYPES[cache.mamba_cache_dtype]
+    wanted: str = cache.mamba_ssm_cache_dtype
+    if wanted == "auto" and cache.mamba_cache_dtype == "auto":
+        wanted = state.dtype
+    return StateLayout(state, conv if wanted == "auto" else DTYPES[wanted], conv)
 
 
 class LayerPlace(NamedTuple):
-    """The place of one layer of this worker."""
+    """The place of one cache of this worker."""
 
+    layer: int  # counted among the worker's own
     group: int
     tensor: int
 
@@ -57,35 +104,74 @@ class KVLayout:
     """The layout of the KV cache of one worker's part of a model, for requests of up to `max_model_len` tokens. dtype: of the cache."""
 
     def __init__(
-        self, model: ModelSpec, block_size: int, max_model_len: int, dtype: torch.dtype, shard: Shard = WHOLE
+        self,
+        model: ModelSpec,
+        block_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        cache: CacheConfig | None = None,
+        model_dtype: torch.dtype | None = None,
     ) -> None:
-        """model: the whole of it."""
-        self.block_size, self.dtype, self._local = block_size, dtype, shard.local(model)
-        kinds = spec_of_layers(model)
-        shapes = {cache_shape(kind, self._local, 1, 1) for kind in kinds}
-        assert len(shapes) == 1, "layers whose tokens take different shapes cannot share a page"
-        layer_bytes = prod(shapes.pop()) * dtype.itemsize
-        groups = make_groups(kinds, block_size, layer_bytes, max_model_len)
+        """model: the whole of it. cache, model_dtype: what states need to know."""
+        self.dtype, self._local, self._half_bytes = dtype, shard.local(model), 0
+        shapes = {cache_shape(kind, self._local, 1, 1) for _, kind in caches_of(model) if not kind.carried}
+        assert len(shapes) <= 1, "layers whose tokens take different shapes cannot share a page"
+        layer_bytes = sum(map(prod, shapes)) * dtype.itemsize
+        self.states: StateLayout | None = None
+        cache = cache or CacheConfig()
+        if self._local.state is not None:
+            self.states = _state_layout(self._local.state, cache, model_dtype or dtype)
+            block_size = block_size_with_states(block_size, layer_bytes, 2 * self.states.half_bytes)
+            self._half_bytes = max(self.states.half_bytes, layer_bytes * block_size // 2)
+        self.block_size = block_size
+        found = caches_of(model, state_spec(cache, block_size)) if self.states else caches_of(model)
+        groups = make_groups([kind for _, kind in found], block_size, layer_bytes, max_model_len)
         self.specs = tuple(group.spec for group in groups)
         own = shard.layers(model.num_hidden_layers)
-        place_of = {
-            layer: LayerPlace(nth, tensor)
+        self.num_layers = len(own)
+        self.places = [
+            LayerPlace(layer - own.start, nth, tensor)
             for nth, group in enumerate(groups)
-            for tensor, layer in enumerate(layer for layer in group.layers if layer in own)
-        }
-        self.places = [place_of[layer] for layer in own]
-        self.num_tensors = 1 + max(place.tensor for place in self.places)
-        self.page_bytes = self.num_tensors * block_size * layer_bytes
+            for tensor, layer in enumerate(found[one][0] for one in group.layers if found[one][0] in own)
+        ]
+        self.num_tensors = 1 + max((place.tensor for place in self.places), default=0)
+        self.page_bytes = self.num_tensors * (2 * self._half_bytes or block_size * layer_bytes)
+        self.waste = 0.0  # of a request's pages, in a model with states
+        if self.states:
+            size = max(len(group.layers) for group in groups)
+            used = {kind: 2 * self.states.half_bytes if kind.carried else block_size * layer_bytes for _, kind in found}
+            self.waste = waste(groups, used, size * 2 * self._half_bytes, max_model_len)
+
+    @property
+    def tensor_dtype(self) -> torch.dtype:
+        """Of the tensors that hold it."""
+        return torch.uint8 if self.states else self.dtype
 
     def caches(self, tensors: list[Tensor], scales: list[tuple[float, float]]) -> list[LayerCache]:
         """The view of these tensors, which have `shape`, that each layer gets. scales stand by layer."""
-        return [
-            layer_cache(self.specs[place.group], tensors[place.tensor], place.group, own)
-            for place, own in zip(self.places, scales, strict=True)
-        ]
+        nothing = torch.empty(0, dtype=self.dtype)
+        found: list[LayerCache] = [LayerCache(nothing, nothing)] * self.num_layers
+        for place in sorted(self.places, key=lambda place: self.specs[place.group].carried):
+            spec, tensor = self.specs[place.group], tensors[place.tensor]
+            if self.states and spec.carried:
+                at = found[place.layer]
+                state = self.states.view(tensor, place.group)
+                found[place.layer] = LayerCache(at.keys, at.values, at.k_scale, at.v_scale, at.group, state)
+            elif isinstance(spec, Latent):
+                found[place.layer] = LayerCache(tensor, tensor, group=place.group)
+            else:
+                if self.states:
+                    tensor = tensor.view(self.dtype).view(
+                        cache_shape(spec, self._local, tensor.shape[1], self.block_size)
+                    )
+                found[place.layer] = LayerCache(tensor[0], tensor[1], *scales[place.layer], place.group)
+        return found
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """The shape of each tensor."""
+        if self.states:
+            return 2, num_pages, self._half_bytes
         return cache_shape(self.specs[0], self._local, num_pages, self.block_size)
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:

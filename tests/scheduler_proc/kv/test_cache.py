@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshlm.protocol.admit_edge import EngineRequest
 from meshlm.protocol.columns import ints, pack_i32
 from meshlm.protocol.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.protocol.kv import FullAttention, KVSpec, Latent, SlidingWindow
+from meshlm.protocol.kv import FullAttention, KVSpec, Latent, RecurrentState, SlidingWindow
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.kv import cache, hashes
 from meshlm.scheduler_proc.kv.cache import FREED_AT_ONCE, KVCache
@@ -42,6 +42,7 @@ class Device:
 
     def compute(self, request: Request, num_tokens: int) -> None:
         """Its next tokens, each from what its attention sees in the pages."""
+        self.goes_on(request)
         for position in range(request.num_computed, request.num_computed + num_tokens):
             for group in range(len(self.specs)):
                 known = (group, request.work.cache_salt, tuple(request.tokens[: position + 1]))
@@ -50,8 +51,19 @@ class Device:
             self.sees(request, position)
         request.num_computed += num_tokens
 
+    def goes_on(self, request: Request) -> None:
+        """States are read before the step writes any."""
+        for group, spec in enumerate(self.specs):
+            if isinstance(spec, RecurrentState) and request.num_computed:
+                known = (group, request.work.cache_salt, tuple(request.tokens[: request.num_computed]))
+                assert self.slots[self._slot(request, group, request.num_computed - 1)] == known, (
+                    f"{spec}: a wrong state"
+                )
+
     def sees(self, request: Request, position: int) -> None:
         for group, spec in enumerate(self.specs):
+            if isinstance(spec, RecurrentState):
+                continue
             first = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
             for key in range(first, position):
                 known = (group, request.work.cache_salt, tuple(request.tokens[: key + 1]))
@@ -94,6 +106,14 @@ GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (SlidingWindow(1), FULL),
     (FULL, SlidingWindow(6), SlidingWindow(6)),
     (FULL, SlidingWindow(3), SlidingWindow(10)),
+    (RecurrentState("none"),),
+    (RecurrentState("align"),),
+    (RecurrentState("all"), RecurrentState("all")),
+    (FULL, RecurrentState("align", 2), RecurrentState("align", 2)),
+    (FULL, RecurrentState("all", 2)),
+    (FULL, RecurrentState("none")),
+    (FULL, SlidingWindow(6), RecurrentState("align"), RecurrentState("align")),
+    (FULL, SlidingWindow(6), RecurrentState("all", 3)),
 )
 
 
@@ -187,6 +207,85 @@ def test_a_hit_is_what_all_kinds_can_serve() -> None:
     late = request_of([*range(20), 1])
     assert device.kv.match(late) == 16
     assert late.num_freed == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "ends"),
+    [("none", 1, []), ("align", 1, [3]), ("align", 2, [3]), ("all", 1, [0, 1, 2, 3]), ("all", 2, [1, 3])],
+)
+def test_checkpoints_are_left_at_their_places(mode: Any, every: int, ends: list[int]) -> None:
+    """A prompt of 18 tokens whose first step ends with the fourth block."""
+    device = Device((FULL, RecurrentState(mode, every)), 40)
+    first = device.start(list(range(18)), chunk=16)
+    assert first is not None
+    assert device.kv.match(request_of([*range(18), 1])) == (16 if ends else 0)
+    state = device.kv._kinds[1]
+    assert [n for n, one in enumerate(first.hashes) if device.kv.pool.find(state.key(one))] == ends
+    assert device.go_on(first, 2, 18)
+    device.end(first)
+    assert device.kv.match(request_of([*range(15), 1])) == BLOCK * max([0, *(end + 1 for end in ends if end < 3)])
+    assert device.kv.limited[1] == (16 if mode == "none" else 0) + 12 - BLOCK * max(
+        [0, *(end + 1 for end in ends if end < 3)]
+    )
+
+
+def test_checkpoints_of_a_request_are_evicted_by_use() -> None:
+    device = Device((FULL, RecurrentState("all")), 18)
+    first = device.start(list(range(32)), chunk=32)
+    assert first is not None
+    device.end(first)
+    again = device.start([*range(8), 77])
+    assert again is not None, "its two blocks were used last"
+    device.end(again)
+    for n, length in enumerate((16, 12)):
+        other = device.start([100 + n] * length)
+        assert other is not None
+        device.end(other)
+    assert device.kv.match(request_of([*range(32), 1])) == 8
+
+
+def test_a_state_is_one_page_while_a_request_decodes() -> None:
+    for spec, most in ((RecurrentState("none"), 1), (RecurrentState("align"), 2), (RecurrentState("all"), 2)):
+        device = Device((spec,), most)
+        request = device.start([1])
+        assert request is not None
+        while request.num_computed < 160:
+            request.tokens.append(1)
+            assert device.go_on(request, 1, request.num_computed)
+        assert device.kv.pool.num_blocks - device.kv.pool.num_free <= most
+
+
+def test_a_state_of_the_step_that_is_planned_is_found_by_no_one_in_it() -> None:
+    kv = KVCache(40, BLOCK, (FULL, RecurrentState("align")))
+    first, second, third = (request_of([*range(16), n]) for n in range(3))
+    assert kv.grow(first, 16) is not None
+    first.num_computed = 16
+    kv.cache_full(first, 16, sent=False)
+    assert kv.match(second) == 0, "the state is written by the same step"
+    kv.take_changes()
+    assert kv.match(second) == 16
+    kv.free(second)
+    kv.reset_prefix_cache([])
+    assert kv.grow(third, 16) is not None
+    third.num_computed = 16
+    kv.cache_full(third, 16, sent=False)
+    kv.free(third)  # preempted: nothing of it is computed
+    kv.take_changes()
+    assert kv.match(second) == 0
+
+
+def test_steps_of_a_prompt_end_where_a_checkpoint_is_left() -> None:
+    kv = KVCache(40, BLOCK, (FULL, RecurrentState("align", 2)))
+    assert [kv.step_end(start, count) for start, count in ((0, 20), (0, 16), (0, 7), (5, 4), (16, 3))] == [
+        16,
+        16,
+        7,
+        3,
+        3,
+    ]
+    for spec in (RecurrentState("none"), RecurrentState("all")):
+        assert KVCache(40, BLOCK, (FULL, spec)).step_end(0, 19) == 19
+    assert KVCache(40, BLOCK, (RecurrentState("align"),), prefix_caching=False).step_end(0, 19) == 19
 
 
 def test_groups_of_equal_spec_are_cached_together() -> None:
