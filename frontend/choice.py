@@ -15,6 +15,7 @@ class Choice:
     """One sequence that is being generated, and what its client has of it."""
 
     __slots__ = (
+        "accepted_at",
         "affixes",
         "begun_with",
         "deaths",
@@ -33,6 +34,7 @@ class Choice:
         "orphan_since",
         "pooled",
         "prompt_index",
+        "returned_s",
         "sink",
         "submit",
         "token_ids",
@@ -57,7 +59,9 @@ class Choice:
         self.deaths: tuple[Death, ...] = ()  # that it met since the last token
         self.orphan_since = 0.0  # without a detokenizer; 0: it has one, or nobody has looked yet
         self.opened_at = 0.0  # when it was asked for, on this connection
+        self.accepted_at = 0.0  # when its prompt was encoded; 0: it is not yet
         self.first_at = self.last_at = 0.0  # when its first and its latest tokens came; 0: none yet
+        self.returned_s = 0.0  # from the end of its first token's step until that token came
 
 
 class RowDetails(Struct, frozen=True):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from meshlm.frontend.errors import HttpError, why_not_served
 from meshlm.frontend.operations import OPERATIONS, SUBMITS, scope_of
+from meshlm.frontend.operator_operations import DASHBOARD
 from meshlm.frontend.rate_limits import RateLimits
 from meshlm.protocol.ids import ErrorKind
 from meshlm.runtime.api_keys import ApiKey, ApiKeys
@@ -23,7 +24,7 @@ NO_SCOPE = "Forbidden: this key is not for %s (--api-key-file, --admin-api-key)"
 NO_ADMIN = (
     "Forbidden: this server has no key for admin, and others than this host reach it; start it with --admin-api-key"
 )
-OPEN_ROUTES = {op.path for op in OPERATIONS if op.is_open}
+OPEN_ROUTES = {op.path for op in (*OPERATIONS, *DASHBOARD) if op.is_open}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Sender = Callable[[dict[str, Any]], Awaitable[None]]

@@ -95,6 +95,7 @@ NOT_SERVED = {
         ),
         "the server was started without --server-dev-mode",
     ),
+    **dict.fromkeys(("/dashboard", "/dashboard/events"), "the server was started with --max-dashboards 0"),
     **dict.fromkeys(("/docs", "/redoc", "/openapi.json"), "the server was started with --disable-fastapi-docs"),
 }
 

@@ -17,6 +17,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend import operating, parse, retry, submits
 from meshlm.frontend.beams import Search
 from meshlm.frontend.choice import Choice
+from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.fingerprint import system_fingerprint
 from meshlm.frontend.http import ByteBudget, EventWriter
@@ -53,6 +54,7 @@ class Backend(operating.Operates, Protocol):
 
     draws: random.Random  # of seeds, for requests without one
     rates: RateLimits
+    feed: Feed
 
     def admit(self, ask: parse.ParsedRequest) -> int: ...
     def release(self, cost: int) -> None: ...

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from msgspec import Struct
@@ -13,6 +13,8 @@ from meshlm import __version__
 from meshlm.frontend import request_metrics, submits
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice
+from meshlm.frontend.dashboard.feed import Feed
+from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.figures import Figures
 from meshlm.frontend.http_listener import HttpListener, Listener
@@ -22,7 +24,16 @@ from meshlm.frontend.rate_limits import RateLimits
 from meshlm.frontend.request_log import RequestLog
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
-from meshlm.protocol.control_edge import MeshStats, OpenRequests, QueueFull, RankStats, Refuse, Shutdown
+from meshlm.protocol.control_edge import (
+    AskProcesses,
+    MeshProcesses,
+    MeshStats,
+    OpenRequests,
+    QueueFull,
+    RankStats,
+    Refuse,
+    Shutdown,
+)
 from meshlm.protocol.ids import COORDINATOR, ErrorKind, Handle, Identity, Incarnation, Role
 from meshlm.protocol.operations import Action, OperationDone
 from meshlm.protocol.text_edge import (
@@ -107,6 +118,8 @@ class FrontendApp:
         engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
         self._metrics = metrics.Metrics(self.resolved.served_names[0], self.resolved.max_model_len, engines)
         self._exposition = metrics.exposition
+        facts = Facts(str(mesh.identity), self.version, self.resolved.served_names[0])
+        self.feed = Feed(self, facts, server.max_dashboards)
         self._listener = self._make_listener()
         try:
             await self._listener.start()
@@ -298,6 +311,7 @@ class FrontendApp:
         assert self._mesh is not None
         self._flush()
         self._observe(request_metrics.observe_end(self._metrics, answer, self.resolved.max_model_len))
+        self.feed.ended(answer, path, status)
         self.ignored(answer.ask.unknown_fields, path)
         self.rates.ended(answer)
         if not self.config.server.disable_log_requests:
@@ -311,27 +325,34 @@ class FrontendApp:
 
     async def load(self) -> int:
         """Requests that run or wait in the mesh; of this frontend's own, at least all."""
-        stats = await self._fresh_stats()
+        stats = await self.fresh_stats()
         return max(self.num_open, stats.num_held + sum(rank.num_running + rank.num_waiting for rank in stats.ranks))
 
     async def is_paused(self) -> bool:
-        return (await self._fresh_stats()).paused
+        return (await self.fresh_stats()).paused
 
     async def rank_stats(self) -> tuple[RankStats, ...]:
         """The figures of each rank as of now, as far as the mesh tells them."""
-        return (await self._fresh_stats()).ranks
+        return (await self.fresh_stats()).ranks
 
-    async def _fresh_stats(self) -> MeshStats:
+    async def fresh_stats(self) -> MeshStats:
         assert self._mesh is not None
         return await self._figures.fresh(partial(self._mesh.send, COORDINATOR))
 
     async def metrics(self) -> bytes:
-        await self._fresh_stats()
+        await self.fresh_stats()
         self._flush()
         return await asyncio.to_thread(self._exposition)  # it reads the files of all frontends: streams go on meanwhile
 
     def _flush(self) -> None:
-        request_metrics.observe_tokens(self._metrics, self._tracker)
+        request_metrics.observe_tokens(self._metrics, self._tracker, self.feed)
+
+    def ask_processes(self) -> None:
+        assert self._mesh is not None
+        self._mesh.tell_supervisor(AskProcesses())
+
+    def open_choices(self) -> Iterable[Choice]:
+        return self._tracker.by_handle.values()
 
     # --- App ---
 
@@ -342,7 +363,7 @@ class FrontendApp:
                 if message.first or message.finished:
                     self._moved.set()
             case Accepted():
-                self._tracker.accepted(message)
+                self._tracker.accepted(message, time.monotonic())
             case Rejected():
                 self._send(self._tracker.rejected(message))
             case TokenizeReply() | DetokenizeReply():
@@ -355,6 +376,8 @@ class FrontendApp:
                 self._tell_open()
             case QueueFull():
                 self._queue_full = message.on
+            case MeshProcesses() if self._mesh is not None:
+                self.feed.mesh = message
             case Shutdown(handover=True):
                 self._handing_over = True
             case MeshStats():
@@ -387,6 +410,7 @@ class FrontendApp:
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, or leave them to other frontends; wait for the open ones."""
+        self.feed.close()
         if self._handing_over and self._listener is not None:
             await self._listener.hand_over(limit_s)
             return

@@ -9,7 +9,7 @@ from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
 from meshlm.frontend.messages import schema as anthropic
 from meshlm.frontend.operation import ASKS, METRICS, NAMED, TEXT, Operation, Parameter, switch
-from meshlm.frontend.operator_operations import DEVELOPMENT, DOCUMENTATION, TOKENIZER_INFO
+from meshlm.frontend.operator_operations import DASHBOARD, DEVELOPMENT, DOCUMENTATION, TOKENIZER_INFO
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.responses_api import schema as responses_api
 from meshlm.frontend.retry import KEY, LAST_ID
@@ -341,7 +341,7 @@ SUBMITS = frozenset(
     for op in (*OPERATIONS, *VECTORS)
     if op in VECTORS or (op.generates and "{" not in op.path and not op.path.endswith(_TEXTS))
 )
-ADMIN_PATHS = {"/start_profile", "/stop_profile", *(op.path for op in DEVELOPMENT)}
+ADMIN_PATHS = {"/start_profile", "/stop_profile", *(op.path for op in (*DEVELOPMENT, *DASHBOARD))}
 INFORMATION = {"/v1/models", "/version", "/load", "/metrics", *(op.path for op in DOCUMENTATION)}
 
 
@@ -362,12 +362,14 @@ def served(
     pooling: bool = False,
     tokenizer_info: bool = False,
     renders_only: bool = False,
+    dashboard: bool = False,
 ) -> tuple[Operation, ...]:
     """All routes of a server that gives vectors, gives text (--runner), or renders it alone; with or without its documentation
-    (--disable-fastapi-docs), those for development (--server-dev-mode) and the tokenizer's (--enable-tokenizer-info-endpoint)."""
+    (--disable-fastapi-docs), its dashboard (--max-dashboards), those for development (--server-dev-mode) and the tokenizer's
+    (--enable-tokenizer-info-endpoint)."""
     of_both = (op for op in OPERATIONS if not op.generates and not op.path.startswith(OF_TEXT))
     own = (*of_both, *VECTORS) if pooling else OPERATIONS
     if renders_only:
         own = tuple(op for op in OPERATIONS if not op.generates or op.path.endswith(("render", "derender")))
-    own += TOKENIZER_INFO if tokenizer_info else ()
+    own += (TOKENIZER_INFO if tokenizer_info else ()) + (DASHBOARD if dashboard else ())
     return own + (DEVELOPMENT if development else ()) + (DOCUMENTATION if documentation else ())

@@ -4,8 +4,9 @@ They are a part of the table in operations.py."""
 
 from meshlm.frontend import response_schema as responses
 from meshlm.frontend import schema
-from meshlm.frontend.operation import HTML, Operation, Parameter, switch
+from meshlm.frontend.operation import CSS, EVENTS, HTML, SCRIPT, Operation, Parameter, switch
 from meshlm.frontend.rendering import schema as rendering
+from meshlm.protocol.dashboard import EndedRequests
 
 TOKENIZER_INFO = (
     Operation(
@@ -77,6 +78,15 @@ DEVELOPMENT = (
         None,
         ("POST",),
         (503, 504),
+    ),
+)
+DASHBOARD = (
+    Operation("/dashboard", "dashboard.page", HTML, "A page that shows the mesh; it asks for a key.", is_open=True),
+    Operation("/dashboard/page.js", "dashboard.script", SCRIPT, "Its script.", is_open=True),
+    Operation("/dashboard/page.css", "dashboard.style", CSS, "Its style.", is_open=True),
+    Operation("/dashboard/events", "dashboard.events", EVENTS, "What it shows, up to ten times a second, without end."),
+    Operation(
+        "/dashboard/requests", "dashboard.requests", EndedRequests, "The last thousand requests of this frontend."
     ),
 )
 DOCUMENTATION = (

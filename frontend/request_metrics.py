@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshlm.frontend.choice import Choice
+from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.request_tracker import RequestTracker
 from meshlm.frontend.responses import Response
 from meshlm.protocol.ids import ErrorKind, FinishReason
@@ -20,12 +21,13 @@ CHOICES_AT_ONCE = 256  # a millisecond or two
 _FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT)  # of a request that was let in; all else refuses it
 
 
-def observe_tokens(metrics: "Metrics", tracker: RequestTracker) -> None:
-    """Observes what came since the last call: first tokens, the times between tokens, their number."""
+def observe_tokens(metrics: "Metrics", tracker: RequestTracker, feed: Feed) -> None:
+    """Observes what came since the last call: first tokens, the times between tokens, their number. The dashboard has them too."""
     begun, counts = tracker.take_counts()
     prompt_tokens: dict[str, int] = {}
     for choice in begun:
         metrics.engine(choice.engine).ttft.observe(choice.first_at - choice.opened_at)
+        feed.first_token(choice.first_at - choice.opened_at)
         prompt_tokens[choice.engine] = prompt_tokens.get(choice.engine, 0) + choice.num_prompt_tokens
     for name, count in prompt_tokens.items():
         metrics.engine(name).prompt_tokens.inc(count)
@@ -33,6 +35,7 @@ def observe_tokens(metrics: "Metrics", tracker: RequestTracker) -> None:
         engine = metrics.engine(name)
         for interval, times in came.intervals.items():
             engine.itl.observe(interval, times)
+            feed.interval(interval, times)
         if came.num_tokens:
             engine.generation_tokens.inc(came.num_tokens)
     metrics.flush()

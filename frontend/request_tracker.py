@@ -28,6 +28,7 @@ from meshlm.runtime.deaths import MAX_DEATHS, one_more, too_many
 from meshlm.runtime.events import Send
 
 ORPHAN_S = 10.0  # how long requests wait for a detokenizer
+DONE = 4  # its place in TextDeltas.timings_ns
 DEADLINE_GRACE_S = 1.0  # schedulers look once a second
 PLACED_AT_ONCE = 1 << 6  # choices, in one turn of the loop; a piece of log-probabilities takes as long
 
@@ -222,13 +223,14 @@ class RequestTracker:
 
     # --- answers ---
 
-    def accepted(self, message: Accepted) -> None:
+    def accepted(self, message: Accepted, now: float = 0.0) -> None:
         self.unaccepted.difference_update(message.handles)
         for place, handle in enumerate(message.handles):
             choice = self.by_handle.get(handle)
             if choice is not None:
                 choice.num_told = message.num_told[place] if message.num_told else 0
                 choice.num_prompt_tokens = message.num_prompt_tokens
+                choice.accepted_at = choice.accepted_at or now
                 if (retry := choice.submit.retry) is not None:  # for its detokenizer's next incarnation
                     retry = msgspec.structs.replace(retry, begun_s=message.arrival_s)
                     choice.submit = msgspec.structs.replace(choice.submit, retry=retry)
@@ -306,6 +308,8 @@ class RequestTracker:
         by_handle = self.by_handle
         engine: str | None = None
         counted = EngineCounts()  # of `engine`
+        # Since the step's end. Only a process of the same host has the same clock.
+        returned_s = max(0.0, now - message.timings_ns[DONE] / 1e9) if len(message.timings_ns) > DONE else 0.0
         end = 0  # of the row's tokens, in bytes
         for row, (handle, start, count, text) in enumerate(zip(handles, starts, counts, message.texts, strict=True)):
             begin, end = end, end + 4 * count
@@ -334,6 +338,7 @@ class RequestTracker:
                         counted.intervals[now - choice.last_at] += 1
                     else:
                         choice.first_at = now
+                        choice.returned_s = returned_s
                         choice.sink.has_begun = True
                         self.begun.append(choice)
                 choice.last_at = now

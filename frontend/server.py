@@ -20,6 +20,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from meshlm.frontend import bodies, information, limits, openapi, operating, parse, prompts, retry
+from meshlm.frontend.dashboard.routes import DashboardRoutes
 from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
@@ -66,6 +67,7 @@ class Routes:
         self.responses = responses_api.ResponseRoutes(backend, self._generation, self._read)
         reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
         self.rendering = Rendering(backend, self._generation, reads)
+        self.dashboard = DashboardRoutes(backend)
         self.keys = ApiKeys.of_server(backend.config.server)
 
     def app(self) -> Any:
@@ -104,6 +106,7 @@ class Routes:
             pooling=self._backend.resolved.pooling is not None,
             tokenizer_info=server.enable_tokenizer_info_endpoint,
             renders_only=self._backend.resolved.renders_only,
+            dashboard=server.max_dashboards > 0,
         )
 
     # --- small routes ---

@@ -56,7 +56,6 @@ _F, _D, _C, _S, _W, _SUP = (
     Role.WORKER,
     Role.SUPERVISOR,
 )
-_ANY = (_F, _D, _S, _W)
 _MEMBER = control.Join | control.Leave | control.Blocked
 
 CHANNELS: tuple[Channel, ...] = (
@@ -85,10 +84,12 @@ CHANNELS: tuple[Channel, ...] = (
     ),
     Channel(_W, _C, _MEMBER, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),
-    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in _ANY),
+    Channel(_F, _SUP, control.ChildToSupervisor | control.AskProcesses, 256, 4096, WhenFull.DROP_PEER),
+    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W)),
     Channel(_C, _SUP, control.ChildToSupervisor | OperationDone, 256, 4096, WhenFull.DROP_PEER),
     Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
-    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in _ANY),
+    Channel(_SUP, _F, control.SupervisorToChild | control.MeshProcesses, 256, 4096, WhenFull.DROP_PEER),
+    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W)),
     Channel(_SUP, _C, control.SupervisorToChild | Operation | control.Blocked, 256, 4096, WhenFull.DROP_PEER),
 )
 

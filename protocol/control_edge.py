@@ -38,6 +38,7 @@ class Heartbeat(Struct, frozen=True, tag="beat"):
     step: int
     phase: str
     rss_bytes: int = 0
+    sent: dict[str, int] = {}  # messages in the present session of each open link, by the peer's name
 
 
 class RankDrained(Struct, frozen=True, tag="rank_drained"):
@@ -78,10 +79,6 @@ class SetRanks(Struct, frozen=True, tag="set_ranks"):
     num_ranks: int
 
 
-ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests
-SupervisorToChild = Died | Shutdown | SetRanks | Refuse
-
-
 class NodeJoin(Struct, frozen=True, tag="node_join"):
     """The supervisor of another node asks the head whether its processes may join; again in each new session."""
 
@@ -112,6 +109,8 @@ class ProcessReport(Struct, frozen=True):
     restarts: int
     phase: str = ""
     rss_bytes: int = 0
+    host: str = ""  # in a mesh of several nodes
+    sent: dict[str, int] = {}  # as in Heartbeat
 
 
 class StandbyReport(Struct, frozen=True):
@@ -122,6 +121,31 @@ class StandbyReport(Struct, frozen=True):
     state: str
     started_s: float  # wall clock
     rss_bytes: int = 0
+
+
+class AskProcesses(Struct, frozen=True, tag="ask_processes"):
+    """A frontend's dashboard is watched: send it MeshProcesses."""
+
+
+class News(Struct, frozen=True, array_like=True):
+    """A line that the supervisor told its user."""
+
+    at_s: float  # wall clock
+    level: str
+    text: str
+
+
+class MeshProcesses(Struct, frozen=True, tag="mesh_processes"):
+    """All processes of the mesh, as `meshlm status` has them, and the newest news of them."""
+
+    processes: tuple[ProcessReport, ...]
+    standbys: tuple[StandbyReport, ...] = ()
+    news: tuple[News, ...] = ()  # the oldest first
+    missing: str = ""  # ranks or workers that are on no node
+
+
+ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRequests
+SupervisorToChild = Died | Shutdown | SetRanks | Refuse
 
 
 class NodeReport(Struct, frozen=True, tag="node_report"):

@@ -235,6 +235,11 @@ class Session:
         self._quiet_s = 0.0
 
     @property
+    def num_sent(self) -> int:
+        """The number of messages that the peer was sent since this session opened."""
+        return self._next_seq - 1
+
+    @property
     def silent(self) -> bool:
         """Nothing came for too long."""
         return self.silence_s > 0.0 and self.state is SessionState.OPEN and self.silence_s < self._quiet_s

@@ -158,6 +158,11 @@ class Mesh:
         link = self._peers.get(peer)
         return link.session.peer_incarnation if link and link.session.state is SessionState.OPEN else Incarnation(0)
 
+    def sent(self) -> dict[str, int]:
+        """The messages of each open link's present session, by the peer's name."""
+        links = self._peers.items()
+        return {str(peer): one.session.num_sent for peer, one in links if one.session.state is SessionState.OPEN}
+
     def tell_supervisor(self, message: Struct) -> None:
         """Say something to the supervisor; without one (tests, a lone process) it is dropped."""
         try:

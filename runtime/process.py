@@ -220,7 +220,7 @@ class _Process:
     def _say_beat(self) -> None:
         step, phase = self._app.beat()
         rss = int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        self._mesh.tell_supervisor(control.Heartbeat(step, phase, rss))
+        self._mesh.tell_supervisor(control.Heartbeat(step, phase, rss, self._mesh.sent()))
 
     # --- Listener: the App's events, less what concerns the process itself ---
 

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import Identity, Role
+from meshlm.protocol.control_edge import ProcessReport, StandbyReport
+from meshlm.protocol.ids import Identity, Incarnation, Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.rundir import STATUS_SOCKET
 
@@ -36,6 +37,22 @@ class ProcessStatus(Struct, frozen=True):
     phase: str = ""
     rss_bytes: int = 0
     host: str = ""  # in a mesh of several nodes
+    sent: dict[str, int] = {}  # messages in the present session of each link, by the peer's name
+
+    def report(self, now_s: float) -> ProcessReport:
+        """The same for another process of the mesh; `now_s` is the wall clock."""
+        return ProcessReport(
+            identity=Identity(Role(self.role), self.index),
+            incarnation=Incarnation(self.incarnation),
+            pid=self.pid,
+            state=self.state,
+            started_s=now_s - self.uptime_s,
+            restarts=self.restarts,
+            phase=self.phase,
+            rss_bytes=self.rss_bytes,
+            host=self.host,
+            sent=self.sent,
+        )
 
 
 class StandbyStatus(Struct, frozen=True):
@@ -47,6 +64,9 @@ class StandbyStatus(Struct, frozen=True):
     uptime_s: float
     rss_bytes: int = 0
     host: str = ""
+
+    def report(self, now_s: float) -> StandbyReport:
+        return StandbyReport(Role(self.role), self.pid, self.state, now_s - self.uptime_s, self.rss_bytes)
 
 
 class MeshStatus(Struct, frozen=True):

@@ -69,6 +69,7 @@ class Supervisor:
         if config.node is not None:
             self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
         self._scaling = Scaling(identities)
+        self._beats: dict[Identity, edge.Heartbeat] = {}  # the last one of each incarnation
 
     async def start(self) -> None:
         """Open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
@@ -130,6 +131,8 @@ class Supervisor:
             if self._network is not None:
                 self._network.on_message(peer, message)
             return
+        if isinstance(message, edge.AskProcesses):  # a frontend that `meshlm launch` added may ask, too
+            self.send(peer, report.for_frontend(self.status(), self._display.news))
         child = self._incarnations.of(peer)
         if child is None:
             return
@@ -144,6 +147,7 @@ class Supervisor:
             case edge.Failed():
                 self._do(events.SaidFailed(peer, incarnation, message.message))
             case edge.Heartbeat():
+                self._beats[peer] = message
                 self._do(events.Beaten(peer, incarnation, message.step, message.phase))
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open
@@ -250,6 +254,7 @@ class Supervisor:
 
     def _spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         self.operations.num_open.pop(identity, None)
+        self._beats.pop(identity, None)
         self._incarnations.spawn(identity, incarnation)
 
     def _replace(self, effect: events.Replace) -> None:
@@ -402,6 +407,8 @@ class Supervisor:
             self._incarnations,
             self._network,
             self._scaling,
+            self._beats,
+            self._mesh.sent() if self._mesh is not None else {},
             was_ready=self.ready.is_set(),
             now=self._clock(),
         )

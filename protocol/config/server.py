@@ -130,6 +130,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     reasoning_parser_plugin: Annotated[
         str, Meta(description="Python file with more of them, in a dict REASONING_PARSERS")
     ] = ""
+    max_dashboards: Annotated[
+        int,
+        Meta(ge=0, le=1024, description="open dashboards per frontend beyond which it answers 503; 0: no /dashboard"),
+    ] = 32
     disable_fastapi_docs: Annotated[bool, Meta(description="no /openapi.json, /docs and /redoc (vLLM's name)")] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="GET /tokenizer_info tells the tokenizer's configuration and chat template")

@@ -2,14 +2,16 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from meshlm.protocol.control_edge import Progress
+from meshlm.protocol.control_edge import News, Progress
 from meshlm.protocol.ids import Identity
 from meshlm.runtime.streams import forgiving, json_line
 
 EVERY_S = 5.0
+MAX_NEWS = 64
 ENDED = -1.0
 
 
@@ -28,9 +30,11 @@ class StartDisplay:
         self._shown: dict[tuple[Identity, str], float] = {}  # when a phase's last line was written or it began; ENDED
         self._open_line = False
         self._started = clock()
+        self.news: deque[News] = deque(maxlen=MAX_NEWS)  # the last lines, for dashboards
 
     def line(self, text: str, level: str = "info") -> None:
         """A line that stays; `level` is for collectors."""
+        self.news.append(News(time.time(), level, text))
         if self._process is not None:
             self._out.write(json_line(text, level, process=self._process))
             self._out.flush()

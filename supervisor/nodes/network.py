@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from meshlm.protocol import control_edge as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.ids import HEAD, Identity, Incarnation, Role
+from meshlm.protocol.ids import HEAD, Identity, Role
 from meshlm.protocol.session import RIVAL
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.operations import Operations
@@ -136,6 +136,7 @@ class Head:
                 phase=process.phase,
                 rss_bytes=process.rss_bytes,
                 host=node.host,
+                sent=process.sent,
             )
             for node in self._nodes.joined.values()
             for process in node.processes
@@ -243,24 +244,8 @@ def _report(status: MeshStatus) -> edge.NodeReport:
     """This node's children, for the head."""
     now = time.time()
     return edge.NodeReport(
-        tuple(
-            edge.ProcessReport(
-                identity=Identity(Role(row.role), row.index),
-                incarnation=Incarnation(row.incarnation),
-                pid=row.pid,
-                state=row.state,
-                started_s=now - row.uptime_s,
-                restarts=row.restarts,
-                phase=row.phase,
-                rss_bytes=row.rss_bytes,
-            )
-            for row in status.processes
-            if row.role != Role.SUPERVISOR.value
-        ),
-        tuple(
-            edge.StandbyReport(Role(row.role), row.pid, row.state, now - row.uptime_s, row.rss_bytes)
-            for row in status.standbys
-        ),
+        tuple(row.report(now) for row in status.processes if row.role != Role.SUPERVISOR.value),
+        tuple(row.report(now) for row in status.standbys),
     )
 
 

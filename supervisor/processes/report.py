@@ -5,12 +5,14 @@ It looks at the processes and changes nothing.
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import psutil
 
 from meshlm import __version__
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.control_edge import Heartbeat, MeshProcesses, News
+from meshlm.protocol.ids import Identity
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.core import Process
 from meshlm.supervisor.group.scaling import Scaling
@@ -25,14 +27,18 @@ def mesh_status(
     incarnations: Incarnations,
     network: Head | Guest | None,
     scaling: Scaling,
+    beats: Mapping[Identity, Heartbeat],
+    sent: dict[str, int],
     *,
     was_ready: bool,
     now: float,
 ) -> MeshStatus:
-    """The supervisor first, then this host's, then other nodes'. `now` is of the group's clock."""
+    """The supervisor first, then this host's, then other nodes'. `now` is of the group's clock; `beats` came last from each of this
+    host's processes, and `sent` is the supervisor's own."""
     host = config.node.host if config.node else ""
     pids = incarnations.pids()  # of those that are alive
-    rows = [_own(config, host), *(_child(process, pids.get(process.identity, 0), host, now) for process in processes)]
+    rows = [_own(config, host, sent)]
+    rows += [_child(one, pids.get(one.identity, 0), host, now, beats.get(one.identity)) for one in processes]
     rows += network.rows() if network is not None else []
     standbys = [_standby(child, host) for child in incarnations.standbys()]
     standbys += network.standbys() if network is not None else []
@@ -53,7 +59,14 @@ def mesh_status(
     )
 
 
-def _own(config: MeshConfig, host: str) -> ProcessStatus:
+def for_frontend(status: MeshStatus, news: Iterable[News]) -> MeshProcesses:
+    """The same for the dashboard."""
+    now = time.time()
+    processes = tuple(row.report(now) for row in status.processes)
+    return MeshProcesses(processes, tuple(one.report(now) for one in status.standbys), tuple(news), status.missing)
+
+
+def _own(config: MeshConfig, host: str, sent: dict[str, int]) -> ProcessStatus:
     started = psutil.Process().create_time()
     return ProcessStatus(
         role="supervisor",
@@ -65,10 +78,13 @@ def _own(config: MeshConfig, host: str) -> ProcessStatus:
         restarts=0,
         rss_bytes=_rss(os.getpid()),
         host=host,
+        sent=sent,
     )
 
 
-def _child(process: Process, pid: int, host: str, now: float) -> ProcessStatus:
+def _child(process: Process, pid: int, host: str, now: float, beat: Heartbeat | None) -> ProcessStatus:
+    if not pid:
+        beat = None  # it is gone
     return ProcessStatus(
         role=process.identity.role.value,
         index=process.identity.index,
@@ -78,8 +94,9 @@ def _child(process: Process, pid: int, host: str, now: float) -> ProcessStatus:
         uptime_s=round(now - process.started_at, 3) if pid else 0.0,
         restarts=process.restarts,
         phase=process.phase,
-        rss_bytes=_rss(pid) if pid else 0,
+        rss_bytes=beat.rss_bytes if beat is not None else _rss(pid) if pid else 0,
         host=host,
+        sent=beat.sent if beat is not None else {},
     )
 
 

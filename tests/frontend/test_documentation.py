@@ -8,7 +8,7 @@ import pytest
 from parsing import RESOLVED
 
 from meshlm.frontend.operations import OPERATIONS
-from meshlm.frontend.operator_operations import DOCUMENTATION
+from meshlm.frontend.operator_operations import DASHBOARD, DOCUMENTATION
 from meshlm.frontend.server import Routes
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
@@ -46,7 +46,7 @@ async def test_it_says_what_this_server_has() -> None:
     assert chat["model"] == {"enum": [*RESOLVED.served_names, None]}
     assert chat["top_logprobs"]["anyOf"][0]["maximum"] == 7
     assert chat["tools"] == {"type": "null"}, "no parser reads calls"
-    assert set(api["paths"]) == {op.path for op in OPERATIONS + DOCUMENTATION}
+    assert set(api["paths"]) == {op.path for op in OPERATIONS + DASHBOARD + DOCUMENTATION}
 
 
 async def test_routes_for_development_are_there_when_asked_for() -> None:

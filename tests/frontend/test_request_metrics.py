@@ -31,6 +31,11 @@ class Recorder:
 
     def flush(self) -> None: ...
 
+    def first_token(self, seconds: float) -> None:
+        """In the place of Feed, too."""
+
+    def interval(self, seconds: float, times: int) -> None: ...
+
     def take(self) -> dict[str, list[Any]]:
         seen, self.seen = self.seen, {}
         return seen
@@ -84,11 +89,11 @@ class Client:
         self.tracker.deltas(TextDeltas(*columns, ["x"], finished, first=first), D0, now)
 
     def seen(self) -> dict[str, list[Any]]:
-        observe_tokens(self.metrics, self.tracker)  # type: ignore[arg-type]
+        observe_tokens(self.metrics, self.tracker, self.metrics)  # type: ignore[arg-type]
         return self.metrics.take()
 
     def end(self) -> dict[str, list[Any]]:
-        observe_tokens(self.metrics, self.tracker)  # type: ignore[arg-type]
+        observe_tokens(self.metrics, self.tracker, self.metrics)  # type: ignore[arg-type]
         self.num_turns = len(list(observe_end(self.metrics, self.answer, MAX_MODEL_LEN)))  # type: ignore[arg-type]
         return self.metrics.take()
 

@@ -198,7 +198,10 @@ def statuses(operation: Any, mode: GenerationMode, url: str) -> set[int]:
 def operations(url: str) -> list[Any]:
     document = httpx.get(f"{url}/openapi.json", headers=AUTH).json()
     found: list[Any] = list(schemathesis.openapi.from_dict(document).get_all_operations())
-    return [operation.ok() for operation in found]
+    ok = [operation.ok() for operation in found]
+    return [
+        one for one in ok if one.path != "/dashboard/events"
+    ]  # which has no end; tests/frontend/dashboard/test_routes.py
 
 
 def test_each_route_answers_as_declared(keyed: Serving) -> None:

@@ -9,6 +9,8 @@ from parsing import RESOLVED
 
 from meshlm.frontend.budget import Budget
 from meshlm.frontend.choice import Choice, RowDetails
+from meshlm.frontend.dashboard.feed import Feed
+from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.frontend.rate_limits import RateLimits
@@ -16,6 +18,7 @@ from meshlm.frontend.responses import Response
 from meshlm.frontend.server import Routes
 from meshlm.protocol.columns import pack_i32
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
+from meshlm.protocol.control_edge import MeshStats
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle
 from meshlm.protocol.text_edge import (
     Accepted,
@@ -41,6 +44,8 @@ class Scripted:
     version = "1.2"
 
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
+        self.num_open = 0
+        self.feed = Feed(self, Facts("frontend/0", self.version, resolved.served_names[0]), limit=2)
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
         self.rates = RateLimits("")
@@ -54,6 +59,7 @@ class Scripted:
         self.stops_at = -1  # so many tokens come, and then nothing
         self.num_said = 0  # tokens of the newest choice
         self.submits: list[Submit] = []
+        self.opened: list[list[Choice]] = []
         self.closed: list[Choice] = []
         self.answers: list[Response] = []
         self.ignored_fields: tuple[str, ...] = ()
@@ -98,6 +104,7 @@ class Scripted:
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         self.submits.append(submit)
+        self.opened.append(choices)
         for choice in choices:
             task = asyncio.ensure_future(self._say(choice))
             self._tasks.add(task)
@@ -158,6 +165,14 @@ class Scripted:
 
     async def load(self) -> int:
         return 0
+
+    async def fresh_stats(self) -> MeshStats:
+        return MeshStats(True)
+
+    def ask_processes(self) -> None: ...
+
+    def open_choices(self) -> list[Choice]:
+        return [choice for submit in self.opened for choice in submit if choice.finished is None]
 
     async def metrics(self) -> bytes:
         return b""

@@ -89,7 +89,10 @@ WORK = admit.EngineRequest(
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
-PROCESS = control.ProcessReport(SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27)
+PROCESS = control.ProcessReport(
+    SCHEDULER, LIFE, 4711, "ready", 1750000000.5, 2, "stepping", 1 << 27, "gpu-7", {"worker/3": 5}
+)
+NEWS = control.News(1750000000.5, "error", "worker/3 died")
 STARTED = admit.Started(RequestId("b"), 48)
 RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
 LOST = admit.SchedulerIncarnation(SCHEDULER, LIFE)
@@ -290,7 +293,7 @@ FULL: tuple[Struct, ...] = (
     control.Progress("weights", 12, 100, "MB"),
     control.Ready({"KV cache": "9,000 blocks"}),
     control.Failed("no such model"),
-    control.Heartbeat(4, "stepping", 1 << 33),
+    control.Heartbeat(4, "stepping", 1 << 33, {"coordinator/0": 5}),
     control.RankDrained(3),
     control.Died(SCHEDULER, LIFE),
     control.SetRanks(4),
@@ -303,6 +306,9 @@ FULL: tuple[Struct, ...] = (
     PROCESS,
     STANDBY,
     control.NodeReport((PROCESS,), (STANDBY,)),
+    control.AskProcesses(),
+    NEWS,
+    control.MeshProcesses((PROCESS,), (STANDBY,), (NEWS,), "rank 2"),
     control.RestartProcesses((SCHEDULER,)),
     control.RestartNews(("worker/1: replaced",), True, "no room"),
     MEMBER,

@@ -1,0 +1,151 @@
+"""The dashboard's events: one snapshot at most every PERIOD_S, which all watchers share, and only while there are any.
+
+A watcher that takes nothing of its events for STALL_S is dropped; one that is slow gets the newest event, and not those between.
+Owned by io.py.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.dashboard import requests
+from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.responses import Response
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats
+from meshlm.protocol.dashboard import EndedRequests, Snapshot
+
+PERIOD_S = 0.1
+STATS_EVERY_S = 0.25
+STALL_S = 10.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Source(Protocol):
+    """The part of the frontend that is shown."""
+
+    num_open: int
+
+    async def fresh_stats(self) -> MeshStats: ...
+    def ask_processes(self) -> None: ...
+    def open_choices(self) -> Iterable[Choice]: ...
+
+
+class Watcher:
+    """One stream of events."""
+
+    def __init__(self) -> None:
+        self._event: bytes | None = None
+        self._came = asyncio.Event()
+
+    def offer(self, event: bytes | None) -> None:
+        """The newest event; None is the end."""
+        self._event = event
+        self._came.set()
+
+    async def next(self) -> bytes | None:
+        await self._came.wait()
+        self._came.clear()
+        return self._event
+
+
+class Feed:
+    """See the module docstring. `limit`: watchers at a time."""
+
+    def __init__(self, source: Source, facts: Facts, limit: int) -> None:
+        self._source, self._limit = source, limit
+        self._snapshots = Snapshots(facts)
+        self._ended = requests.EndedLog()
+        self._watchers: list[Watcher] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stats = MeshStats(False, "starting")
+        self.mesh = MeshProcesses(())  # as the supervisor said last
+        self._closed = False
+
+    # --- what happens ---
+
+    def ended(self, answer: Response, path: str, status: int) -> None:
+        """A request has its answer, or its client has left."""
+        if (view := requests.ended(answer, path, status, time.monotonic())) is not None:
+            self._ended.add(view)
+
+    def first_token(self, seconds: float) -> None:
+        self._snapshots.ttft.observe(seconds, time.monotonic())
+
+    def interval(self, seconds: float, times: int) -> None:
+        """So much time was between tokens, so many times."""
+        self._snapshots.itl.observe(seconds, time.monotonic(), times)
+
+    # --- who watches ---
+
+    def join(self) -> Watcher:
+        """HttpError when there are too many already."""
+        if self._closed:
+            raise HttpError(503, "this server is stopping", kind="overloaded_error")
+        if len(self._watchers) >= self._limit:
+            text = f"{self._limit} dashboards are open at this frontend already (--max-dashboards)"
+            raise HttpError(503, text, kind="overloaded_error")
+        watcher = Watcher()
+        self._watchers.append(watcher)
+        if len(self._watchers) == 1:
+            self._ended.take_fresh()  # they are in /dashboard/requests
+            for task in self._tasks:
+                task.cancel()
+            self._begin(self._make())
+            self._begin(self._ask())
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        self._watchers.remove(watcher)
+
+    def close(self) -> None:
+        """All streams end: this frontend does."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.offer(None)
+
+    def requests(self) -> bytes:
+        """The last requests, as JSON."""
+        return _encode(EndedRequests(self._ended.num_ended, tuple(self._ended.all)))
+
+    # --- while somebody watches ---
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def _is_watched(self) -> bool:
+        return bool(self._watchers) and not self._closed
+
+    async def _ask(self) -> None:
+        """The ranks' figures, which may take a while to come when a process is stuck."""
+        while self._is_watched:
+            self._stats = await self._source.fresh_stats()
+            await asyncio.sleep(STATS_EVERY_S)
+
+    async def _make(self) -> None:
+        while self._is_watched:
+            self._source.ask_processes()
+            await asyncio.sleep(PERIOD_S)
+            event = b"data: " + _encode(self._snapshot()) + b"\n\n"
+            for watcher in self._watchers:
+                watcher.offer(event)
+
+    def _snapshot(self) -> Snapshot:
+        known = Known(
+            stats=self._stats,
+            mesh=self.mesh,
+            choices=self._source.open_choices(),
+            num_open=self._source.num_open,
+            num_watchers=len(self._watchers),
+            num_ended=self._ended.num_ended,
+            ended=self._ended.take_fresh(),
+        )
+        return self._snapshots.make(known, time.monotonic(), time.time())

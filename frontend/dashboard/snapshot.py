@@ -1,0 +1,135 @@
+"""Makes the dashboard's events of what the frontend has been told. Pure; owned by feed.py."""
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from meshlm.frontend.choice import Choice
+from meshlm.frontend.dashboard import requests
+from meshlm.frontend.dashboard.recent import Rates, Times
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats, ProcessReport, RankStats
+from meshlm.protocol.dashboard import EdgeView, NewsView, ProcessView, RankView, RequestView, Snapshot
+from meshlm.protocol.ids import Role
+
+
+class Facts(Struct, frozen=True):
+    """What stays the same while the frontend lives."""
+
+    frontend: str
+    version: str
+    model: str
+
+
+class Known(Struct, frozen=True):
+    """What was told last."""
+
+    stats: MeshStats
+    mesh: MeshProcesses
+    choices: Iterable[Choice]  # that run, the oldest first
+    num_open: int
+    num_watchers: int
+    num_ended: int
+    ended: tuple[RequestView, ...]  # since the snapshot before
+
+
+class Snapshots:
+    """Keeps what rates need. `now` is of the loop's clock, `wall_s` of the wall's."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.ttft, self.itl = Times(), Times()
+        self._number = 0
+        self._edge_rates, self._token_rates, self._busy_rates = Rates(), Rates(), Rates()
+
+    def make(self, known: Known, now: float, wall_s: float) -> Snapshot:
+        self._number += 1
+        stats, mesh = known.stats, known.mesh
+        ranks = self._ranks(stats.ranks, now)
+        return Snapshot(
+            number=self._number,
+            at_s=round(wall_s, 3),
+            frontend=self._facts.frontend,
+            version=self._facts.version,
+            model=self._facts.model,
+            serving=stats.serving,
+            reason=stats.reason,
+            paused=stats.paused,
+            blocked=stats.blocked,
+            missing=mesh.missing,
+            num_held=stats.num_held,
+            num_open=known.num_open,
+            num_watchers=known.num_watchers,
+            prompt_per_s=round(sum(rank.prompt_per_s for rank in ranks), 1),
+            generated_per_s=round(sum(rank.generated_per_s for rank in ranks), 1),
+            ttft=self.ttft.percentiles(now),
+            itl=self.itl.percentiles(now),
+            processes=tuple(_process(one, wall_s) for one in mesh.processes),
+            standbys=tuple(
+                ProcessView(
+                    one.role.value, "", one.state, one.pid, round(wall_s - one.started_s, 1), 0, "", one.rss_bytes
+                )
+                for one in mesh.standbys
+            ),
+            edges=self._edges(mesh.processes, now),
+            ranks=ranks,
+            running=requests.running(known.choices, now),
+            num_ended=known.num_ended,
+            ended=known.ended,
+            news=tuple(NewsView(round(one.at_s, 3), one.level, one.text) for one in mesh.news),
+        )
+
+    def _edges(self, processes: Iterable[ProcessReport], now: float) -> tuple[EdgeView, ...]:
+        """The links that requests and tokens take; what the supervisor hears and says is the same all the time."""
+        totals = {
+            (str(one.identity), peer): sent
+            for one in processes
+            if one.identity.role is not Role.SUPERVISOR
+            for peer, sent in one.sent.items()
+            if not peer.startswith(Role.SUPERVISOR.value)
+        }
+        rates = self._edge_rates.of(totals, now)
+        return tuple(EdgeView(source, target, round(rate, 1)) for (source, target), rate in rates.items())
+
+    def _ranks(self, ranks: Iterable[RankStats], now: float) -> tuple[RankView, ...]:
+        ranks = sorted(ranks, key=lambda rank: rank.dp_rank)
+        tokens: dict[tuple[int, int, str], float] = {}
+        for rank in ranks:
+            of = rank.dp_rank, rank.incarnation
+            tokens |= {(*of, "prompt"): rank.prompt_tokens, (*of, "generated"): rank.generation_tokens}
+        rates = self._token_rates.of(tokens, now)
+        times: dict[tuple[int, int, str], float] = {}
+        for rank in ranks:
+            of = rank.dp_rank, rank.incarnation
+            times |= {(*of, "busy"): rank.busy_ns, (*of, "idle"): rank.idle_ns}
+        shares = self._busy_rates.of(times, now)
+        found = []
+        for rank in ranks:
+            of = rank.dp_rank, rank.incarnation
+            busy, idle = shares[(*of, "busy")], shares[(*of, "idle")]
+            found.append(
+                RankView(
+                    rank=rank.dp_rank,
+                    running=rank.num_running,
+                    waiting=rank.num_waiting,
+                    kv_usage=round(rank.kv_cache_usage, 4),
+                    hit_rate=round(rank.prefix_cache_hits / max(1, rank.prefix_cache_queries), 4),
+                    preemptions=rank.num_preemptions,
+                    prompt_per_s=round(rates[(*of, "prompt")], 1),
+                    generated_per_s=round(rates[(*of, "generated")], 1),
+                    busy=round(busy / (busy + idle), 3) if busy + idle else 0.0,
+                )
+            )
+        return tuple(found)
+
+
+def _process(report: ProcessReport, wall_s: float) -> ProcessView:
+    return ProcessView(
+        name=str(report.identity),
+        node=report.host,
+        state=report.state,
+        pid=report.pid,
+        uptime_s=round(wall_s - report.started_s, 1) if report.pid else 0.0,
+        restarts=report.restarts,
+        phase=report.phase,
+        rss_bytes=report.rss_bytes,
+    )

@@ -1,0 +1,115 @@
+"""The events of GET /dashboard/events and the answer of GET /dashboard/requests: what an operator sees of the mesh.
+
+A frontend makes them (frontend/dashboard/), the page and `meshlm top` show them. Rates are of the last seconds.
+"""
+
+from msgspec import Struct
+
+
+class ProcessView(Struct, frozen=True):
+    """One process, or one that waits for a place."""
+
+    name: str  # role/index; of a standby the role alone
+    node: str  # "" in a mesh of one node
+    state: str
+    pid: int
+    uptime_s: float
+    restarts: int
+    phase: str
+    rss_bytes: int
+
+
+class EdgeView(Struct, frozen=True):
+    """One direction of a link."""
+
+    source: str
+    target: str
+    per_s: float  # messages
+
+
+class RankView(Struct, frozen=True):
+    """One data-parallel rank: a scheduler and its workers."""
+
+    rank: int
+    running: int
+    waiting: int
+    kv_usage: float  # 0 .. 1
+    hit_rate: float  # of the prefix cache, 0 .. 1, of all prompt tokens so far
+    preemptions: int
+    prompt_per_s: float  # tokens
+    generated_per_s: float  # tokens
+    busy: float  # share of the time with requests in which the device computed, 0 .. 1
+
+
+class Percentiles(Struct, frozen=True):
+    """Times of the last minute, in seconds; 0 where there were none."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+
+
+class RequestView(Struct, frozen=True, omit_defaults=True):
+    """One HTTP request and where its time went. A hop that it has not passed yet is absent; the last one of a request that runs is
+    where it is now."""
+
+    id: str
+    path: str
+    at_s: float  # wall clock, when it was submitted
+    seconds: float  # from then to its end, or until now
+    hops: dict[str, float]  # seconds by hop, in their order
+    status: int = 0  # HTTP's; 0: it runs
+    rank: str = ""
+    num_choices: int = 1
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_attempts: int = 1  # more where a detokenizer died
+    finish_reason: str = ""
+    error: str = ""
+
+
+class NewsView(Struct, frozen=True):
+    """A line that the supervisor told its user."""
+
+    at_s: float
+    level: str
+    text: str
+
+
+class Snapshot(Struct, frozen=True):
+    """One event."""
+
+    number: int
+    at_s: float  # wall clock
+    frontend: str  # whose requests and times these are
+    version: str
+    model: str
+    serving: bool
+    reason: str  # while it does not serve: what is missing
+    paused: bool
+    blocked: str  # a link on which nothing moves
+    missing: str  # ranks or workers that are on no node
+    num_held: int  # requests that wait for a rank that serves
+    num_open: int  # HTTP requests of this frontend
+    num_watchers: int
+    prompt_per_s: float
+    generated_per_s: float
+    ttft: Percentiles
+    itl: Percentiles
+    processes: tuple[ProcessView, ...]
+    standbys: tuple[ProcessView, ...]
+    edges: tuple[EdgeView, ...]
+    ranks: tuple[RankView, ...]
+    running: tuple[RequestView, ...]  # the oldest ones
+    num_ended: int  # requests that this frontend has answered
+    ended: tuple[RequestView, ...]  # since the event before
+    news: tuple[NewsView, ...]
+
+
+class EndedRequests(Struct, frozen=True):
+    """The last requests of a frontend, the newest last."""
+
+    num_ended: int
+    requests: tuple[RequestView, ...]

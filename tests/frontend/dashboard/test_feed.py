@@ -1,0 +1,110 @@
+"""The dashboard's events: made only while somebody watches, once for all, and never waiting for a watcher."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from meshlm.frontend.dashboard import feed as feeds
+from meshlm.frontend.dashboard.feed import Feed
+from meshlm.frontend.dashboard.snapshot import Facts
+from meshlm.frontend.errors import HttpError
+from meshlm.protocol.control_edge import MeshStats
+from meshlm.protocol.dashboard import Snapshot
+
+LIMIT_S = 10
+
+
+class Source:
+    """A frontend that counts how often it was asked."""
+
+    num_open = 3
+
+    def __init__(self) -> None:
+        self.num_asked = self.num_looked = 0
+
+    async def fresh_stats(self) -> MeshStats:
+        return MeshStats(True, num_held=5)
+
+    def ask_processes(self) -> None:
+        self.num_asked += 1
+
+    def open_choices(self) -> list[Any]:
+        self.num_looked += 1
+        return []
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setattr(feeds, "PERIOD_S", 0.005)
+    return Source()
+
+
+def feed_of(source: Source, limit: int = 3) -> Feed:
+    return Feed(source, Facts("frontend/0", "1", "m"), limit)
+
+
+async def next_of(watcher: Any) -> Any:
+    event = await asyncio.wait_for(watcher.next(), LIMIT_S)
+    return event and msgspec.json.decode(event.removeprefix(b"data: ").strip(), type=Snapshot)
+
+
+async def test_all_watchers_share_one_snapshot(source: Source) -> None:
+    feed = feed_of(source)
+    one, other = feed.join(), feed.join()
+    first, same = await next_of(one), await next_of(other)
+    assert first == same
+    assert (first.num_watchers, first.num_open) == (2, 3)
+    while (await next_of(one)).num_held != 5:
+        pass
+    assert source.num_looked == (await next_of(one)).number - 1 or source.num_looked >= 2
+    feed.close()
+
+
+async def test_nothing_is_made_while_nobody_watches(source: Source) -> None:
+    feed = feed_of(source)
+    await asyncio.sleep(0.02)
+    assert (source.num_asked, source.num_looked) == (0, 0)
+    watcher = feed.join()
+    await next_of(watcher)
+    feed.leave(watcher)
+    while feed._tasks:
+        for task in list(feed._tasks):
+            task.cancel() if task.get_coro().__name__ == "_ask" else await asyncio.wait_for(task, LIMIT_S)  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+    looked = source.num_looked
+    await asyncio.sleep(0.02)
+    assert source.num_looked == looked
+    again = feed.join()
+    assert await next_of(again) is not None, "who comes later has it begun again"
+    feed.close()
+
+
+async def test_one_watcher_too_many_is_refused_by_name(source: Source) -> None:
+    feed = feed_of(source, limit=2)
+    one, _ = feed.join(), feed.join()
+    with pytest.raises(HttpError, match=r"2 dashboards are open .*--max-dashboards") as refusal:
+        feed.join()
+    assert refusal.value.status == 503
+    feed.leave(one)
+    feed.join()
+    feed.close()
+
+
+async def test_a_slow_watcher_gets_the_newest_event_and_holds_no_others(source: Source) -> None:
+    feed = feed_of(source)
+    slow, quick = feed.join(), feed.join()
+    numbers = [(await next_of(quick)).number for _ in range(5)]
+    assert numbers == sorted(numbers)
+    assert (await next_of(slow)).number >= numbers[-1]
+    feed.close()
+
+
+async def test_the_end_of_the_frontend_ends_all_streams(source: Source) -> None:
+    feed = feed_of(source)
+    watcher = feed.join()
+    feed.close()
+    assert await next_of(watcher) is None
+    with pytest.raises(HttpError, match="stopping"):
+        feed.join()

@@ -1,0 +1,181 @@
+"""GET /dashboard over HTTP: who may read what, and how streams end."""
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from scripted import Scripted
+
+from meshlm.frontend import http
+from meshlm.frontend.connection import Timeouts
+from meshlm.frontend.dashboard import feed as feeds
+from meshlm.frontend.dashboard import routes
+from meshlm.protocol.config import ServerConfig
+from meshlm.protocol.dashboard import EndedRequests, Snapshot
+
+FILES = {"/dashboard": "text/html", "/dashboard/page.js": "text/javascript", "/dashboard/page.css": "text/css"}
+ADMIN = {"Authorization": "Bearer secret"}
+MAX_BYTES = 200 << 10
+LIMIT_S = 20
+
+
+def scripted(**server: Any) -> Scripted:
+    return Scripted(ServerConfig(responses_store="off", **server))
+
+
+def client(backend: Scripted) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(backend.app), base_url="http://x")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def listening(backend: Scripted, send_buffer: int = 0) -> AsyncIterator[int]:
+    """A real port; a test client's transport would collect a stream before it gives any of it."""
+    listener = http.listen("127.0.0.1", 0)
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    server = http.make_server(backend.app, Timeouts(60, 60, 60), backend.routes.unsent)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        backend.feed.close()
+        server.should_exit = True
+        await serving
+
+
+async def test_the_page_is_small_needs_no_key_and_may_run_its_own_script_alone() -> None:
+    async with client(scripted(api_key=("secret",))) as browser:
+        size = 0
+        for path, kind in FILES.items():
+            answer = await browser.get(path)
+            assert answer.status_code == 200, path
+            assert answer.headers["content-type"].startswith(kind)
+            assert answer.headers["content-encoding"] == "gzip"
+            policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+            assert policy["default-src"] == "'none'"
+            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+            assert policy["require-trusted-types-for"] == "'script'"
+            size += len(answer.content)
+            again = await browser.get(path, headers={"If-None-Match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+            plain = await browser.get(path, headers={"Accept-Encoding": "identity"})
+            assert "content-encoding" not in plain.headers
+            assert plain.content == answer.content
+        assert size < MAX_BYTES
+
+
+@pytest.mark.parametrize("name", ["page.html", "page.js", "page.css"])
+def test_the_files_ask_nobody_else_and_make_no_markup(name: str) -> None:
+    text = routes.asset(name).content.decode().replace("http://www.w3.org/2000/svg", "")
+    for word in ("http:", "https:", "HTML", "document.write", "eval(", "new Function", "style=", "<script>"):
+        assert word not in text, word
+    assert not re.search(r"\son\w+\s*=", text), "no inline handlers"
+
+
+async def test_data_needs_a_key_of_an_operator(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("reader inference\nadmin admin\n")
+    async with client(scripted(api_key_file=str(keys))) as browser:
+        for path in ("/dashboard/requests", "/dashboard/events"):
+            assert (await browser.get(path)).status_code == 401
+            assert (await browser.get(path, headers={"X-Api-Key": "reader"})).status_code == 403
+        assert (await browser.get("/dashboard/requests", headers={"X-Api-Key": "admin"})).status_code == 200
+
+
+async def test_requests_that_ended_are_told() -> None:
+    backend = scripted()
+    async with client(backend) as browser:
+        body = {"prompt": "hi", "max_tokens": 2}
+        assert (await browser.post("/v1/completions", json=body)).status_code == 200
+        for answer in backend.answers:
+            for choice in answer.choices:
+                choice.opened_at = 1.0
+            backend.feed.ended(answer, "/v1/completions", 200)
+        found = msgspec.json.decode((await browser.get("/dashboard/requests")).content, type=EndedRequests)
+    assert found.num_ended == 1
+    assert (found.requests[0].path, found.requests[0].status) == ("/v1/completions", 200)
+
+
+async def test_a_server_without_dashboards_says_so() -> None:
+    async with client(scripted(max_dashboards=0)) as browser:
+        answer = await browser.get("/dashboard")
+        assert answer.status_code == 404
+        assert "--max-dashboards" in answer.json()["error"]["message"]
+
+
+async def events(answer: httpx.Response, count: int) -> list[Snapshot]:
+    found: list[Snapshot] = []
+    async for line in answer.aiter_lines():
+        if line.startswith("data: "):
+            found.append(msgspec.json.decode(line[6:], type=Snapshot))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_events_come_until_the_client_leaves() -> None:
+    backend = scripted(api_key=("secret",))
+    async with asyncio.timeout(LIMIT_S), listening(backend) as port, httpx.AsyncClient(headers=ADMIN) as browser:
+        url = f"http://127.0.0.1:{port}/dashboard/events"
+        assert (await browser.head(url)).status_code == 200
+        async with browser.stream("GET", url) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            first, second = await events(answer, 2)
+            assert second.number == first.number + 1
+            assert second.at_s - first.at_s > 0.9 * feeds.PERIOD_S, "ten times a second at most"
+        await until(lambda: not backend.feed._watchers)
+
+
+async def test_a_thousand_dashboards_leave_the_server_as_it_is() -> None:
+    """Two are let in, all others are refused by name, and whoever is there goes on to see."""
+    backend = scripted()
+    ask = b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    async with asyncio.timeout(LIMIT_S), listening(backend) as port:
+        first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for reader, writer in first:
+            writer.write(ask)
+            await reader.readuntil(b"data: ")
+        for _ in range(998):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(ask)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 "), answer
+            assert b"--max-dashboards" in answer
+            assert b"retry-after" in answer.lower()
+            writer.close()
+        for reader, writer in first:
+            await reader.readuntil(b'"number":')
+            writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "STALL_S", 0.3)
+    monkeypatch.setattr(feeds, "PERIOD_S", 0.001)
+    backend = scripted()
+    made = backend.feed._snapshots.make
+    padding = "x" * 50_000
+
+    def large(*arguments: Any) -> Snapshot:
+        return msgspec.structs.replace(made(*arguments), reason=padding)
+
+    monkeypatch.setattr(backend.feed._snapshots, "make", large)
+    async with asyncio.timeout(LIMIT_S), listening(backend, send_buffer=4096) as port:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port))
+            client.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: bool(backend.feed._watchers))
+            await until(lambda: not backend.feed._watchers)
+            assert len(backend.feed._tasks) <= 2

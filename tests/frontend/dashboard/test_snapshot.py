@@ -1,0 +1,67 @@
+"""What the dashboard's events say, made of what a frontend was told."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from meshlm.frontend.dashboard.snapshot import Facts, Known, Snapshots
+from meshlm.protocol.control_edge import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
+from meshlm.protocol.dashboard import Snapshot
+from meshlm.protocol.ids import Identity, Incarnation, Role
+
+WORKER = Identity(Role.WORKER, 1)
+
+
+def known(second: float, **stats: Any) -> Known:
+    rank = RankStats(
+        dp_rank=3, num_running=4, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=40,
+        num_preemptions=1, prompt_tokens=int(1000 * second), generation_tokens=int(200 * second),
+        busy_ns=int(9e8 * second), idle_ns=int(1e8 * second), incarnation=8,
+    )  # fmt: skip
+    sent = {"scheduler/1": int(50 * second), "supervisor/0": int(2 * second)}
+    process = ProcessReport(WORKER, Incarnation(5), 77, "ready", 1000.0, 2, "stepping", 1 << 20, "gpu-7", sent)
+    mesh = MeshProcesses((process,), (StandbyReport(Role.WORKER, 78, "standby", 1000.0),), (News(999.5, "error", "x"),))
+    return Known(MeshStats(**({"serving": True, "ranks": (rank,)} | stats)), mesh, (), 6, 1, 0, ())
+
+
+def last_of(snapshots: Snapshots, seconds: int = 4) -> Snapshot:
+    found = [snapshots.make(known(tick / 10), tick / 10, 1000.0 + tick / 10) for tick in range(10 * seconds)]
+    return found[-1]
+
+
+def test_a_snapshot_of_a_busy_mesh() -> None:
+    snapshots = Snapshots(Facts("frontend/0", "1.2", "tiny"))
+    snapshots.ttft.observe(0.5, 3.0)
+    found = last_of(snapshots)
+    assert (found.number, found.frontend, found.model, found.serving, found.num_open) == (
+        40,
+        "frontend/0",
+        "tiny",
+        True,
+        6,
+    )
+    (rank,) = found.ranks
+    assert (rank.rank, rank.running, rank.waiting, rank.kv_usage, rank.hit_rate) == (3, 4, 2, 0.25, 0.4)
+    assert [rank.prompt_per_s, rank.generated_per_s] == pytest.approx([1000, 200], rel=0.02)
+    assert [found.prompt_per_s, found.generated_per_s] == [rank.prompt_per_s, rank.generated_per_s]
+    assert rank.busy == pytest.approx(0.9, abs=0.01)
+    assert (found.ttft.count, found.itl.count) == (1, 0)
+    (process,) = found.processes
+    assert (process.name, process.node, process.state, process.restarts) == ("worker/1", "gpu-7", "ready", 2)
+    assert process.uptime_s == pytest.approx(3.9)
+    assert [one.name for one in found.standbys] == ["worker"]
+    assert {(edge.source, edge.target): edge.per_s for edge in found.edges} == {
+        ("worker/1", "scheduler/1"): pytest.approx(50, rel=0.05),
+    }
+    assert [(one.level, one.text) for one in found.news] == [("error", "x")]
+
+
+def test_a_mesh_that_does_not_serve_says_why() -> None:
+    found = Snapshots(Facts("f", "1", "m")).make(known(0, serving=False, reason="no detokenizer", ranks=()), 0.0, 0.0)
+    assert (found.serving, found.reason, found.ranks, found.generated_per_s) == (False, "no detokenizer", (), 0)
+
+
+def test_it_goes_over_the_wire() -> None:
+    found = last_of(Snapshots(Facts("f", "1", "m")), 1)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Snapshot) == found
