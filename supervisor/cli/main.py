@@ -31,6 +31,7 @@ COMMANDS = (
     "chat",
     "complete",
     "keys",
+    "doctor",
     "collect_env",
 )
 
@@ -121,7 +122,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
     wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
     for name in COMMANDS if wanted not in COMMANDS else (wanted,):
-        if name in ("serve", "run_batch", "launch"):  # which log
+        if name in ("serve", "run_batch", "launch", "doctor"):  # which log
             import_structlog()
         importlib.import_module(module_of(name)).add_parser(commands)
     return parser
