@@ -10,7 +10,7 @@ from meshlm.detokenizer.events import Truncation
 from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import ChatPrompt, JoinedPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
@@ -51,13 +51,18 @@ class Encoder:
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
             case PairPrompt():
                 return self._pair(prompt, None)[0]
+            case JoinedPrompt(parts=parts):
+                joined = array("i")
+                for part in parts:
+                    joined += self.encode(part)
+                return joined
 
     def encode_whole(self, prompt: Prompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         """The prompt's ids, and Pool.second_from. Truncation keeps the tokens around a text."""
         if isinstance(prompt, PairPrompt):
             return self._pair(prompt, truncation)
         ids = self.encode(prompt)
-        if truncation is not None and len(ids) > truncation.keep and not isinstance(prompt, TokenPrompt):
+        if truncation is not None and len(ids) > truncation.keep and isinstance(prompt, TextPrompt | ChatPrompt):
             text = self.render(prompt) if isinstance(prompt, ChatPrompt) else prompt.text
             plain = self._plain(text)
             around = self._tokenizer.num_special_tokens_to_add(False) if prompt.add_special_tokens else 0

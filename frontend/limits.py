@@ -13,7 +13,16 @@ from meshlm.frontend.errors import HttpError
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.text_edge import ChatPrompt, PairPrompt, Prompt, TextParams, TextPrompt, TokenPrompt, num_bytes_of
+from meshlm.protocol.text_edge import (
+    ChatPrompt,
+    JoinedPrompt,
+    PairPrompt,
+    Prompt,
+    TextParams,
+    TextPrompt,
+    TokenPrompt,
+    num_bytes_of,
+)
 
 MAX_LISTED_IDS = (
     1 << 18
@@ -110,6 +119,9 @@ def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
     match prompt:
         case TokenPrompt(token_ids=ids):
             check_num_ids(len(ids) // 4, truncates, resolved)
+        case JoinedPrompt(parts=parts):
+            for part in parts:
+                check_prompt(part, truncates, resolved)
         case TextPrompt() | ChatPrompt() | PairPrompt():
             most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
             if (size := num_bytes_of(prompt)) > most:

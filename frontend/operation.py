@@ -43,7 +43,9 @@ class Operation(NamedTuple):
     @property
     def generates(self) -> bool:
         """Whether it is of servers that give text."""
-        return self.streams or self.handler.startswith("rendering.") or self.path.startswith("/v1/responses")
+        return (
+            self.streams or self.handler.startswith(("rendering.", "scoring.")) or self.path.startswith("/v1/responses")
+        )
 
 
 ASKS = (400, 404, 413, *STATUS.values())

@@ -5,8 +5,8 @@ from types import GenericAlias
 
 from msgspec import Struct
 
+from meshlm.frontend import generative_scoring, schema
 from meshlm.frontend import response_schema as responses
-from meshlm.frontend import schema
 from meshlm.frontend.messages import schema as anthropic
 from meshlm.frontend.operation import ASKS, METRICS, NAMED, TEXT, Operation, Parameter, switch
 from meshlm.frontend.operator_operations import DASHBOARD, DEVELOPMENT, DOCUMENTATION, TOKENIZER_INFO
@@ -244,6 +244,16 @@ OPERATIONS = (
         ASKS,
         _GENERATES,
         streams=True,
+    ),
+    Operation(
+        "/generative_scoring",
+        "scoring.score",
+        generative_scoring.GenerativeScoringResponse,
+        "How likely each item goes on with a certain token.",
+        generative_scoring.GenerativeScoringRequest,
+        ("POST",),
+        ASKS,
+        NAMED,
     ),
     Operation(
         "/v1/chat/completions/render",

@@ -62,6 +62,10 @@ def refine(schemas: Json, served: Served) -> None:
     )
     refined |= responses_api.of_conversations()
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
+    either: Json = {"anyOf": [_TEXT, _ids(served, 1)]}
+    items = {"type": "array", "items": either, "minItems": 1, "maxItems": 2048}
+    labels = {**_ids(served, 1), "maxItems": MAX_LOGPROB_IDS}
+    refined["GenerativeScoringRequest"] = _fields(served) | {"query": either, "items": items, "label_token_ids": labels}
     for name in OF_INPUTS:
         refined[name] = _fields(served) | {"input": _prompt(served), "messages": True}
     for name, fields in refined.items():

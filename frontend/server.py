@@ -24,6 +24,7 @@ from meshlm.frontend.dashboard.routes import DashboardRoutes
 from meshlm.frontend.endpoint import ByMethod, Endpoint, KeyCheck, plain_error
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.generation import Backend, Generation, disconnected
+from meshlm.frontend.generative_scoring import Scoring
 from meshlm.frontend.http import ByteBudget
 from meshlm.frontend.load_shedder import LoadShedder
 from meshlm.frontend.messages import routes as anthropic
@@ -67,6 +68,7 @@ class Routes:
         self.responses = responses_api.ResponseRoutes(backend, self._generation, self._read)
         reads = Reads(self._read, self._ask, self._chat, self._completion, self._again, self._check_model)
         self.rendering = Rendering(backend, self._generation, reads)
+        self.scoring = Scoring(backend.resolved, self._generation, reads)
         self.dashboard = DashboardRoutes(backend)
         self.keys = ApiKeys.of_server(backend.config.server)
 

@@ -48,7 +48,13 @@ class PairPrompt(Struct, frozen=True, tag="pair", omit_defaults=True):
     max_second: int = 0
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt
+class JoinedPrompt(Struct, frozen=True, tag="joined"):
+    """Prompts that are tokenized apart and stand one behind the other."""
+
+    parts: tuple[TextPrompt | TokenPrompt, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt
 
 
 def num_bytes_of(prompt: Prompt) -> int:
@@ -59,6 +65,8 @@ def num_bytes_of(prompt: Prompt) -> int:
         case TextPrompt(text=text, suffix=suffix):
             text += suffix
             return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        case JoinedPrompt(parts=parts):
+            return sum(map(num_bytes_of, parts))
         case PairPrompt(first=first, second=second):
             return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():

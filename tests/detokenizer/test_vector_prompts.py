@@ -1,5 +1,6 @@
 """Prompts of Pool tasks: cut texts keep the tokens around them, pairs are put together as transformers does it."""
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 
 from meshlm.detokenizer.encode import Encoder
 from meshlm.detokenizer.events import Truncation
-from meshlm.protocol.text_edge import PairPrompt, TextPrompt
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.text_edge import JoinedPrompt, PairPrompt, TextPrompt, TokenPrompt
 from meshlm.runtime import tokenizer_files
 
 WORDS = st.lists(st.sampled_from(["a", "dog", "unbelievable", "naïve", "Seven", "x1", "."]), max_size=14).map(" ".join)
@@ -51,6 +53,13 @@ def test_texts_of_a_pair_are_cut_alone(encoder: Encoder) -> None:
     whole, _ = encoder.encode_whole(PairPrompt("one", "four five"), None)
     assert found == whole
     assert at == 3
+
+
+def test_texts_and_ids_that_are_joined_are_tokenized_apart(encoder: Encoder) -> None:
+    parts = (TextPrompt("one two"), TokenPrompt(pack_i32([5, 6])), TextPrompt("three", False))
+    found = encoder.encode(JoinedPrompt(parts))
+    assert found == sum((encoder.encode(part) for part in parts), array("i"))
+    assert encoder.encode_whole(JoinedPrompt(parts), Truncation(2, "right"))[0] == found  # the core cuts it
 
 
 def test_joined_texts_are_one(encoder: Encoder) -> None:

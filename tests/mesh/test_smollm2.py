@@ -1,6 +1,7 @@
 """SmolLM2 through the whole mesh, against transformers: the same greedy tokens."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -156,6 +157,25 @@ def test_logprobs_and_echo(smol: Serving) -> None:
     assert choice["text"].startswith("The sky is")
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_generative_scores_are_the_next_tokens_likelihood(smol: Serving) -> None:
+    """One item's query is text and ids; its score without softmax is what /v1/completions says of the same token."""
+    items = [" France is the city of", " Italy is the city of"]
+    ids = [httpx.post(f"{smol.url}/tokenize", json={"prompt": text}).json()["tokens"] for text in (" Paris", " Rome")]
+    labels = [tokens[0] for tokens in ids]
+    asked = {"query": "The capital of", "items": items, "label_token_ids": labels}
+    shares = httpx.post(f"{smol.url}/generative_scoring", json=asked, timeout=60).json()["data"]
+    assert shares[0]["score"] > 0.5 > shares[1]["score"]
+    plain = {"prompt": "The capital of France is the city of", "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    position = httpx.post(
+        f"{smol.url}/v1/completions",
+        json={**plain, "logprob_token_ids": labels, "return_tokens_as_token_ids": True},
+        timeout=60,
+    ).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+    among_all = httpx.post(f"{smol.url}/generative_scoring", json={**asked, "apply_softmax": False}, timeout=60).json()
+    expected = math.exp(position[f"token_id:{labels[0]}"])
+    assert among_all["data"][0]["score"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_seeded_sampling_repeats(smol: Serving) -> None:

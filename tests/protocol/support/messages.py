@@ -151,6 +151,7 @@ FULL: tuple[Struct, ...] = (
     text.Abort((RequestId("cmpl-a-0"),)),
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.PairPrompt("Frage", "Grüße", True, 7, 9),
+    text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True),
     text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",))),
     text.Accepted((Handle(1),), 3, pack_i32([1, 2, 3]), "abc", "a", 1.5, (5,)),
