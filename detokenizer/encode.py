@@ -10,7 +10,15 @@ from meshlm.detokenizer.events import Truncation
 from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.ids import ErrorKind
-from meshlm.protocol.text_edge import ChatPrompt, JoinedPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.text_edge import (
+    ChatPrompt,
+    EmbedsPrompt,
+    JoinedPrompt,
+    PairPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.tokenizer_files import LoadedTokenizer
 
@@ -43,7 +51,7 @@ class Encoder:
     def encode(self, prompt: Prompt) -> "array[int]":
         """The prompt's ids. RequestError for what the template or the text does not allow."""
         match prompt:
-            case TokenPrompt():
+            case TokenPrompt() | EmbedsPrompt():
                 return array("i", prompt.token_ids)
             case TextPrompt():
                 return self._infilled(prompt) if prompt.suffix else self._ids(prompt.text, prompt.add_special_tokens)

@@ -27,6 +27,7 @@ from meshlm.protocol.text_edge import (
     Cancel,
     Detokenize,
     DetokenizeReply,
+    EmbedsPrompt,
     Tokenize,
     TokenizeReply,
     TokenPrompt,
@@ -135,7 +136,7 @@ class DetokenizerApp:
     def _perform(self, effect: Effect) -> None:
         assert self._mesh is not None
         match effect:
-            case Encode(prompt=TokenPrompt(), bad_words=(), grammar=None):
+            case Encode(prompt=TokenPrompt() | EmbedsPrompt(), bad_words=(), grammar=None):
                 event = self._encode(effect)  # nothing that would take long
                 self._do(event)
                 if self._core is not None and event.job in self._core.jobs:  # more of its choices wait

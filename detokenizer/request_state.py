@@ -11,7 +11,7 @@ from meshlm.protocol.admit_edge import EngineRequest, SchedulerIncarnation
 from meshlm.protocol.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import Pool
-from meshlm.protocol.text_edge import Finished, PositionLogprobs, PromptLogprobs, Submit
+from meshlm.protocol.text_edge import EmbedsPrompt, Finished, PositionLogprobs, PromptLogprobs, Submit
 from meshlm.protocol.token_edge import Ended, First
 from meshlm.runtime.deaths import Death
 
@@ -201,7 +201,7 @@ class RequestState:
 
     def work(self) -> EngineRequest:
         """The request as a scheduler needs it now."""
-        task = self.submit.task
+        task, prompt = self.submit.task, self.submit.prompt
         return EngineRequest(
             request_id=self.work_id,
             handle=self.handle,
@@ -215,4 +215,5 @@ class RequestState:
             deadline_s=self.submit.deadline_s,
             task=replace(task, second_from=self.second_from) if isinstance(task, Pool) and self.second_from else task,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
+            embeds=prompt.embeds if isinstance(prompt, EmbedsPrompt) else None,
         )

@@ -15,6 +15,7 @@ from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.text_edge import (
     ChatPrompt,
+    EmbedsPrompt,
     JoinedPrompt,
     PairPrompt,
     Prompt,
@@ -117,7 +118,7 @@ def check_num_ids(count: int, truncates: bool, resolved: Resolved) -> None:
 def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
     """One prompt, before it is tokenized; how many tokens a text has, its detokenizer sees."""
     match prompt:
-        case TokenPrompt(token_ids=ids):
+        case TokenPrompt(token_ids=ids) | EmbedsPrompt(token_ids=ids):
             check_num_ids(len(ids) // 4, truncates, resolved)
         case JoinedPrompt(parts=parts):
             for part in parts:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend import limits, reasoning, sampling_params, structured, tool_choice
+from meshlm.frontend import embeds, limits, reasoning, sampling_params, structured, tool_choice
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.prompts import of_chat, of_completion, of_template
 from meshlm.frontend.schema import (
@@ -95,7 +95,6 @@ def completion(
     if generated > returned and request.stream:
         raise HttpError(400, "best_of > n cannot be streamed", "best_of")
     logprobs = _num_logprobs("logprobs", request.logprobs, request, server, resolved)
-    add_special = request.add_special_tokens is not False
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None and prompt_logprobs is None:
         prompt_logprobs = request.logprobs
@@ -110,9 +109,7 @@ def completion(
         unknown,
         resolved,
         server,
-        prompts=of_completion(
-            request.prompt, add_special, resolved, bool(request.truncate_prompt_tokens), request.suffix or ""
-        ),
+        prompts=_prompts(request, resolved, server),
         max_tokens=_at_most(resolved.max_output_tokens, asked),
         num_choices=generated,
         num_returned=returned,
@@ -121,6 +118,17 @@ def completion(
         prompt_logprobs=prompt_logprobs,
         is_chat=False,
     )._replace(prompt_only=prompt_only)
+
+
+def _prompts(request: CompletionRequest, resolved: Resolved, server: ServerConfig) -> list[Prompt]:
+    """The prompts of a completion: vectors first, as in vLLM, then texts and ids."""
+    add_special, truncates = request.add_special_tokens is not False, bool(request.truncate_prompt_tokens)
+    if not request.prompt_embeds:
+        return of_completion(request.prompt, add_special, resolved, truncates, request.suffix or "")
+    found = embeds.of_completion(request, resolved, server)
+    if request.prompt:  # clients that must send one send "" or null
+        found += of_completion(request.prompt, add_special, resolved, truncates)
+    return found
 
 
 def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
@@ -277,6 +285,7 @@ def _ask(
         grammar = msgspec.structs.replace(grammar, opens_with=opens_with, begins_after=begins_after, thinking=thinking)
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
     stops, truncation = _stops(request.stop), _truncation(request, resolved, None if cap_max_tokens else max_tokens)
+    prompts = embeds.checked(prompts, sampling, num_choices, truncation, request.truncation_side or "left")
     text = _text_params(request, stops, truncation)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)

@@ -19,7 +19,7 @@ from meshlm.frontend.logprobs import (
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.ids import ErrorKind, FinishReason
 from meshlm.protocol.logprobs import positions_of
-from meshlm.protocol.text_edge import Accepted, Finished, PositionLogprobs, PromptLogprobs
+from meshlm.protocol.text_edge import Accepted, EmbedsPrompt, Finished, PositionLogprobs, PromptLogprobs
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -109,6 +109,8 @@ class Response:
         return by_id(positions) if self.ask.tokens_as_ids else positions
 
     def prompt_ids(self, choice: Choice) -> Json:
+        if isinstance(choice.submit.prompt, EmbedsPrompt):
+            return {"prompt_token_ids": None}
         ids = self.prompt[choice.prompt_index].prompt_token_ids
         return {"prompt_token_ids": memoryview(ids).cast("i").tolist() if self.ask.return_token_ids else None}
 

@@ -22,7 +22,6 @@ _KV_TRANSFER = "KV transfer is not supported"
 _FUNCTIONS = "not supported; send tools, its newer name"
 # Fields of vLLM and OpenAI that decide what the answer is: to ignore them, as unknown fields are, would be a wrong answer.
 NOT_SUPPORTED = {
-    "prompt_embeds": "not supported; a prompt is text or token ids",
     "mm_processor_kwargs": _MEDIA,
     "media_io_kwargs": _MEDIA,
     "audio": "only text is supported",
@@ -155,6 +154,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0: with echo, the prompt alone
     prompt: Any = None  # text, token ids, or a list of either: msgspec has no such union; checked in parse.py
+    prompt_embeds: str | list[str] | None = None  # base64 of tensors [tokens, hidden] that torch.save wrote
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, Pool, Task
 
@@ -27,6 +28,7 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
     deadline_s: float = 0.0  # wall clock; 0: none
     num_crashes: int = 0  # workers, at other ranks, that died with it in a step since its last token
     task: Task = GENERATE
+    embeds: PromptEmbeds | None = None  # vectors of the prompt that stand in the place of tokens
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -17,6 +17,7 @@ from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.ids import Row, StepId
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, PoolKind, Task
 from meshlm.protocol.token_edge import LogprobColumns
@@ -53,6 +54,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     block_ids: bytes  # int32[., groups]: the table so far, cached prefix included; any block where no token looks
     sampling: SamplingParams
     task: Task = GENERATE
+    embeds: PromptEmbeds | None = None  # vectors of the prompt that the first layer gets instead of its tokens'
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):

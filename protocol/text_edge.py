@@ -7,6 +7,7 @@ seed. The frontend's handles are echoed in every answer, so a batch of deltas ne
 from msgspec import Struct
 
 from meshlm.protocol.ids import ErrorKind, FinishReason, Handle, RequestId
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.tasks import GENERATE, Task
 from meshlm.protocol.token_edge import First, LogprobColumns
@@ -54,7 +55,14 @@ class JoinedPrompt(Struct, frozen=True, tag="joined"):
     parts: tuple[TextPrompt | TokenPrompt, ...]
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt
+class EmbedsPrompt(Struct, frozen=True, tag="embeds"):
+    """Vectors instead of tokens. `token_ids` (int32 column) are numbers made of them (runtime/tensor_files.py)."""
+
+    token_ids: bytes
+    embeds: PromptEmbeds
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | JoinedPrompt | EmbedsPrompt
 
 
 def num_bytes_of(prompt: Prompt) -> int:
@@ -67,6 +75,8 @@ def num_bytes_of(prompt: Prompt) -> int:
             return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         case JoinedPrompt(parts=parts):
             return sum(map(num_bytes_of, parts))
+        case EmbedsPrompt(embeds=embeds):
+            return len(prompt.token_ids) + len(embeds.data)
         case PairPrompt(first=first, second=second):
             return len((first + second).encode("utf-8", "surrogatepass"))
         case ChatPrompt():

@@ -308,6 +308,7 @@ class Batching:
                 block_ids=pack_i32(request.blocks),
                 sampling=request.work.sampling,
                 task=request.work.task,
+                embeds=request.work.embeds,
             )
         )
 

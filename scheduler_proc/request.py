@@ -114,7 +114,7 @@ class Request:
         self.capacity = 0  # tokens that its blocks hold
         self.num_cached_blocks = 0  # leading rows that the prefix cache knows or that came from it
         self.hashes: list[bytes] = []  # of its full blocks
-        self.extra_keys = hashes.extra_keys(work.cache_salt)  # that go into them
+        self.extra_keys = hashes.ExtraKeys(work.cache_salt, work.embeds)  # that go into them
         self.num_computed = 0  # tokens whose KV is written once all sent steps have run
         self.num_output_placeholders = 0
         self.num_crashes = work.num_crashes  # deaths of its worker without a token between them ...

@@ -50,6 +50,28 @@ class KnownRequests(NamedTuple):
         return KnownRequests(self.num_decodes, tokens, tuple(found))
 
 
+class GivenEmbeds(NamedTuple):
+    """Vectors that came with a prompt, for tokens of a step that follow one another."""
+
+    begin: int  # the first of these tokens in the step
+    rows: Tensor  # [tokens, hidden], on the host
+
+    def within(self, begin: int, end: int) -> "GivenEmbeds | None":
+        """The part for the tokens begin to end, which counts from `begin`."""
+        low, high = max(self.begin, begin), min(self.begin + len(self.rows), end)
+        return GivenEmbeds(low - begin, self.rows[low - self.begin : high - self.begin]) if low < high else None
+
+
+def with_given(states: Tensor, embeds: tuple[GivenEmbeds, ...]) -> Tensor:
+    """The first layer's states, of which some came with prompts: they are taken as they are, also where a model scales its own."""
+    if not embeds:
+        return states
+    states = states.clone()
+    for begin, rows in embeds:
+        states[begin : begin + len(rows)] = rows.to(device=states.device, dtype=states.dtype)
+    return states
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """n requests, t tokens; the first `num_decodes` requests have one token each and stand first.
@@ -73,6 +95,7 @@ class StepInputs:
     )
 
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
+    embeds: tuple[GivenEmbeds, ...] = ()  # that the first layer gets instead of those of input_ids
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,7 @@ row's end until it is overwritten. Now and then it gives a row no token at all.
 """
 
 import time
+import zlib
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.control_edge import GraphCounts
 from meshlm.protocol.kv import EncoderOnly, FullAttention, SlidingWindow, caches_of, make_groups
 from meshlm.protocol.lockstep import StepAgreement
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.step_edge import StepPlan, StepResult
 from meshlm.protocol.tasks import PoolKind
 from meshlm.protocol.token_edge import LogprobColumns
@@ -52,6 +54,12 @@ def expected_token(tokens: list[int], vocab_size: int) -> int:
     for token in tokens:
         state = (state * _FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
     return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
+
+
+def tokens_of_embeds(embeds: PromptEmbeds, vocab_size: int) -> list[int]:
+    """What the fake model reads in the place of vectors. Their placeholder ids are others, so a lost vector shows as a wrong token."""
+    size, data = embeds.row_bytes, memoryview(embeds.data)
+    return [(zlib.crc32(data[at : at + size]) >> 7) % vocab_size for at in range(0, len(data), size)]
 
 
 def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
@@ -163,6 +171,7 @@ class FakeEngine:
             self._num_together += 1
             self.agreed = self._exchange.agree(StepAgreement(self._num_together, plan.num_tokens, True, False))
         self._rows.apply(plan)
+        self._read_embeds(plan)
         self.grammars.apply(plan)
         num_drafts = self._draft(plan)
         arrays = self._rows.step(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
@@ -197,6 +206,13 @@ class FakeEngine:
                 failed={int(np.flatnonzero(arrays.samples)[line]): why for line, why in constraint.failed.items()},
             )
         )
+
+    def _read_embeds(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            if new.embeds is not None:
+                ids = tokens_of_embeds(new.embeds, self._vocab_size)
+                for first, count, at in new.embeds.parts(0, new.num_prompt_tokens):
+                    self._rows.tokens[new.row, first : first + count] = ids[at : at + count]
 
     def _pool(self, plan: StepPlan, arrays: StepArrays) -> dict[int, bytes]:
         """The vectors of prompts that are computed now, made of what their slots hold."""

@@ -7,7 +7,7 @@ import msgspec
 from meshlm.frontend.errors import HttpError
 from meshlm.frontend.parse import ParsedRequest
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.text_edge import TextParams
+from meshlm.protocol.text_edge import EmbedsPrompt, TextParams
 
 Json = dict[str, Any]
 SAME = (  # names of SamplingParams that are vLLM's too
@@ -19,6 +19,8 @@ def check(ask: ParsedRequest) -> None:
     """Refuses what is no single generation."""
     if ask.beams:
         raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
+    if any(isinstance(prompt, EmbedsPrompt) for prompt in ask.prompts):
+        raise HttpError(400, "prompt_embeds: vectors cannot be rendered to token ids", "prompt_embeds")
     if ask.num_choices != ask.num_returned:
         raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
     if (grammar := ask.sampling.grammar) is not None and grammar.begins_after:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.choice import Choice, RowDetails
-from meshlm.frontend.errors import error_object
+from meshlm.frontend.errors import HttpError, error_object
 from meshlm.frontend.generation import Form
 from meshlm.frontend.logprobs import by_id, chat_logprobs
 from meshlm.frontend.rendering.schema import GenerateRequest
@@ -20,6 +20,8 @@ OF_PYTHON = ("detokenize", "output_kind", "skip_clone", "flat_logprobs")  # vLLM
 
 def completion_of(body: GenerateRequest) -> Json:
     """The fields of a completion that asks for the same."""
+    if body.sampling_params.get("prompt_embeds") is not None:
+        raise HttpError(400, "sampling_params.prompt_embeds: not supported; the prompt is token_ids", "sampling_params")
     sampling = {name: value for name, value in body.sampling_params.items() if name not in OF_PYTHON}
     rest: Json = {
         "model": body.model,

@@ -138,6 +138,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="GET /tokenizer_info tells the tokenizer's configuration and chat template")
     ] = False
+    enable_prompt_embeds: Annotated[
+        bool, Meta(description="prompts may be vectors of the first layer (prompt_embeds), as saved by torch")
+    ] = False
     server_dev_mode: Annotated[
         bool,
         Meta(description="POST /pause, /abort_requests and the like are there for every client (VLLM_SERVER_DEV_MODE)"),

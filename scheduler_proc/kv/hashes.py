@@ -2,27 +2,39 @@
 
 import hashlib
 from array import array
+from typing import NamedTuple
+
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 
 _ROOT = bytes(hashlib.sha256().digest_size)  # the parent of a first block
 
 
-def extra_keys(cache_salt: str) -> dict[int, bytes]:
-    """Keys that beside the tokens decide the contents of a block, by its index. Requests with different salts share no block."""
-    return {0: b"salt\0" + cache_salt.encode()} if cache_salt else {}
+class ExtraKeys(NamedTuple):
+    """What beside the tokens decides the contents of blocks: requests with different salts share none, nor do those with different
+    vectors in the place of tokens from the first of these on."""
+
+    cache_salt: str = ""
+    embeds: PromptEmbeds | None = None
+
+    def key(self, index: int, block_size: int) -> bytes:
+        """The key of block number `index`."""
+        salt = b"salt\0" + self.cache_salt.encode() if self.cache_salt and not index else b""
+        if self.embeds is None:
+            return salt
+        found = self.embeds.bytes_of(index * block_size, (index + 1) * block_size)
+        return salt + b"embeds\0" + self.embeds.dtype.encode() + b"\0" + found if found else salt
 
 
-def extend(
-    hashes: list[bytes], extra: dict[int, bytes], token_ids: "array[int]", block_size: int, num_tokens: int
-) -> None:
+def extend(hashes: list[bytes], extra: ExtraKeys, token_ids: "array[int]", block_size: int, num_tokens: int) -> None:
     """Append the hashes of the full blocks within the first `num_tokens` tokens that are not there yet."""
     sha256, size = hashlib.sha256, block_size * token_ids.itemsize
     first = len(hashes)
     previous = hashes[-1] if hashes else _ROOT
     new = memoryview(token_ids)[first * block_size : num_tokens // block_size * block_size].tobytes()
     contents = [new[start : start + size] for start in range(0, len(new), size)]
-    for index, key in extra.items():
-        if first <= index < first + len(contents):
-            contents[index - first] += key
+    if contents and (extra.embeds is not None or not first):
+        last = len(contents) if extra.embeds is not None else 1
+        contents[:last] = [content + extra.key(first + nth, block_size) for nth, content in enumerate(contents[:last])]
     for content in contents:
         previous = sha256(previous + content).digest()
         hashes.append(previous)

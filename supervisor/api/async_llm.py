@@ -59,7 +59,7 @@ class AsyncLLM:
         refuse(lora_request=lora_request)
         options = of_tokenization(tokenization_kwargs)
         keep = options.pop("truncate_prompt_tokens", None)
-        given = of_generate(prompt, **options)
+        given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)
         (params,), ranks = self._llm._checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
         ((submit, request),) = self._llm._submits(iter([given]), [params], ranks, rank)

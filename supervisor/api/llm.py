@@ -18,14 +18,14 @@ from tqdm import tqdm
 
 from meshlm.protocol.columns import ints
 from meshlm.protocol.operations import Profile, ResetPrefixCache
-from meshlm.protocol.text_edge import ChatPrompt, Prompt, Submit, TextPrompt, TokenPrompt
-from meshlm.runtime import logits_processors
+from meshlm.protocol.text_edge import ChatPrompt, EmbedsPrompt, Prompt, Submit, TextPrompt, TokenPrompt
+from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from meshlm.supervisor.api.client import name_of
-from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, many, of_generate, of_tokenization
+from meshlm.supervisor.api.offline_prompts import Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
@@ -82,7 +82,7 @@ class LLM:
         options = of_tokenization(tokenization_kwargs)
         keep = options.pop("truncate_prompt_tokens", None)
         items = many(prompts)
-        made = (of_generate(item, **options) for item in items)
+        made = (of_generate(item, **options, sizes=self.embeds_sizes) for item in items)
         return self._run(made, len(items), sampling_params, use_tqdm, priority, keep)
 
     def chat(
@@ -166,6 +166,14 @@ class LLM:
         """Token ids are below this."""
         assert self._config.resolved is not None
         return self._config.resolved.spec.vocab_size
+
+    @property
+    def embeds_sizes(self) -> Sizes | None:
+        """The sizes of a prompt of vectors, where it may be one."""
+        resolved = self._config.resolved
+        assert resolved is not None
+        takes = self._config.server.enable_prompt_embeds
+        return Sizes(resolved.spec.hidden_size, resolved.spec.vocab_size) if takes else None
 
     @property
     def max_model_len(self) -> int:
@@ -312,6 +320,9 @@ class LLM:
         constraints = self._config.server.structured_outputs
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
             name, prompt = f"{run}-{number}", given.prompt
+            if isinstance(prompt, EmbedsPrompt):
+                prompt = tensor_files.kept(prompt, params.truncate_prompt_tokens or 0, "left")
+                _check_embeds(params)
             submit = Submit(
                 handles=tuple(self._client.new_handle() for _ in range(params.n)),
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
@@ -320,7 +331,7 @@ class LLM:
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,
-                want_ids=not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens),
+                want_ids=_wants_ids(prompt, params),
                 want_text=isinstance(prompt, ChatPrompt),
                 priority=priority,
                 cache_salt=given.cache_salt,
@@ -329,6 +340,23 @@ class LLM:
             )
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
             yield submit, RequestOutput(name, given.text, ids, [CompletionOutput(index) for index in range(params.n)])
+
+
+def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether the prompt's token ids are not known here, and are there."""
+    if isinstance(prompt, EmbedsPrompt):
+        return False
+    return not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens)
+
+
+def _check_embeds(params: SamplingParams) -> None:
+    """ValueError for what would have to know the token ids of a prompt of vectors."""
+    if params.prompt_logprobs is not None:
+        raise ValueError("SamplingParams.prompt_logprobs: does not go with prompt_embeds")
+    if params.repetition_penalty != 1.0:
+        raise ValueError(
+            "SamplingParams.repetition_penalty: counts the prompt's tokens, which prompt_embeds does not have"
+        )
 
 
 def refuse(**given: Any) -> None:

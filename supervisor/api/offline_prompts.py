@@ -1,17 +1,21 @@
 """The prompts of `LLM.generate` as the mesh takes them. Pure; used by llm.py. ValueError names what is no prompt, or not supported."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.text_edge import Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.prompt_embeds import ITEM_BYTES
+from meshlm.protocol.text_edge import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.runtime import tensor_files
 
+GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
 OnePrompt = str | Sequence[int] | Mapping[str, Any]
 NOT_SUPPORTED = {
     **dict.fromkeys(
         ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "images, sound and video are not supported"
     ),
-    **dict.fromkeys(("prompt_embeds", "prompt_is_token_ids"), "a prompt is text or token ids"),
+    "prompt_is_token_ids": "a prompt is text, token ids or vectors",
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not supported"),
     "token_type_ids": "LLM.score gives a pair's texts their types",
 }
@@ -31,17 +35,24 @@ def many(prompts: Any) -> list[Any]:
     return [prompts] if single else list(prompts)
 
 
-def of_generate(item: Any, *, add_special_tokens: bool = True) -> Given:
-    """Text, token ids, or a dict of either."""
+class Sizes(NamedTuple):
+    """The numbers of the model that a prompt of vectors is checked against."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | None = None) -> Given:
+    """Text, token ids, or a dict of either, or of vectors [tokens, hidden]. sizes: None where no vectors are taken."""
     if not isinstance(item, Mapping):
         prompt = _prompt(item, add_special_tokens)
         return Given(prompt, prompt.text if isinstance(prompt, TextPrompt) else None)
     for name, value in item.items():
         if name in NOT_SUPPORTED and value is not None and not (isinstance(value, Mapping | list) and not value):
             raise ValueError(f"a prompt's {name!r}: not supported; {NOT_SUPPORTED[name]}")
-        if name not in NOT_SUPPORTED and name not in ("prompt", "prompt_token_ids", "cache_salt"):
+        if name not in NOT_SUPPORTED and name not in (*GIVEN, "cache_salt"):
             raise ValueError(f"a prompt has no key {name!r}; it has 'prompt' or 'prompt_token_ids', and 'cache_salt'")
-    given = [item[name] for name in ("prompt_token_ids", "prompt") if item.get(name) is not None]
+    given = [(name, item[name]) for name in GIVEN if item.get(name) is not None]
     if not given:
         raise ValueError("a prompt that is a dict needs 'prompt' or 'prompt_token_ids'")
     salt = item.get("cache_salt")
@@ -50,7 +61,32 @@ def of_generate(item: Any, *, add_special_tokens: bool = True) -> Given:
     text = item.get("prompt")
     if not isinstance(text, str | None):
         raise ValueError("a prompt's 'prompt': must be text")
-    return Given(_prompt(given[0], add_special_tokens), text, salt or "")
+    name, value = given[0]
+    prompt = _vectors(value, sizes) if name == "prompt_embeds" else _prompt(value, add_special_tokens)
+    return Given(prompt, text, salt or "")
+
+
+def _vectors(tensor: Any, sizes: Sizes | None) -> EmbedsPrompt:
+    if sizes is None:
+        raise ValueError(
+            "a prompt's 'prompt_embeds': not taken here; LLM(enable_prompt_embeds=True).generate takes them"
+        )
+    try:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(tensor.shape[1:] if tensor.ndim == 3 and tensor.shape[0] == 1 else tensor.shape)
+        if dtype not in ITEM_BYTES:
+            raise tensor_files.NotATensor(f"its dtype is {dtype}, and should be float32, float16 or bfloat16")
+        raw = tensor.detach().cpu().contiguous().view(-1).view(_torch_bytes(tensor)).numpy().tobytes()
+        return tensor_files.prompt_of_rows(raw, dtype, shape, *sizes)
+    except AttributeError:
+        raise ValueError("a prompt's 'prompt_embeds': must be a tensor of torch") from None
+    except tensor_files.NotATensor as error:
+        raise ValueError(f"a prompt's 'prompt_embeds': {error}") from None
+
+
+def _torch_bytes(tensor: Any) -> Any:
+    """torch.uint8, which numpy knows as well; torch itself is the caller's and is not imported here."""
+    return sys.modules[type(tensor).__module__.partition(".")[0]].uint8
 
 
 def of_tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:

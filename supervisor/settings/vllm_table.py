@@ -132,7 +132,6 @@ ABSENT = {
     "--profiler-config": "--profiler-dir DIR is the setting",
     "--tokens-only": "prompts may be token ids, and return_token_ids gives the answer's",
     "--skip-tokenizer-init": "prompts may be token ids, and return_token_ids gives the answer's",
-    "--enable-prompt-embeds": "a prompt is text or token ids",
     "--uds": "--host and --port are where it listens; put a proxy before it for a Unix socket",
     "--speculative-config": _SPECULATION,
     "--kv-transfer-config": "KV transfer between meshes is not there yet",

@@ -11,14 +11,15 @@ from serving import Serving, serving
 @pytest.fixture(scope="session")
 def fake() -> Iterator[Serving]:
     """The whole mesh with the fake device."""
-    with serving("--device", "fake", "--max-model-len", "4096") as server:
+    with serving("--device", "fake", "--max-model-len", "4096", "--enable-prompt-embeds") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def smol() -> Iterator[Serving]:
     """The whole mesh with SmolLM2 on the CPU."""
-    with serving("--device", "cpu", "--kv-cache-memory", "1G", "--max-num-batched-tokens", "256") as server:
+    flags = ("--kv-cache-memory", "1G", "--max-num-batched-tokens", "256", "--enable-prompt-embeds")
+    with serving("--device", "cpu", *flags) as server:
         yield server
 
 

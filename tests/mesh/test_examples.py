@@ -24,7 +24,9 @@ PAGES = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving("--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096") as found:
+    with serving(
+        "--device", "fake", "--fake-step-ms", "10", "--max-model-len", "4096", "--enable-prompt-embeds"
+    ) as found:
         yield found
 
 

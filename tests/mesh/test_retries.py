@@ -1,6 +1,8 @@
 """Clients that ask again with the same Idempotency-Key: at another frontend, at the same one started again, after hanging up."""
 
+import base64
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,10 +16,14 @@ import httpx
 import openai
 import psutil
 import pytest
-from fake_answers import reference
+import torch
+from fake_answers import VOCAB, reference
 from http_clients import connect, error_of, metric, post
 from serving import Serving, serving
 from waiting import until
+
+from meshlm.protocol.prompt_embeds import PromptEmbeds
+from meshlm.workers.fake import tokens_of_embeds
 
 pytestmark = pytest.mark.mesh
 STEP_MS = 10
@@ -29,7 +35,8 @@ LONG = 300  # tokens, so that the figures, once a second, show that it runs
 def two() -> Iterator[Serving]:
     """Two frontends, and a device slow enough to die in the middle of an answer."""
     flags = ("--device", "fake", "--fake-step-ms", str(STEP_MS), "--max-model-len", "4096", "--frontends", "2")
-    with serving(*flags, "--detokenizers", "2", "--max-restarts", "20") as server:
+    more = ("--detokenizers", "2", "--max-restarts", "20", "--enable-prompt-embeds")
+    with serving(*flags, *more) as server:
         yield server
 
 
@@ -312,3 +319,24 @@ def test_a_response_in_the_background_outlives_its_frontend(two: Serving) -> Non
         assert openai_client.responses.create(
             model="SmolLM2-135M-Instruct", input="And?", previous_response_id=found["id"], max_output_tokens=4
         ).output
+
+
+def test_a_prompt_of_vectors_outlives_every_process_but_its_frontend(two: Serving) -> None:
+    """What was sent to a process that died is sent to the next one: the fake device reads the vectors themselves."""
+    rows = torch.randn(40, 576)
+    buffer = io.BytesIO()
+    torch.save(rows, buffer)
+    asked = body(0, max_tokens=LONG, prompt=None, prompt_embeds=base64.b64encode(buffer.getvalue()).decode())
+    embeds = PromptEmbeds("float32", ((0, 40),), rows.numpy().tobytes())
+    roles, ids = ["worker", "scheduler", "coordinator", "detokenizer"], list[int]()
+    with httpx.stream("POST", f"{two.url}/v1/completions", json={**asked, "stream": True}, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+                if roles and len(ids) > LONG // 5 * (5 - len(roles)):
+                    role = roles.pop()
+                    for process in two.status()["processes"]:
+                        if process["role"] == role and process["pid"]:
+                            os.kill(int(process["pid"]), signal.SIGKILL)
+    assert not roles
+    assert ids == reference(tokens_of_embeds(embeds, VOCAB), LONG)

@@ -1,5 +1,7 @@
 """SmolLM2 through the whole mesh, against transformers: the same greedy tokens."""
 
+import base64
+import io
 import json
 import math
 import os
@@ -49,6 +51,13 @@ class Oracle:
                 logits = self._model(torch.tensor([prompt_ids + output])).logits[0]
             assert logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist() == output
         self._agreed = answers
+
+    def vectors(self, prompt: str) -> str:
+        """The model's own vectors of a prompt's tokens, as a client sends them."""
+        buffer = io.BytesIO()
+        with torch.no_grad():
+            torch.save(self._model.get_input_embeddings()(torch.tensor(self._tokenizer(prompt).input_ids)), buffer)
+        return base64.b64encode(buffer.getvalue()).decode()
 
     def beams(self, prompt: str, width: int, num_tokens: int) -> list[list[int]]:
         """The likeliest sequences, best first; none of them ends early."""
@@ -159,6 +168,31 @@ def test_logprobs_and_echo(smol: Serving) -> None:
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
+def test_vectors_of_tokens_give_the_tokens_text(smol: Serving, oracle: Oracle) -> None:
+    """In chunks, of two choices and streamed; found in the prefix cache by equal vectors, and by nothing else."""
+    url, body = f"{smol.url}/v1/completions", {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    texts = [PROMPTS[9], PROMPTS[19]]
+    expected = [httpx.post(url, json={**body, "prompt": text}, timeout=60).json()["choices"][0] for text in texts]
+    vectors = [oracle.vectors(text) for text in texts]
+    asked = {**body, "prompt_embeds": vectors, "prompt": None, "n": 2}
+    for hits in (0, 1):
+        answer = httpx.post(url, json={**asked, "return_token_ids": True}, timeout=60).json()
+        found = [choice["text"] for choice in answer["choices"]]
+        assert found == [text for text in (expected[0]["text"], expected[1]["text"]) for _ in range(2)]
+        assert {choice["prompt_token_ids"] for choice in answer["choices"]} == {None}
+        assert hits == 0 or answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none") as client:
+        extra = {"prompt_embeds": vectors[1], "ignore_eos": True}
+        chunks = client.completions.create(
+            model="SmolLM2-135M-Instruct", prompt="", max_tokens=16, temperature=0, stream=True, extra_body=extra
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected[1]["text"]
+    fresh = {**body, "prompt_embeds": oracle.vectors(" ".join(reversed(WORDS)))}
+    usage = httpx.post(url, json=fresh, timeout=60).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["prompt_tokens"] == usage["total_tokens"] - 16 > 20
+
+
 def test_generative_scores_are_the_next_tokens_likelihood(smol: Serving) -> None:
     """One item's query is text and ids; its score without softmax is what /v1/completions says of the same token."""
     items = [" France is the city of", " Italy is the city of"]
@@ -264,13 +298,13 @@ def test_a_forced_call_keeps_to_the_tools_schema(smol: Serving) -> None:
             client.chat.completions.create(**{**ask, "tools": broken, "tool_choice": "required"})
 
 
-def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[str]) -> list[str]:
+def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[str], field: str = "prompt") -> list[str]:
     """Texts that are asked for alone, and then all at once while their worker is killed: they are the same."""
     url = f"{server.url}/v1/completions"
-    alone = [httpx.post(url, json={**body, "prompt": prompt}, timeout=120).json() for prompt in prompts]
+    alone = [httpx.post(url, json={**body, field: prompt}, timeout=120).json() for prompt in prompts]
     expected: list[str] = [answer["choices"][0]["text"] for answer in alone]
     texts, killed = [""] * len(prompts), False
-    with httpx.stream("POST", url, json={**body, "prompt": prompts, "stream": True}, timeout=300) as answer:
+    with httpx.stream("POST", url, json={**body, field: prompts, "stream": True}, timeout=300) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -285,14 +319,16 @@ def killed_in_the_middle(server: Serving, body: dict[str, Any], prompts: list[st
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_worker_changes_no_seeded_text() -> None:
+def test_a_killed_worker_changes_no_seeded_text(oracle: Oracle) -> None:
     """Six seeded texts, each asked for alone; then all at once, and their worker is killed in the middle. So are two with a grammar,
-    whose matchers are rebuilt from their tokens.
+    whose matchers are rebuilt from their tokens, and two whose prompts are vectors.
 
     What was decoded one by one is then computed again in one prefill, beside others: the logits must be the same to the last bit.
     """
     body: dict[str, Any] = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "ignore_eos": True}
-    with serving("--device", "cpu", "--kv-cache-memory", "512M", "--max-num-batched-tokens", "100") as server:
+    flags = ("--kv-cache-memory", "512M", "--max-num-batched-tokens", "100", "--enable-prompt-embeds")
+    with serving("--device", "cpu", *flags) as server:
+        killed_in_the_middle(server, body, [oracle.vectors(text) for text in PROMPTS[4:6]], "prompt_embeds")
         killed_in_the_middle(server, body, PROMPTS[:6])
         constrained = {**body, "ignore_eos": False, "max_tokens": 120, "guided_regex": "([a-z]{2,7}[,;] ){18}[0-9]{3}"}
         for text in killed_in_the_middle(server, constrained, PROMPTS[6:8]):

@@ -19,6 +19,7 @@ from waiting import free_port
 
 from meshlm.protocol.config import MeshConfig, Node, ParallelConfig, RunConfig
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.batch import GivenEmbeds
 from meshlm.workers.distributed import connect as connecting
 from meshlm.workers.distributed import membership
 from meshlm.workers.distributed import placement as placing
@@ -73,6 +74,26 @@ def test_shards_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (whole,) = together(load_shards(tmp_path, 1, 1, "dummy"), lambda model, comm: logits_of(model, comm, tokens))
     found = together(load_shards(tmp_path, 2, 1, "dummy"), lambda model, comm: logits_of(model, comm, tokens))
     torch.testing.assert_close(found[0], whole, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "CohereForCausalLM"])
+def test_vectors_that_came_with_a_prompt_are_those_of_their_tokens(architecture: str, tmp_path: Path) -> None:
+    """Some in the middle and the last one, whose ids are others: on one rank, on two, in two stages, and for a prompt of one."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": [architecture]}))
+    (whole_model,) = load_shards(tmp_path, 1, 1, "dummy")
+    tokens = list(range(20, 40))
+    table = whole_model.embedding(torch.tensor(tokens)).clone()
+    given = (GivenEmbeds(5, table[5:9]), GivenEmbeds(19, table[19:]))
+    others = [*tokens[:5], 1, 2, 3, 4, *tokens[9:19], 0]
+    (whole,) = together([whole_model], lambda model, comm: logits_of(model, comm, tokens))
+    for tp, pp in ((1, 1), (2, 1), (1, 3)):
+        shards = load_shards(tmp_path, tp, pp, "dummy")
+        found = together(shards, lambda model, comm: logits_of(model, comm, others, given))
+        torch.testing.assert_close(found[-1], whole, atol=2e-5, rtol=1e-4)
+    (one,) = together([whole_model], lambda model, comm: logits_of(model, comm, tokens[:1]))
+    alone = (GivenEmbeds(0, table[:1]),)
+    found = together(load_shards(tmp_path, 2, 1, "dummy"), lambda model, comm: logits_of(model, comm, [7], alone))
+    torch.testing.assert_close(found[-1], one, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kinds", [{"embed": "Q8_0", "": "Q4_1"}, {"down": "Q6_K", "embed": "Q6_K", "": "Q4_K"}])

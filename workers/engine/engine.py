@@ -275,11 +275,20 @@ class ModelEngine:
         constraint = self._constraint(plan, step.rows[places])
         wanted = self.rows.table.of_prompt(step.rows, step.starts, self.rows.num_prompt[step.rows])
         pooling = self.rows.pooling(step)
+        embeds = self.rows.embeds.of_step(step)
         eager_together = (
             bool(constraint) and self.together is not None
         )  # ranks that step together replay the same graphs
         why_no_graph = (
-            "prompt_logprobs" if len(wanted) else "pooling" if pooling else "grammar" if eager_together else ""
+            "prompt_logprobs"
+            if len(wanted)
+            else "pooling"
+            if pooling
+            else "prompt_embeds"
+            if embeds
+            else "grammar"
+            if eager_together
+            else ""
         )
         key, cut, rebalance = self._course(step, plan, why_no_graph)
         parts = [key._replace(part=part) for part in ((MODEL, HEAD) if constraint else (WHOLE,))] if key else []
@@ -298,7 +307,7 @@ class ModelEngine:
         elif not step.n:
             self.compute.idle()  # of ranks that step together
         else:
-            hidden = self.compute.eager(step, cut, constraint)
+            hidden = self.compute.eager(step, cut, constraint, embeds)
             if self.shard.is_last:
                 of_prompt = self._prompt_logprobs(step, hidden, wanted)
                 pooled = self.pooler.pool(hidden, pooling)

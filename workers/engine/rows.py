@@ -15,6 +15,7 @@ from meshlm.protocol.step_edge import NewRow, StepPlan
 from meshlm.protocol.tasks import Pool
 from meshlm.workers.engine.changes import I32, Changes
 from meshlm.workers.engine.columns import StepColumns
+from meshlm.workers.engine.row_embeds import RowEmbeds
 from meshlm.workers.memory import zeros
 from meshlm.workers.output.grammars import unconstrained
 from meshlm.workers.output.sampler import SampleRows
@@ -92,6 +93,7 @@ class DeviceRows:
         self.table = SamplingTable(rows)
         self._num_blocks = np.zeros(rows, np.int64)
         self.pools: dict[int, Pool] = {}  # rows that want a vector
+        self.embeds = RowEmbeds()
 
     def _view_sampling(self, rows: int) -> None:
         def ints(begin: int, width: int = 1) -> Tensor:
@@ -124,8 +126,9 @@ class DeviceRows:
 
     def changes(self, plan: StepPlan) -> tuple[I32, int]:
         """The changes that a plan makes, as changes.py packs them, and their number of segments."""
-        if plan.removed_rows and (self.pools or self.table.processors is not None):
+        if plan.removed_rows and (self.pools or self.embeds or self.table.processors is not None):
             removed = np.frombuffer(plan.removed_rows, np.int32).tolist()
+            self.embeds.leave(removed)
             for row in removed:
                 self.pools.pop(row, None)
             if self.table.processors is not None:
@@ -150,6 +153,7 @@ class DeviceRows:
         self.table.set(row, sampling)
         if self.table.processors is not None and self.table.processors.take(new):
             self.table.by_torch_until[row] = ALWAYS
+        self.embeds.take(row, new.embeds)
         self.second_from[row] = 0
         if isinstance(new.task, Pool):
             self.pools[row] = new.task
@@ -206,3 +210,4 @@ class DeviceRows:
         if self.table.processors is not None:
             self.table.processors.reset()
         self.pools.clear()
+        self.embeds.reset()

@@ -32,6 +32,8 @@ Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
 class CompiledParts:
     """See `meshlm.workers.models.decoder.Parts`."""
 
+    takes_embeds = False
+
     def __init__(self, spec: ModelSpec, compiler: Callable[..., Any] = torch.compile) -> None:
         eps, act = spec.rms_norm_eps, ACTIVATIONS[spec.hidden_act]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache, StepInputs, with_given
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.ops import SummingOps
@@ -23,7 +23,7 @@ from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.norm import LayerNorm, RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops, TorchOps, make_ops
-from meshlm.workers.layers.partial_sum import PartialSum
+from meshlm.workers.layers.partial_sum import Kind, PartialSum
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.models.classifier import Classifier
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
@@ -155,6 +155,8 @@ class DecoderLayer(nn.Module):
 class Parts(Protocol):
     """Another way to compute what stands between the attention calls (compiled.py)."""
 
+    takes_embeds: bool  # steps with vectors that came with prompts are computed this way too
+
     def run(
         self, model: "Decoder", batch: StepInputs, caches: list[LayerCache], attention: StepAttention
     ) -> Tensor: ...
@@ -264,13 +266,16 @@ class Decoder(nn.Module):
 
         In a pipeline: the residual of the stage before goes in (it may be changed), what the next stage takes comes out.
         """
-        if self.parts is not None:
+        if self.parts is not None and (not batch.embeds or self.parts.takes_embeds):
             return self.parts.run(self, batch, caches, attention)
         ops = self.ops
         x: PartialSum
         normed: Tensor | None = None
         if self.shard.is_first:
             x, normed = self.embedded(batch.input_ids)
+            if batch.embeds:
+                own = x.value if x.kind is Kind.WHOLE else ops.finish_sum(x, x.value.dtype)
+                x, normed = PartialSum(with_given(own, batch.embeds)), None
         else:
             assert residual is not None
             x = PartialSum(residual)

@@ -141,6 +141,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("text", {"logprobs": 0}, "logprobs", 0),
     ("text", {"logprobs": 20}, "sampling.logprobs", 20),
     ("text", {"suffix": ""}, "prompts", [TextPrompt("hi")]),
+    ("text", {"prompt_embeds": []}, "prompts", [TextPrompt("hi")]),
     ("text", {"suffix": "end"}, "prompts", [TextPrompt("hi", suffix="end")]),
     ("text", {"max_tokens": 0, "echo": True}, "max_tokens", 1),
     ("text", {"max_tokens": 0, "echo": True}, "prompt_only", True),
@@ -338,6 +339,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "echo": [2, "yes"],
             "logprobs": [-1, 21, HUGE, True, "one", 0.5],
             "suffix": [3, {}, ["end"]],
+            "prompt_embeds": [3, {}, "AAAA", ["AAAA"], [3]],
         },
     ),
     (

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.protocol import admit_edge as admit
 from meshlm.protocol import control_edge as control
-from meshlm.protocol import frames, grammar, kv, lockstep, operations, sampling, session, tasks
+from meshlm.protocol import frames, grammar, kv, lockstep, operations, prompt_embeds, sampling, session, tasks
 from meshlm.protocol import step_edge as step
 from meshlm.protocol import text_edge as text
 from meshlm.protocol import token_edge as token
@@ -50,6 +50,7 @@ GRAMMAR = grammar.Grammar(
     "<think>",
     grammar.ThinkingBudget(512, "</think>", "<think>", False),
 )
+EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6)
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
     min_tokens=2,
@@ -86,6 +87,7 @@ WORK = admit.EngineRequest(
     deadline_s=1750000060.5,
     num_crashes=3,
     task=tasks.Pool(tasks.PoolKind.MEAN),
+    embeds=EMBEDS,
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
@@ -103,7 +105,7 @@ COLUMNS = token.LogprobColumns(
     top_ids=pack_i32([8, -1]),
     top_logprobs=pack_f32([-0.25, -1.0]),
 )
-NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task)
+NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.task, EMBEDS)
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5)
@@ -151,6 +153,8 @@ FULL: tuple[Struct, ...] = (
     text.Abort((RequestId("cmpl-a-0"),)),
     text.Attach(Handle(5), RequestId("cmpl-a-0"), 12),
     text.PairPrompt("Frage", "Grüße", True, 7, 9),
+    text.EmbedsPrompt(pack_i32([7, 8]), EMBEDS),
+    EMBEDS,
     text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True),
     text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",))),

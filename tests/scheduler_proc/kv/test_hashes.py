@@ -2,32 +2,45 @@
 
 from array import array
 
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.scheduler_proc.kv import hashes
+from meshlm.scheduler_proc.kv.hashes import ExtraKeys
 
 TOKENS = array("i", range(16))
 
 
-def chain(extra: dict[int, bytes]) -> list[bytes]:
+def embeds(*values: int, first: int = 8) -> ExtraKeys:
+    """Vectors of one byte each, from a position on."""
+    return ExtraKeys("", PromptEmbeds("float32", ((first, len(values)),), bytes(values)))
+
+
+def chain(extra: ExtraKeys) -> list[bytes]:
     found: list[bytes] = []
     hashes.extend(found, extra, TOKENS, 4, len(TOKENS))
     return found
 
 
-def test_an_extra_key_counts_from_its_own_block_on() -> None:
-    plain, image = chain({}), chain({2: b"image"})
-    assert plain[:2] == image[:2], "the text before it is shared"
-    assert not set(plain[2:]) & set(image[2:])
-    assert not set(image[2:]) & set(chain({2: b"other"}))
+def test_vectors_count_from_their_own_block_on() -> None:
+    plain, some = chain(ExtraKeys()), chain(embeds(1, 2))
+    assert plain[:2] == some[:2], "the text before it is shared"
+    assert not set(plain[2:]) & set(some[2:])
+    assert not set(some[2:]) & set(chain(embeds(1, 3))[2:])
+    assert not set(some[2:]) & set(chain(embeds(1, 2, first=9))[2:]), "where they stand counts"
+
+
+def test_a_common_beginning_of_vectors_is_shared() -> None:
+    one, other = chain(embeds(*range(12), first=0)), chain(embeds(*range(8), 99, 98, 97, 96, first=0))
+    assert one[:2] == other[:2]
+    assert not set(one[2:]) & set(other[2:])
 
 
 def test_a_salt_counts_from_the_first_block_on() -> None:
-    assert hashes.extra_keys("") == {}
-    chains = [chain(hashes.extra_keys(salt)) for salt in ("", "a", "b")]
+    chains = [chain(ExtraKeys(salt)) for salt in ("", "a", "b")]
     assert len({block_hash for one in chains for block_hash in one}) == 12
 
 
 def test_a_chain_may_be_made_piece_by_piece() -> None:
-    extra = {0: b"a", 3: b"b", 9: b"c"}
+    extra = embeds(*range(9), first=2)._replace(cache_salt="a")
     found: list[bytes] = []
     for num_tokens in (3, 4, 6, 13, 13, 16):
         hashes.extend(found, extra, TOKENS, 4, num_tokens)

@@ -1,10 +1,11 @@
 """Prompts of `LLM.generate`: nothing that they ask for is ignored."""
 
 import pytest
+import torch
 
 from meshlm.protocol.columns import pack_i32
-from meshlm.protocol.text_edge import TextPrompt, TokenPrompt
-from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, many, of_generate, of_tokenization
+from meshlm.protocol.text_edge import EmbedsPrompt, TextPrompt, TokenPrompt
+from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.tokenizer import chat_prompt
 
 
@@ -55,6 +56,35 @@ def test_what_is_not_supported_is_named(name: str) -> None:
 def test_what_is_no_prompt(item: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         of_generate(item)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_vectors(dtype: torch.dtype) -> None:
+    rows = torch.randn(6, 8).to(dtype)
+    sizes = Sizes(8, 100)
+    given = of_generate({"prompt_embeds": rows[None, 1:], "prompt": "a", "cache_salt": "s"}, sizes=sizes)
+    assert (given.text, given.cache_salt) == ("a", "s")
+    assert isinstance(given.prompt, EmbedsPrompt)
+    embeds = given.prompt.embeds
+    assert torch.equal(torch.frombuffer(bytearray(embeds.data), dtype=dtype).view(-1, 8), rows[1:])
+    assert of_generate({"prompt_embeds": rows[1:].T.contiguous().T}, sizes=sizes).prompt == given.prompt
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.zeros(2, 9), "have 9 numbers"),
+        (torch.zeros(8), r"shape is \[8\]"),
+        (torch.zeros(0, 8), "no vector"),
+        (torch.zeros(2, 8, dtype=torch.int64), "int64"),
+        ([[1.0] * 8], "tensor of torch"),
+    ],
+)
+def test_what_are_no_vectors(value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"'prompt_embeds': .*{said}"):
+        of_generate({"prompt_embeds": value}, sizes=Sizes(8, 100))
+    with pytest.raises(ValueError, match="enable_prompt_embeds"):
+        of_generate({"prompt_embeds": value})
 
 
 def test_what_the_tokenizer_is_told() -> None:

@@ -15,6 +15,7 @@ from cpu_steps import LENGTH, MODEL, OUTPUT, PROMPTS, VOCAB, alone, new, step, t
 from llguidance import LLMatcher
 
 from meshlm.protocol.control_edge import GraphCounts
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
@@ -72,6 +73,32 @@ def test_logprobs_are_the_models_of_prompt_and_output(made: ModelEngine) -> None
     assert np.frombuffer(own.top_ids, np.int32)[0] == tokens_of(plain)[0], "of raw logits, before the penalty"
     assert not plain.logprobs
     assert not plain.prompt_logprobs
+
+
+def test_vectors_in_the_place_of_tokens(made: ModelEngine) -> None:
+    """Those of the model's own table give what their tokens give, in chunks that cut them, beside a row without any, and a row's next
+    request has none of them."""
+    params = SamplingParams(temperature=0.0)
+    prompt = PROMPTS[1]
+    expected = alone(made, prompt, params)
+    table = made.model.embedding(torch.tensor(prompt)).numpy()
+    spans = ((2, 9), (15, len(prompt) - 15))
+    data = b"".join(table[first : first + count].astype("<f4").tobytes() for first, count in spans)
+    hidden = [first + nth for first, count in spans for nth in range(count)]
+    told = [5 if place in hidden else token for place, token in enumerate(prompt)]
+    row = msgspec.structs.replace(new(1, told, params), embeds=PromptEmbeds("float32", spans, data))
+    step(made, [(1, 0, 6, False)], [row])
+    other = new(0, PROMPTS[0], params)
+    mixed = tokens_of(step(made, [(0, 0, 5, True), (1, 6, len(prompt) - 6, True)], [other]))
+    assert mixed == [alone(made, PROMPTS[0], params)[0], expected[0]]
+    found = [mixed[1]]
+    while len(found) < OUTPUT:
+        found += tokens_of(step(made, [(1, len(prompt) + len(found) - 1, 1, True)], []))
+    assert found == expected
+    assert not made.rows.embeds
+    step(made, [(1, 0, 6, False)], [row])  # it is aborted, and another takes its row
+    plain = new(1, prompt, params)
+    assert tokens_of(step(made, [(1, 0, len(prompt), True)], [plain])) == expected[:1]
 
 
 def test_a_cpu_has_no_graphs_and_its_steps_are_done_when_they_are_launched(made: ModelEngine) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -12,6 +13,7 @@ from small_models import BLOCK, CPU, batch_of, caches, resolved
 from torch import Tensor
 
 from meshlm.workers.attention.backend import choose
+from meshlm.workers.batch import GivenEmbeds
 from meshlm.workers.distributed.communicator import side_by_side
 from meshlm.workers.distributed.ops import SummingOps
 from meshlm.workers.distributed.shard import Shard
@@ -81,10 +83,10 @@ def together(models: list[Decoder], work: Callable[[Decoder, Threads], Tensor]) 
         return list(pool.map(one, models, communicators([model.shard for model in models])))
 
 
-def logits_of(model: Decoder, comm: Threads, tokens: list[int]) -> Tensor:
-    """A whole prompt through this shard; logits on the last stage."""
+def logits_of(model: Decoder, comm: Threads, tokens: list[int], embeds: tuple[GivenEmbeds, ...] = ()) -> Tensor:
+    """A whole prompt through this shard; logits on the last stage. embeds: that came with it."""
     table = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]
-    batch = batch_of([(tokens, 0, table)])
+    batch = replace(batch_of([(tokens, 0, table)]), embeds=embeds)
     with torch.inference_mode():
         ops = model.ops.base if isinstance(model.ops, SummingOps) else model.ops
         backend = choose("torch" if isinstance(ops, TorchOps) else "cpu", model.local, CPU, torch.float32, BLOCK)

@@ -1,0 +1,45 @@
+"""Vectors in the place of a prompt's tokens, on their way from the client to the model's first layer.
+
+Their places have token ids too, which are numbers made of the vectors: nobody reads them as tokens, but equal vectors have equal
+ones, so that ranks are chosen by them. What the prefix cache goes by is the vectors themselves.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+EmbedsDType = Literal["float32", "float16", "bfloat16"]
+ITEM_BYTES: dict[EmbedsDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+MAX_EMBEDS_BYTES = 32 << 20  # of one prompt; the messages that carry it hold twice that
+
+
+class PromptEmbeds(Struct, frozen=True):
+    """`data` has one vector behind the other, those of the first span first. Little-endian."""
+
+    dtype: EmbedsDType
+    spans: tuple[tuple[int, int], ...]  # (position of the first vector, their number), in order, none overlapping
+    data: bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one vector."""
+        return len(self.data) // max(1, sum(count for _, count in self.spans))
+
+    def parts(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """The vectors of the positions begin to end: (first position, number, place of the first in `data` as a number of vectors)."""
+        found, before = [], 0
+        for first, count in self.spans:
+            low, high = max(first, begin), min(first + count, end)
+            if low < high:
+                found.append((low, high - low, before + low - first))
+            before += count
+        return found
+
+    def bytes_of(self, begin: int, end: int) -> bytes:
+        """The vectors of the positions begin to end, for a key of what is computed from them; where they stand is part of it."""
+        size = self.row_bytes
+        parts = [
+            b"%d %d\0" % (first - begin, count) + self.data[place * size : (place + count) * size]
+            for first, count, place in self.parts(begin, end)
+        ]
+        return b"".join(parts)

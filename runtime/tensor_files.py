@@ -1,0 +1,229 @@
+"""Reads one tensor that a client saved with `torch.save`, without torch and without running anything that the file says.
+
+Such a file is a zip archive with a pickle, which says type, shape and place, and the numbers. Pickles are programs: of this one only
+the few instructions are followed that torch.save writes for a plain tensor, with the few names that belong to it; all else is
+refused. Called by frontends, which check the vectors of a prompt before the mesh gets them (protocol/prompt_embeds.py).
+"""
+
+import base64
+import binascii
+import io
+import pickletools
+import struct
+import zipfile
+import zlib
+from typing import Any, NamedTuple
+
+from meshlm.protocol.columns import pack_i32
+from meshlm.protocol.ids import ErrorKind
+from meshlm.protocol.prompt_embeds import ITEM_BYTES, MAX_EMBEDS_BYTES, EmbedsDType, PromptEmbeds
+from meshlm.protocol.text_edge import EmbedsPrompt
+from meshlm.runtime.errors import RequestError
+
+MAX_PICKLE_BYTES, MAX_MEMO = 1 << 14, 64
+STORAGES: dict[str, EmbedsDType] = {
+    "torch FloatStorage": "float32",
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
+}
+TENSOR, PARAMETER, HOOKS = (
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+    "collections OrderedDict",
+)
+
+
+class _Storage(NamedTuple):
+    dtype: EmbedsDType
+    key: str
+    num_items: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Name(str):
+    """A class or function that the pickle names."""
+
+    __slots__ = ()
+
+
+_MARK = object()
+
+
+class NotATensor(ValueError):
+    """The text says why."""
+
+
+def prompt_of(given: str, hidden_size: int, vocab_size: int, param: str) -> EmbedsPrompt:
+    """The vectors of a prompt that came as base64 of a saved tensor [tokens, hidden]. RequestError names the field at fault."""
+    try:
+        tensor, raw = load(base64.b64decode(given, validate=True))
+        size = tensor.size[1:] if len(tensor.size) == 3 and tensor.size[0] == 1 else tensor.size
+        return prompt_of_rows(raw, tensor.storage.dtype, size, hidden_size, vocab_size)
+    except (NotATensor, binascii.Error, ValueError) as error:
+        text = f"{param}: must be base64 of a tensor that torch.save wrote: {error}"
+        raise RequestError(ErrorKind.INVALID, text, param) from None
+
+
+def prompt_of_rows(
+    raw: bytes, dtype: EmbedsDType, size: tuple[int, ...], hidden_size: int, vocab_size: int
+) -> EmbedsPrompt:
+    """The vectors [tokens, hidden] as a prompt. NotATensor says what is wrong with them."""
+    if len(size) != 2:
+        raise NotATensor(f"its shape is {list(size)}, and should be [tokens, {hidden_size}]")
+    count, width = size
+    if width != hidden_size:
+        raise NotATensor(f"its vectors have {width} numbers, and the model's have {hidden_size}")
+    if not count:
+        raise NotATensor("it holds no vector")
+    if len(raw) > MAX_EMBEDS_BYTES:
+        raise NotATensor(f"it has {len(raw)} bytes; at most {MAX_EMBEDS_BYTES} are taken for one prompt")
+    if len(raw) != count * width * ITEM_BYTES[dtype]:
+        raise NotATensor("its numbers are not as many as its shape says")
+    return EmbedsPrompt(token_ids(raw, count, vocab_size), PromptEmbeds(dtype, ((0, count),), raw))
+
+
+def token_ids(raw: bytes, count: int, vocab_size: int) -> bytes:
+    """An id of the vocabulary for each vector, which says nothing but that equal ones are equal."""
+    size, view = len(raw) // count, memoryview(raw)
+    return pack_i32([zlib.crc32(view[at : at + size]) % vocab_size for at in range(0, len(raw), size)])
+
+
+def kept(prompt: EmbedsPrompt, keep: int, side: str) -> EmbedsPrompt:
+    """The prompt with its first `keep` vectors (side: right is cut), or its last ones; 0: all."""
+    count = len(prompt.token_ids) // 4
+    if not keep or keep >= count:
+        return prompt
+    size, data = prompt.embeds.row_bytes, prompt.embeds.data
+    first = 0 if side == "right" else count - keep
+    embeds = PromptEmbeds(prompt.embeds.dtype, ((0, keep),), data[first * size : (first + keep) * size])
+    return EmbedsPrompt(prompt.token_ids[4 * first : 4 * (first + keep)], embeds)
+
+
+def load(data: bytes) -> tuple[_Tensor, bytes]:
+    """The tensor that the file holds, and its numbers, little-endian and in order. NotATensor."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            tensor = _tensor(_read(archive, names.get("data.pkl"), MAX_PICKLE_BYTES))
+            if "byteorder" in names and _read(archive, names["byteorder"], 16) != b"little":
+                raise NotATensor("it was written by a machine with another order of bytes")
+            raw = _read(archive, names.get(f"data/{tensor.storage.key}"), len(data))
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, OSError, struct.error) as error:
+        raise NotATensor(f"it is no file of torch.save's newer form, a zip archive ({error})") from None
+    item = ITEM_BYTES[tensor.storage.dtype]
+    count = 1
+    for size in tensor.size:
+        count *= size
+    begin = tensor.offset * item
+    if len(raw) != tensor.storage.num_items * item or begin + count * item > len(raw):
+        raise NotATensor("its numbers are not as many as it says")
+    if not _is_contiguous(tensor):
+        raise NotATensor("it is not contiguous; save tensor.contiguous()")
+    return tensor, raw[begin : begin + count * item]
+
+
+def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None, most: int) -> bytes:
+    if info is None:
+        raise NotATensor("it holds no tensor")
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > most:  # torch.save does not compress
+        raise NotATensor(f"{info.filename} is compressed or too long")
+    return archive.read(info)
+
+
+def _is_contiguous(tensor: _Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.size), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# --- the pickle ---
+
+
+def _tensor(pickle: bytes) -> _Tensor:
+    """What the pickle stands for. It is followed instruction by instruction, and none but these has a meaning here."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(pickle):
+            _follow(opcode.name, argument, stack, memo)
+        (found,) = stack
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise NotATensor(f"it is no plain tensor ({error})") from None
+    if not isinstance(found, _Tensor):
+        raise NotATensor("it is no plain tensor")
+    return found
+
+
+def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    match name:
+        case "PROTO" | "FRAME" | "STOP":
+            pass
+        case "GLOBAL":
+            stack.append(_known(argument))
+        case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+            stack.append(argument)
+        case "NEWTRUE" | "NEWFALSE":
+            stack.append(name == "NEWTRUE")
+        case "MARK":
+            stack.append(_MARK)
+        case "EMPTY_TUPLE":
+            stack.append(())
+        case "TUPLE":
+            at = len(stack) - 1 - stack[::-1].index(_MARK)
+            stack[at:] = [tuple(stack[at + 1 :])]
+        case "TUPLE1" | "TUPLE2" | "TUPLE3":
+            stack[-int(name[-1]) :] = [tuple(stack[-int(name[-1]) :])]
+        case "BINPUT" | "LONG_BINPUT" if argument < MAX_MEMO:
+            memo[argument] = stack[-1]
+        case "MEMOIZE" if len(memo) < MAX_MEMO:
+            memo[len(memo)] = stack[-1]
+        case "BINGET" | "LONG_BINGET":
+            stack.append(memo[argument])
+        case "BINPERSID":
+            stack.append(_storage(stack.pop()))
+        case "REDUCE":
+            arguments = stack.pop()
+            stack.append(_called(stack.pop(), arguments))
+        case _:
+            raise NotATensor(f"its pickle has the instruction {name}")
+
+
+def _known(name: str) -> _Name:
+    if name not in STORAGES and name not in (TENSOR, PARAMETER, HOOKS):
+        raise NotATensor(
+            f"its pickle names {name.replace(' ', '.')[:80]}; a tensor of float32, float16 or bfloat16 is taken"
+        )
+    return _Name(name)
+
+
+def _storage(found: Any) -> _Storage:
+    kind, storage, key, _place, count = found
+    if kind != "storage" or not isinstance(storage, _Name) or not isinstance(key, str) or type(count) is not int:
+        raise NotATensor("it is no plain tensor")
+    return _Storage(STORAGES[storage], key, count)
+
+
+def _called(function: Any, arguments: Any) -> Any:
+    if not isinstance(function, _Name):
+        raise NotATensor("it is no plain tensor")
+    if function == TENSOR:
+        storage, offset, size, stride, *_ = arguments
+        numbers = (offset, *size, *stride)
+        whole = all(type(number) is int and 0 <= number < 1 << 40 for number in numbers)
+        if not (isinstance(storage, _Storage) and whole and len(size) == len(stride) <= 4):
+            raise NotATensor("it is no plain tensor")
+        return _Tensor(storage, offset, tuple(size), tuple(stride))
+    if function == PARAMETER:
+        return arguments[0]
+    if function == HOOKS and arguments == ():
+        return None
+    raise NotATensor("it is no plain tensor")

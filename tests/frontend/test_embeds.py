@@ -1,0 +1,111 @@
+"""`prompt_embeds` of a completion: what becomes of saved tensors, and what does not go with them."""
+
+import base64
+import io
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from parsing import RESOLVED, SERVER, asked, body_of
+
+from meshlm.frontend.errors import HttpError
+from meshlm.frontend.parse import ParsedRequest
+from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.text_edge import EmbedsPrompt, TextPrompt
+
+HIDDEN = RESOLVED.spec.hidden_size
+TAKES = msgspec.structs.replace(SERVER, enable_prompt_embeds=True)
+
+
+def saved(tensor: torch.Tensor) -> str:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+ROWS = torch.randn(6, HIDDEN)
+
+
+def ask(server: ServerConfig = TAKES, resolved: Resolved = RESOLVED, **fields: Any) -> ParsedRequest:
+    return asked("text", body_of("text", {"prompt": None, "prompt_embeds": saved(ROWS), **fields}), resolved, server)
+
+
+def rows(prompt: object) -> torch.Tensor:
+    assert isinstance(prompt, EmbedsPrompt)
+    assert len(prompt.token_ids) // 4 == prompt.embeds.spans[0][1]
+    return torch.frombuffer(bytearray(prompt.embeds.data), dtype=torch.float32).view(-1, HIDDEN)
+
+
+def test_vectors_are_prompts_before_the_texts() -> None:
+    (alone,) = ask().prompts
+    assert torch.equal(rows(alone), ROWS)
+    assert ask(prompt="").prompts == ask(prompt=[]).prompts == [alone]
+    found = ask(prompt=["a", "b"], prompt_embeds=[saved(ROWS), saved(ROWS[:2].clone())]).prompts
+    assert torch.equal(rows(found[1]), ROWS[:2])
+    assert found[2:] == [TextPrompt("a"), TextPrompt("b")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"truncate_prompt_tokens": 2}, ROWS[4:]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, ROWS[:2]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 9}, ROWS),
+        ({"truncate_prompt_tokens": -1}, ROWS),
+    ],
+)
+def test_a_cut_prompt_has_as_many_ids_as_vectors(fields: dict[str, Any], expected: torch.Tensor) -> None:
+    found = ask(**fields)
+    assert torch.equal(rows(found.prompts[0]), expected)
+    keep = found.text.truncate_prompt_tokens
+    assert len(expected) <= keep, "the mesh cuts no more"
+
+
+def test_a_default_that_leaves_no_room_cuts_vectors_and_ids_alike() -> None:
+    """Without max_tokens an answer has 16, and -1 keeps what these leave."""
+    short = msgspec.structs.replace(RESOLVED, max_model_len=20)
+    (prompt,) = ask(resolved=short, truncate_prompt_tokens=-1).prompts
+    assert torch.equal(rows(prompt), ROWS[2:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_embeds": "no base64"}, "prompt_embeds"),
+        ({"prompt_embeds": saved(torch.zeros(2, HIDDEN + 1))}, "prompt_embeds"),
+        ({"prompt_embeds": [saved(ROWS), 5]}, "prompt_embeds"),
+        ({"prompt_embeds": []}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "b"}, "suffix"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ],
+)
+def test_what_does_not_go_with_them_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as raised:
+        ask(**fields)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_a_server_takes_none_unless_it_is_told_to() -> None:
+    with pytest.raises(HttpError, match="--enable-prompt-embeds") as raised:
+        ask(SERVER)
+    assert raised.value.param == "prompt_embeds"
+    assert ask(SERVER, prompt="hi", prompt_embeds=None).prompts == [TextPrompt("hi")]
+
+
+def test_longer_than_the_context_and_too_many_copies() -> None:
+    with pytest.raises(HttpError) as raised:
+        ask(resolved=msgspec.structs.replace(RESOLVED, max_model_len=5))
+    assert "context" in raised.value.message
+    large = saved(torch.zeros(1 << 12, HIDDEN))
+    wide = msgspec.structs.replace(RESOLVED, max_model_len=1 << 13)
+    fits = (64 << 20) // (4 * HIDDEN << 12)
+    assert ask(resolved=wide, prompt_embeds=large, n=min(fits, 128)).num_choices
+    if fits < 128:
+        with pytest.raises(HttpError) as raised:
+            ask(resolved=wide, prompt_embeds=large, n=fits + 1)
+        assert raised.value.param == "prompt_embeds"
