@@ -45,6 +45,50 @@ def _integers(codes, zero, dtype: tl.constexpr, BITS: tl.constexpr):
         return (codes.to(tl.float32) - zero).to(dtype)
 
 
+_PLANES: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 mask, base, s0, s1, t0, t1;
+    mov.b32 mask, 0x000F000F;
+    mov.b32 base, 0x43004300;
+    lop3.b32 t0, $8, mask, base, 0xEA;
+    lop3.b32 t1, $9, mask, base, 0xEA;
+    prmt.b32 $0, t0, t1, 0x5410;
+    prmt.b32 $4, t0, t1, 0x7632;
+    shr.u32 s0, $8, 4;
+    shr.u32 s1, $9, 4;
+    lop3.b32 t0, s0, mask, base, 0xEA;
+    lop3.b32 t1, s1, mask, base, 0xEA;
+    prmt.b32 $1, t0, t1, 0x5410;
+    prmt.b32 $5, t0, t1, 0x7632;
+    shr.u32 s0, $8, 8;
+    shr.u32 s1, $9, 8;
+    lop3.b32 t0, s0, mask, base, 0xEA;
+    lop3.b32 t1, s1, mask, base, 0xEA;
+    prmt.b32 $2, t0, t1, 0x5410;
+    prmt.b32 $6, t0, t1, 0x7632;
+    shr.u32 s0, $8, 12;
+    shr.u32 s1, $9, 12;
+    lop3.b32 t0, s0, mask, base, 0xEA;
+    lop3.b32 t1, s1, mask, base, 0xEA;
+    prmt.b32 $3, t0, t1, 0x5410;
+    prmt.b32 $7, t0, t1, 0x7632;
+    }"""
+)
+
+
+@triton.jit
+def _planes(words):
+    """128 + the codes of the eight planes, bfloat16: the work of _codes and _integers for two words at a time."""
+    return tl.inline_asm_elementwise(
+        _PLANES,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [words],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+
+
 @triton.jit
 def _of_group(at, first, n, there, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr):
     """Scales of the group that has input `first`; behind the last input those of the last group."""
@@ -91,10 +135,10 @@ def _ask_for(line, FIRST, EACH: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _packed_gemm(
-    x, low, high, scales, zeros, minima, table, bias, out, rows,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ZERO: tl.constexpr, ZEROS: tl.constexpr, MINIMA: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, AFTER: tl.constexpr,
-    SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    x, low, high, scales, zeros, minima, table, bias, out, rows, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNKS: tl.constexpr,
+    EACH: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ZEROS: tl.constexpr, MINIMA: tl.constexpr,
+    TABLE: tl.constexpr, BIAS: tl.constexpr, AFTER: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, LINES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EACH: chunks of a part. SWAP: W x^T is computed, W being the operand with many rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -118,6 +162,8 @@ def _packed_gemm(
             others = tl.load(high + row[:, None] + (chunk * 32 + inside)[None, :])
         scale = tl.zeros((BLOCK_N, 1), tl.float32)
         zero = tl.zeros((BLOCK_N, 1), tl.float32) + ZERO
+        if ASM:
+            planes = _planes(words)
         for j in tl.static_range(8):
             begin = chunk * 256 + j * 32
             k = begin + inside
@@ -126,13 +172,16 @@ def _packed_gemm(
             else:
                 real = (m < rows)[:, None] & (k < INPUTS)[None, :]
                 y = tl.load(x + m[:, None].to(tl.int64) * INPUTS + k[None, :], mask=real, other=0.0)
-            codes = _codes(words, others, j, BITS)
+            codes = words if ASM else _codes(words, others, j, BITS)
             if AFTER:
                 if (j * 32) % GROUP == 0:
                     scale = _of_group(scales, begin, n, there, INPUTS, OUTPUTS, GROUP)
                     if ZEROS:
                         zero = _of_group(zeros, begin, n, there, INPUTS, OUTPUTS, GROUP)
-                w = _integers(codes, zero, dtype, BITS)
+                if ASM:
+                    w = planes[j] - (128.0 + zero).to(tl.bfloat16)
+                else:
+                    w = _integers(codes, zero, dtype, BITS)
                 if SWAP:
                     total += tl.dot(w, y.T) * scale
                 else:
@@ -192,6 +241,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     swap: bool = False
+    asm: bool = False
 
 
 DECODED_ROWS = 256  # from more rows on the weight is decoded
@@ -274,10 +324,11 @@ def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = N
     use_pdl = x.is_cuda and pdl.supported()
     each = triton.cdiv(chunks, shape.splits)
     after = weight.group >= PLANE and weight.minima is None and weight.table is None and shape.block_m <= 32
+    asm = shape.asm and x.is_cuda and after and weight.bits == 4 and x.dtype == torch.bfloat16
     _packed_gemm[(triton.cdiv(weight.outputs, shape.block_n), shape.splits, triton.cdiv(rows, shape.block_m))](
         x, *_arguments(weight), x if bias is None else bias, out, rows, **_sizes(weight), EACH=each, BIAS=bias is not None,
         AFTER=after, SWAP=shape.swap, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, STAGES=shape.stages,
-        LINES=triton.next_power_of_2(each), PDL=use_pdl, num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
+        LINES=triton.next_power_of_2(each), ASM=asm, PDL=use_pdl, num_warps=shape.warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,209 @@
+"""How fast a linear layer is in each format of weights: the shapes of Llama-3.1-8B at several numbers of rows.
+
+    python -P benchmarks/weights.py [--rows 1 8 64 2048] [--sweep] [--json FILE]
+
+Each figure is the time of one product, from a CUDA graph over as many copies of the weight as do not fit into the L2 cache, beside the
+time that its bytes take at 4.3 TB/s and that of cuBLAS in bfloat16. --sweep times shapes of the packed kernel and prints the best.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlm.kernels.measure import keep, replay_us
+from meshlm.kernels.packed_gemm import kernel, reference
+from meshlm.kernels.packed_gemm.kernel import Shape
+from meshlm.kernels.packed_gemm.reference import PackedWeight
+from meshlm.kernels.precompile import precompiled
+
+SIZES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+TB_S = 4.3e12  # what memory gives
+COLD_BYTES = 160 << 20
+FORMATS = {
+    "int4, groups of 128, zeros (GPTQ, AWQ)": (4, 128, "zeros"),
+    "int4, groups of 128 (W4A16)": (4, 128, "symmetric"),
+    "int4, groups of 32 (Q4_0)": (4, 32, "symmetric"),
+    "int8, a group (W8A16)": (8, 1 << 20, "symmetric"),
+    "Q4_K, Q4_1": (4, 32, "minima"),
+    "Q5_K": (5, 32, "minima"),
+    "Q6_K": (6, 16, "symmetric"),
+    "Q8_0": (8, 32, "symmetric"),
+    "NF4": (4, 64, "table"),
+}
+
+
+def packed(outputs: int, inputs: int, bits: int, group: int, kind: str) -> PackedWeight:
+    """Random codes."""
+    chunks = -(-inputs // 256)
+    group = min(group, chunks * 256)
+    groups = -(-inputs // group)
+    low = torch.randint(-(2**31), 2**31 - 1, (outputs, chunks * 32), device="cuda", dtype=torch.int32)
+    high = None
+    if bits > 4:
+        words = {5: torch.uint8, 6: torch.int16, 8: torch.int32}[bits]
+        high = low.to(words)
+    scales = torch.rand(groups, outputs, device="cuda").half() / 100
+    return PackedWeight(
+        low, high, scales,
+        zeros=torch.randint(0, 15, (groups, outputs), device="cuda", dtype=torch.uint8) if kind == "zeros" else None,
+        minima=-scales if kind == "minima" else None,
+        table=torch.linspace(-1, 1, 16, device="cuda") if kind == "table" else None,
+        bits=bits, group=group, zero=1 << bits - 1 if kind == "symmetric" else 0, inputs=inputs,
+    )  # fmt: skip
+
+
+def size_of(weight: PackedWeight) -> int:
+    tensors = (weight.low, weight.high, weight.scales, weight.zeros, weight.minima)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def timed(runs: list[Callable[[], Any]]) -> float:
+    """Microseconds of one of these, which lie one behind the other in a graph."""
+    runs[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    replay_us(graph)
+    return sorted(replay_us(graph) for _ in range(7))[3] / len(runs)
+
+
+def copies_of(weight: PackedWeight) -> list[PackedWeight]:
+    count = max(2, min(40, COLD_BYTES // size_of(weight)))
+    return [
+        weight._replace(
+            low=weight.low.clone(),
+            high=None if weight.high is None else weight.high.clone(),
+            scales=weight.scales.clone(),
+        )
+        for _ in range(count)
+    ]
+
+
+def shapes_to_try(rows: int, outputs: int, inputs: int) -> list[Shape]:
+    chunks = inputs // 256
+    block_ms = (16,) if rows <= 16 else (32,) if rows <= 32 else (64,) if rows <= 64 else (64, 128)
+    found = []
+    for block_m, block_n, warps, stages, swap, asm in itertools.product(
+        block_ms, (32, 64, 128), (4, 8), (2, 4), (False, True), (False, True)
+    ):
+        if (swap and block_n < 64) or (warps == 8 and block_n < 128) or (asm and block_m > 32):
+            continue
+        tiles = outputs // block_n * -(-rows // block_m)
+        for splits in (1, 2, 4, 8):
+            if (
+                (splits == 1 or tiles * splits <= 700)
+                and chunks // splits >= 4
+                and (tiles * splits >= 120 or splits == 8)
+            ):
+                found.append(Shape(block_m, block_n, splits, warps, stages, swap, asm))
+                if splits > 1:
+                    break
+    return found
+
+
+def product(x: Tensor, weight: PackedWeight, shape: Shape) -> Tensor:
+    found = kernel.parts(x, weight, shape)
+    if shape.splits == 1:
+        return found
+    return kernel.sum_parts(found, torch.empty(x.shape[0], weight.outputs, dtype=x.dtype, device=x.device))
+
+
+def sweep(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
+    report = []
+    for kind, name, m in itertools.product(kinds, names, rows):
+        outputs, inputs = SIZES[name]
+        weights = copies_of(packed(outputs, inputs, *FORMATS[kind]))
+        x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
+        tries = shapes_to_try(m, outputs, inputs)
+        with precompiled():
+            for shape in tries:
+                product(x, weights[0], shape)
+        found = []
+        for shape in tries:
+            try:
+                found.append((timed([lambda w=w, s=shape: product(x, w, s) for w in weights]), shape))
+            except Exception as error:
+                print("failed", shape, type(error).__name__, str(error)[:200].replace("\n", " "))
+        found.sort()
+        floor = size_of(weights[0]) / TB_S * 1e6
+        best = "; ".join(f"{us:.1f} {tuple(shape)}" for us, shape in found[:6])
+        print(
+            f"{kind} {name} m={m}: bytes {floor:.1f} us; {best}; worst of {len(found)} {found[-1][0]:.1f}", flush=True
+        )
+        facts = {"format": kind, "product": name, "rows": m, "bytes_us": floor}
+        report += [{**facts, "us": us, "shape": shape} for us, shape in found]
+    return report
+
+
+def table(rows: list[int]) -> list[dict[str, Any]]:
+    report = []
+    for name, (outputs, inputs) in SIZES.items():
+        plain = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        for m in rows:
+            x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
+            usual = timed([lambda w=w: F.linear(x, w) for w in plain])
+            line = {
+                "format": "bfloat16, cuBLAS",
+                "product": name,
+                "rows": m,
+                "us": usual,
+                "bytes_us": plain[0].nbytes / TB_S * 1e6,
+            }
+            report.append(line)
+            print(f"{name} m={m}: bfloat16 {usual:.1f} us, bytes {line['bytes_us']:.1f}", flush=True)
+            for kind, (bits, group, form) in FORMATS.items():
+                weights = copies_of(packed(outputs, inputs, bits, group, form))
+                us = timed([lambda w=w: kernel.packed_linear(x, w) for w in weights])
+                floor = size_of(weights[0]) / TB_S * 1e6
+                report.append({"format": kind, "product": name, "rows": m, "us": us, "bytes_us": floor})
+                print(f"   {kind}: {us:.1f} us, bytes {floor:.1f}, {usual / us:.2f} x bfloat16", flush=True)
+    return report
+
+
+def check() -> None:
+    """What is timed is right."""
+    cases = [
+        (kind, packed(512, 1024, *form), torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16), swap, asm)
+        for (kind, form), m, swap, asm in itertools.product(FORMATS.items(), (16, 64), (False, True), (False, True))
+    ]
+
+    def run(x: Tensor, weight: PackedWeight, swap: bool, asm: bool) -> Tensor:
+        return product(x, weight, Shape(x.shape[0], 64, 2, 4, 2, swap, asm))
+
+    with precompiled():
+        for _, weight, x, swap, asm in cases:
+            run(x, weight, swap, asm)
+    for kind, weight, x, swap, asm in cases:
+        values = reference.decode(weight, torch.float32)
+        error = float(
+            (run(x, weight, swap, asm).float() - x.float() @ values.t()).abs().max() / values.norm(dim=1).max()
+        )
+        if not error < 0.03:
+            print("WRONG", kind, len(x), swap, asm, error)
+        wrong = float((kernel.decode(weight, torch.float32) - values).abs().max())
+        if not wrong < 1e-3:
+            print("WRONG decoding", kind, wrong)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 2048])
+    parser.add_argument("--products", nargs="+", default=list(SIZES))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS)[:1])
+    parser.add_argument("--sweep", action="store_true", help="the shapes of the packed kernel")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    check()
+    found = sweep(arguments.products, arguments.rows, arguments.formats) if arguments.sweep else table(arguments.rows)
+    keep(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
