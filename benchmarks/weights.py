@@ -128,7 +128,7 @@ def sweep(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str,
         found = []
         for shape in tries:
             try:
-                found.append((timed([lambda w=w, s=shape: product(x, w, s) for w in weights]), shape))
+                found.append((timed([lambda w=w, x=x, s=shape: product(x, w, s) for w in weights]), shape))
             except Exception as error:
                 print("failed", shape, type(error).__name__, str(error)[:200].replace("\n", " "))
         found.sort()
@@ -142,28 +142,34 @@ def sweep(names: list[str], rows: list[int], kinds: list[str]) -> list[dict[str,
     return report
 
 
-def table(rows: list[int]) -> list[dict[str, Any]]:
+def table(rows: list[int], kinds: list[str]) -> list[dict[str, Any]]:
     report = []
     for name, (outputs, inputs) in SIZES.items():
         plain = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        for m in rows:
-            x = torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16)
-            usual = timed([lambda w=w: F.linear(x, w) for w in plain])
-            line = {
-                "format": "bfloat16, cuBLAS",
-                "product": name,
-                "rows": m,
-                "us": usual,
-                "bytes_us": plain[0].nbytes / TB_S * 1e6,
+        xs = {m: torch.randn(m, inputs, device="cuda", dtype=torch.bfloat16) for m in rows}
+        usual = {m: timed([lambda w=w, x=x: F.linear(x, w) for w in plain]) for m, x in xs.items()}
+        facts = {"product": name, "bytes_us": plain[0].nbytes / TB_S * 1e6}
+        report += [{"format": "bfloat16, cuBLAS", "rows": m, "us": us, **facts} for m, us in usual.items()]
+        print(
+            name,
+            "bfloat16:",
+            {m: round(us, 1) for m, us in usual.items()},
+            f"bytes {facts['bytes_us']:.1f}",
+            flush=True,
+        )
+        weights = {kind: copies_of(packed(outputs, inputs, *FORMATS[kind])) for kind in kinds}
+        with precompiled():
+            for kind in kinds:
+                for x in xs.values():
+                    kernel.packed_linear(x, weights[kind][0])
+        for kind in kinds:
+            found = {
+                m: timed([lambda w=w, x=x: kernel.packed_linear(x, w) for w in weights[kind]]) for m, x in xs.items()
             }
-            report.append(line)
-            print(f"{name} m={m}: bfloat16 {usual:.1f} us, bytes {line['bytes_us']:.1f}", flush=True)
-            for kind, (bits, group, form) in FORMATS.items():
-                weights = copies_of(packed(outputs, inputs, bits, group, form))
-                us = timed([lambda w=w: kernel.packed_linear(x, w) for w in weights])
-                floor = size_of(weights[0]) / TB_S * 1e6
-                report.append({"format": kind, "product": name, "rows": m, "us": us, "bytes_us": floor})
-                print(f"   {kind}: {us:.1f} us, bytes {floor:.1f}, {usual / us:.2f} x bfloat16", flush=True)
+            facts["bytes_us"] = size_of(weights[kind][0]) / TB_S * 1e6
+            report += [{"format": kind, "rows": m, "us": us, **facts} for m, us in found.items()]
+            shown = ", ".join(f"m={m} {us:.1f} us ({usual[m] / us:.2f} x)" for m, us in found.items())
+            print(f"   {kind}: {shown}; bytes {facts['bytes_us']:.1f}", flush=True)
     return report
 
 
@@ -196,12 +202,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 2048])
     parser.add_argument("--products", nargs="+", default=list(SIZES))
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS)[:1])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--sweep", action="store_true", help="the shapes of the packed kernel")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     check()
-    found = sweep(arguments.products, arguments.rows, arguments.formats) if arguments.sweep else table(arguments.rows)
+    found = (
+        sweep(arguments.products, arguments.rows, arguments.formats)
+        if arguments.sweep
+        else table(arguments.rows, arguments.formats)
+    )
     keep(found, arguments.json)
 
 
