@@ -20,11 +20,14 @@ from meshlm.workers.quantization.registry import use_methods
 from meshlm.workers.quantization.scale_tensor import ScaleTensor
 from meshlm.workers.quantization.scales import scale_rows, scale_tensors
 from meshlm.workers.weights.check import check_finite, check_tensors
+from meshlm.workers.weights.gguf_spans import SpannedParameter, keep_spans
 from meshlm.workers.weights.packed_parameter import PackedParameter, keep
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
 from meshlm.workers.weights.sources import sources
 
+Kept = Mapping[str, PackedParameter] | Mapping[str, SpannedParameter]
+"""The parameters that hold a .gguf file's bytes, in one form or another."""
 NEWS = 256  # of a whole load, at most
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -46,9 +49,11 @@ def load_model(
             tensors = partial(iter, list(tensors()))  # to step over the vocabulary in its header takes a while
         if resolved.load_format != "dummy":
             check_tensors(tensors(), resolved)
-        kept: dict[str, PackedParameter] = {}
+        kept: Kept = {}
         if resolved.load_format == "gguf" and device.type == "cpu" and dtype == torch.float32:
             kept = keep(model, tensors())
+        elif resolved.load_format == "gguf" and device.type == "cuda":
+            kept = keep_spans(model, tensors())
         memory.check_weights(
             weight_bytes(model) + _decoded_bytes(model, device, dtype), device, _redundant_bytes(model)
         )
@@ -100,7 +105,7 @@ def _fill(
     model: Decoder,
     resolved: Resolved,
     tensors: Iterable[tuple[str, Source]],
-    kept: dict[str, PackedParameter],
+    kept: Kept,
     progress: Callable[[int, int], None],
 ) -> None:
     slots = dict(model.named_parameters())

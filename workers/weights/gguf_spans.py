@@ -1,0 +1,88 @@
+"""Weights of a .gguf file that stay packed in a GPU's memory: which they are, and how a file's rows get there. Called by load.py.
+
+Every part of such a parameter is of a type that kernels/packed_gemm reads, and a rank's share of it ends with whole blocks; others are
+decoded while they are loaded.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshlm.kernels.packed_gemm.ggml import LAYOUTS
+from meshlm.workers.layers.linear import Linear, Matrix
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.quantization.gguf import GGUFLinear, Span
+from meshlm.workers.weights.gguf_source import GGUFTensorSource
+from meshlm.workers.weights.slices import WeightSlice, place
+from meshlm.workers.weights.source import Source
+
+
+class SpannedParameter:
+    """The bytes of a weight: parts by the first of their rows, one behind the other."""
+
+    def __init__(self, parts: dict[int, Span], inputs: int) -> None:
+        self._inputs = inputs
+        self._begins: dict[int, int] = {}
+        size = 0
+        for row, span in sorted(parts.items()):
+            self._begins[row] = size
+            size += span.rows * span.row_bytes
+        self.elements = sum(span.rows for span in parts.values()) * inputs
+
+    def begin(self, parameter: Tensor) -> None:
+        """Nothing is to be done: files fill all of it."""
+
+    def take(self, parameter: Tensor, source: Source, found: WeightSlice) -> int:
+        """One part of it; how many elements that is."""
+        assert isinstance(source, GGUFTensorSource)
+        rows, order = source.rows(found.dim, found.begin, found.end)
+        data = rows.data if order is None else rows.data[order]
+        begin = self._begins[found.row]
+        parameter[begin : begin + data.numel()] = data.flatten().to(parameter.device)
+        return data.shape[0] * self._inputs
+
+
+def keep_spans(model: Decoder, tensors: Iterable[tuple[str, Source]]) -> dict[str, SpannedParameter]:
+    """The weights of linear layers of which all parts can stay packed; their layers get the method for it."""
+    parts: dict[str, dict[int, Span | None]] = {}
+    for name, source in tensors:
+        try:
+            found = place(name, model.spec, model.shard)
+        except KeyError:
+            continue  # load.py will say it
+        if found is None or found.expert is not None or found.shape != source.shape or len(found.shape) != 2:
+            continue
+        if found.begin < found.end:
+            parts.setdefault(found.parameter, {})[found.row] = _span(source, found)
+    kept = {}
+    for path, module in model.layers.named_modules(prefix="layers"):
+        name = f"{path}.weight"
+        spans = {row: span for row, span in parts.get(name, {}).items() if span is not None}
+        if not isinstance(module, Linear) or isinstance(module, Matrix) or not spans:
+            continue
+        if len(spans) < len(parts[name]) or sum(span.rows for span in spans.values()) != module.outputs:
+            continue
+        kept[name] = SpannedParameter(spans, module.inputs)
+        with torch.device(module.weight.device):
+            module.use(GGUFLinear(merged([span for _, span in sorted(spans.items())])))
+    return kept
+
+
+def merged(spans: list[Span]) -> tuple[Span, ...]:
+    """Neighbours of one type are one span."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1][1:] == span[1:]:
+            span = span._replace(rows=span.rows + found.pop().rows)
+        found.append(span)
+    return tuple(found)
+
+
+def _span(source: Source, found: WeightSlice) -> Span | None:
+    if not isinstance(source, GGUFTensorSource) or source.ggml_type not in LAYOUTS:
+        return None
+    if not source.cuts(found.dim, found.begin, found.end):
+        return None
+    rows, _ = source.rows(found.dim, found.begin, found.end)
+    return Span(rows.data.shape[0], source.ggml_type, rows.data.shape[1])
