@@ -31,12 +31,17 @@ class Gpu(NamedTuple):
     context_ms: float  # a token of context that a decode reads
     step_ms: float  # everything else in a step of decodes,
     mixed_ms: float  # in one with prompts,
-    prompt_ms: float  # and for each token of a prompt
+    prompt_ms: float  # for each token of a prompt,
+    pair_ms: float  # and for each earlier token that it attends to
 
 
 MODELS = {
-    "qwen3-0.6b": Gpu(28, ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 25.1e-6, 0.47, 0.70, 0.80e-3),
-    "llama3-8b": Gpu(32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 33.8e-6, 0.95, 1.35, 2.0e-3),
+    "qwen3-0.6b": Gpu(
+        28, ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 25.1e-6, 0.47, 0.70, 0.41e-3, 0.76e-6
+    ),
+    "llama3-8b": Gpu(
+        32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), 33.8e-6, 0.95, 1.35, 1.1e-3, 1.75e-6
+    ),
 }
 
 
@@ -79,9 +84,9 @@ class Run:
                 before_s, end_s = end_s, max(end_s, self.arrivals[0].sent_s)
                 continue
             begun_s = max(before_s, end_s)
-            num_tokens, num_decodes, finished, step_s = self.step(products)
+            num_tokens, num_decodes, finished, step_s, pairs = self.step(products)
             before_s, end_s = end_s, begun_s + step_s
-            self.budget.learn(num_tokens, num_decodes, step_s)
+            self.budget.learn(num_tokens, num_decodes, step_s, pairs)
             for _ in range(min(self.take(finished, end_s), self.requests - sent)):
                 self.arrivals.append(Stream(end_s + CLIENT_S))
                 sent += 1
@@ -92,27 +97,33 @@ class Run:
             "steps": self.steps,
         }
 
-    def step(self, products: Callable[[int], float]) -> tuple[int, int, list[Stream], float]:
-        """Its tokens, its decodes, the prompts it ends, and its seconds."""
+    def step(self, products: Callable[[int], float]) -> tuple[int, int, list[Stream], float, float]:
+        """Its tokens, its decodes, the prompts it ends, its seconds, and how many earlier tokens its prompts' attend to."""
         num_decodes = len(self.decodes)
         outstanding = sum(self.prompt - stream.computed for stream in self.prompts)
-        left = self.budget.prefill_limit(num_decodes, outstanding)
-        num_tokens, finished = num_decodes, []
+        context = self.prompts[0].computed if self.prompts else 0
+        left = self.budget.prefill_limit(num_decodes, outstanding, context)
+        num_tokens, finished, pairs = num_decodes, [], 0.0
         while left and self.prompts:
             stream = self.prompts[0]
             count = min(left, self.prompt - stream.computed)
+            pairs += count * (stream.computed + count / 2)
             stream.computed += count
             num_tokens, left = num_tokens + count, left - count
             if stream.computed == self.prompt:
                 finished.append(self.prompts.popleft())
         self.steps += 1
-        context = sum(self.prompt + stream.tokens for stream in self.decodes)
+        seen = sum(self.prompt + stream.tokens for stream in self.decodes)
         num_prompts = num_tokens - num_decodes
-        other = self.gpu.mixed_ms + self.gpu.prompt_ms * num_prompts if num_prompts else self.gpu.step_ms
+        other = (
+            self.gpu.mixed_ms + self.gpu.prompt_ms * num_prompts + self.gpu.pair_ms * pairs
+            if num_prompts
+            else self.gpu.step_ms
+        )
         rows = next(
             size for size in range(num_tokens, 2 * num_tokens + 128) if not num_prompts or on_grid(size) == size
         )
-        return num_tokens, num_decodes, finished, (products(rows) + self.gpu.context_ms * context + other) / 1e3
+        return num_tokens, num_decodes, finished, (products(rows) + self.gpu.context_ms * seen + other) / 1e3, pairs
 
     def take(self, finished: list[Stream], now_s: float) -> int:
         """A step's tokens arrive; returns how many requests ended."""
@@ -160,6 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="constants of scheduler_proc/budget.py"
     )
+    parser.add_argument("--max-itl-ms", type=float)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     for name, value in (each.split("=") for each in arguments.set):
@@ -169,7 +181,7 @@ def main() -> None:
         for streams in arguments.streams:
             run = Run(
                 gpu,
-                StepBudget(8192),
+                StepBudget(8192, max_itl_s=arguments.max_itl_ms and arguments.max_itl_ms / 1e3),
                 streams,
                 (5 if streams < 128 else 4) * streams,
                 arguments.prompt,

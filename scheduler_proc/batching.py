@@ -52,7 +52,7 @@ class Batching:
         self.pool_kinds, self._pooled_bytes = pool_kinds, pooled_bytes
         at_once = step_tokens(limits.max_num_batched_tokens, limits.async_depth, self.max_drafts)
         self.kv = KVCache(num_blocks, block_size, kv_specs, limits.prefix_caching, at_once)
-        self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill)
+        self.budget = StepBudget(limits.max_num_batched_tokens, even=limits.even_prefill, max_itl_s=limits.max_itl_s)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -119,7 +119,8 @@ class Batching:
         if self.max_drafts:
             self._plan_drafts(builder)
         if prompts or self.waiting:
-            left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts))
+            context = prompts[0].num_computed if prompts else 0
+            left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)
             left = self._plan_prompts(builder, prompts, left)
             if self.num_preemptions == before:
                 self._plan_waiting(builder, left)

@@ -31,6 +31,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         async_depth=config.scheduler.async_depth,
         chunked_prefill=config.scheduler.enable_chunked_prefill and not whole,
         even_prefill=config.scheduler.prefill_pace == "even",
+        max_itl_s=None if config.scheduler.max_itl_ms is None else config.scheduler.max_itl_ms / 1e3,
         prefix_caching=config.cache.enable_prefix_caching and not whole,
         by_priority=config.scheduler.scheduling_policy == "priority",
         num_workers=parallel.workers_per_rank,

@@ -14,6 +14,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     async_depth: int = 2
     chunked_prefill: bool = True
     even_prefill: bool = True
+    max_itl_s: float | None = None  # the longest bearable step
     prefix_caching: bool = True
     by_priority: bool = False
     num_workers: int = 1

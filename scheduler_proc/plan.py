@@ -21,6 +21,7 @@ class Inflight:
         "goes_on",
         "num_decode_tokens",
         "num_drafts",
+        "num_pairs",
         "num_tokens",
         "planned_ns",
         "samples",
@@ -41,6 +42,7 @@ class Inflight:
         self.step, self.batch, self.samples, self.planned_ns = step, batch, samples, planned_ns
         self.num_tokens, self.num_decode_tokens, self.firsts = num_tokens, num_decode_tokens, firsts
         self.num_drafts = num_drafts or array("i")
+        self.num_pairs = 0.0  # of prompt tokens and the tokens before them that each attends to
         self.goes_on = False  # requests were running when it was planned: the device need not have waited for work
 
 
@@ -53,6 +55,7 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
+        self.num_pairs = 0.0
         self.new_row_bytes = self.prompt_bytes = 0  # of new_rows; of the prompts' log-probabilities in the result
         self.decodes: list[Request] = []  # one token each, and sampling: filled by the planning loop itself
         self.decode_starts: list[int] = []
@@ -84,6 +87,7 @@ class PlanBuilder:
             self.decodes.append(request)
             self.decode_starts.append(request.num_computed)
         else:
+            self.num_pairs += count * (request.num_computed + count / 2)
             # A single token that does not sample stands right behind the decodes: all counts of one come first.
             at = 0 if count == 1 else len(self._rest)
             self._rest.insert(at, request)
@@ -131,4 +135,5 @@ class PlanBuilder:
         record = Inflight(
             step, batch, plan.samples, self.num_tokens, num_decode_tokens, self.now_ns, firsts, num_drafts
         )
+        record.num_pairs = self.num_pairs
         return plan, record

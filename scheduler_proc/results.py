@@ -132,6 +132,8 @@ class Results:
         self._last_done_ns = result.done_ns
         duration_ns = result.gpu_ns or result.done_ns - begun
         load = self._table.load
-        self._table.batching.budget.learn(record.num_tokens, record.num_decode_tokens, duration_ns / 1e9)
+        self._table.batching.budget.learn(
+            record.num_tokens, record.num_decode_tokens, duration_ns / 1e9, record.num_pairs
+        )
         load.busy_ns += duration_ns
         load.idle_ns += gap_ns if record.goes_on else 0

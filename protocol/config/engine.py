@@ -72,6 +72,17 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             "tokens in each step as it holds, as offline work wants it"
         ),
     ] = "even"
+    max_itl_ms: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="the longest wait between two tokens of a stream that prompts of others may cause, in milliseconds: steps "
+                "are no longer; throughput and time to first token pay for a short one; default: 120 for long prompts, less for others",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True):

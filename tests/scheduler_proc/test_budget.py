@@ -119,20 +119,84 @@ def test_only_short_steps_have_a_third_in_flight() -> None:
     assert made.depth(2) == 2
 
 
+DECODES, CONTEXTS = 3, [*range(0, 32_000, 2000)]
+
+
+def with_contexts(prompt_s: float, pair_s: float, decode_s: float = 0.008, **options: float) -> StepBudget:
+    """On a device that takes so long for a prompt token, and for each token before it, after some long prompts."""
+    made = StepBudget(8192, **options)  # type: ignore[arg-type]
+    made.learn(DECODES, DECODES, decode_s)
+    for start in 8 * CONTEXTS:
+        pairs = 1500 * (start + 750)
+        made.learn(1500 + DECODES, DECODES, decode_s + 1500 * prompt_s + pairs * pair_s, pairs)
+    return made
+
+
+def step_s(tokens: int, start: int, prompt_s: float, pair_s: float) -> float:
+    return 0.008 + tokens * prompt_s + tokens * (start + tokens / 2) * pair_s
+
+
+def test_the_rate_learns_what_a_context_costs() -> None:
+    """The old rate was one number: of 32,000 tokens the first steps were a third as long as the last ones."""
+    made = with_contexts(20e-6, 1.5e-9)
+    assert made.prompt_s == pytest.approx(20e-6, rel=0.05)
+    assert made.pair_s == pytest.approx(1.5e-9, rel=0.05)
+
+
+def test_a_step_holds_as_many_tokens_of_a_long_prompt_as_of_a_short_one_while_that_is_bearable() -> None:
+    made = with_contexts(20e-6, 1.0e-9)
+    limits = [made.prefill_limit(DECODES, 10**6, start) for start in CONTEXTS]
+    assert limits[0] == limits[CONTEXTS.index(20_000)] > 2000
+    assert limits == sorted(limits, reverse=True)
+    longest = max(step_s(limit, start, 20e-6, 1.0e-9) for limit, start in zip(limits, CONTEXTS, strict=True))
+    assert 0.8 * budget.BEARABLE_S <= longest <= 1.05 * budget.BEARABLE_S
+    costly = with_contexts(20e-6, 3.0e-9)
+    assert costly.prefill_limit(DECODES, 10**6, 30_000) < limits[-1]
+
+
+@given(st.floats(2e-6, 40e-6), st.floats(0, 1.5e-9), st.floats(0.03, 0.3), st.integers(0, 32_000), st.booleans())
+def test_no_step_is_longer_than_was_asked_for(
+    prompt_s: float, pair_s: float, max_itl_s: float, start: int, even: bool
+) -> None:
+    made = with_contexts(prompt_s, pair_s, max_itl_s=max_itl_s, even=even)
+    limit = made.prefill_limit(DECODES, 10**6, start)
+    assert limit == budget.MIN_PREFILL_TOKENS or step_s(limit, start, prompt_s, pair_s) <= 1.1 * max_itl_s
+
+
+@given(st.floats(1e-6, 60e-6), st.lists(st.floats(0.5, 2), max_size=8), st.integers(1, 250), st.integers(0, 10**6))
+def test_prompts_of_one_length_have_the_steps_that_they_had_with_one_rate(
+    prompt_s: float, factors: list[float], num_decodes: int, outstanding: int
+) -> None:
+    """What 1,000-token prompts attend to is the same in every step, so their steps do not depend on whether it is counted."""
+    plain, counted = StepBudget(8192), StepBudget(8192)
+    for made, pairs in ((plain, 0.0), (counted, 1000 * 500.0)):
+        made.learn(num_decodes, num_decodes, 0.007)
+        for factor in factors:
+            made.learn(1000 + num_decodes, num_decodes, 0.007 + 1000 * prompt_s * factor, pairs)
+    assert counted.prompt_s + 500 * counted.pair_s == pytest.approx(plain.prompt_s, rel=0.02)
+    limits = [made.prefill_limit(num_decodes, outstanding, 500) for made in (plain, counted)]
+    assert limits[1] == pytest.approx(limits[0], rel=0.3, abs=budget.GRID)
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 512), st.floats(-1, 10)), max_size=20),
+    st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 512), st.floats(-1, 10), st.floats(0, 1e9)), max_size=20),
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), max_size=20),
     st.integers(0, 512),
     st.integers(0, 10**8),
+    st.integers(0, 10**6),
 )
 def test_the_limit_stays_within_the_step(
-    steps: list[tuple[int, int, float]], requests: list[tuple[int, int]], num_decodes: int, outstanding: int
+    steps: list[tuple[int, int, float, float]],
+    requests: list[tuple[int, int]],
+    num_decodes: int,
+    outstanding: int,
+    context: int,
 ) -> None:
     made = StepBudget(2048)
-    for num_tokens, decodes, duration_s in steps:
-        made.learn(num_tokens, min(decodes, num_tokens), duration_s)
+    for num_tokens, decodes, duration_s, pairs in steps:
+        made.learn(num_tokens, min(decodes, num_tokens), duration_s, pairs)
     for prompt_tokens, output_tokens in requests:
         made.ended(prompt_tokens, output_tokens)
-    limit = made.prefill_limit(num_decodes, outstanding)
+    limit = made.prefill_limit(num_decodes, outstanding, context)
     assert 0 <= limit <= 2048 - num_decodes
     assert limit >= min(budget.MIN_PREFILL_TOKENS, 2048 - num_decodes)

@@ -48,3 +48,22 @@ def test_a_device_without_a_clock_of_its_own(bench: Bench) -> None:
     assert run(bench, launched_ns=10 * MS, done_ns=15 * MS) == (5 * MS, 0)
     assert run(bench, launched_ns=17 * MS, done_ns=20 * MS) == (3 * MS, 2 * MS)
     assert run(bench, launched_ns=18 * MS, done_ns=24 * MS) == (4 * MS, 0)
+
+
+def test_the_budget_is_told_what_prompts_attend_to(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's tokens and those before them, and of the next chunk's first token how many are before it."""
+    learned: list[tuple[float, ...]] = []
+    asked: list[tuple[int, ...]] = []
+    budget = bench.core.batching.budget
+
+    def limit(*step: int) -> int:
+        asked.append(step)
+        return 6
+
+    monkeypatch.setattr(budget, "learn", lambda *step: learned.append(step))
+    monkeypatch.setattr(budget, "prefill_limit", limit)
+    bench.assign(1, list(range(14)), 1)
+    for _ in range(3):
+        bench.step()
+    assert [step[3] for step in learned] == [6 * 3, 6 * (6 + 3), 2 * (12 + 1)]
+    assert [context for _, _, context in asked] == [0, 6, 12]
